@@ -1,0 +1,22 @@
+#include <pybind11/pybind11.h>
+
+namespace oomb::bindings {
+
+void bind_exceptions(pybind11::module_& module);
+void bind_build_info(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
+void bind_paging(pybind11::module_& module);
+
+}  // namespace oomb::bindings
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Native core of oomb: kernels, page manager, copy engine.";
+  oomb::bindings::bind_exceptions(module);
+  oomb::bindings::bind_build_info(module);
+#ifdef OOMB_BIND_ATTENTION
+  oomb::bindings::bind_attention(module);
+#endif
+#ifdef OOMB_BIND_PAGING
+  oomb::bindings::bind_paging(module);
+#endif
+}

@@ -1,0 +1,18 @@
+// Stands in for devices.cu in a build without CUDA.
+#include "common/devices.h"
+
+#if !OOMB_WITH_CUDA
+
+namespace oomb {
+
+CudaStatus cuda_status() {
+  CudaStatus status;
+  status.problem = "built without CUDA";
+  return status;
+}
+
+std::vector<std::string> cuda_architectures() { return {}; }
+
+}  // namespace oomb
+
+#endif
