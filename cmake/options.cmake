@@ -6,7 +6,7 @@ target_include_directories(oomb_options INTERFACE "${PROJECT_SOURCE_DIR}/csrc")
 target_link_libraries(oomb_options INTERFACE Threads::Threads)
 target_compile_options(oomb_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -fno-math-errno>
-  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release>>:-O3>
+
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>)
 if(OOMB_WERROR)
   target_compile_options(oomb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)

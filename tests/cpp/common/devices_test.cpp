@@ -9,7 +9,7 @@ TEST(CudaStatus, NeverThrowsAndExplainsAMissingDevice) {
   const CudaStatus status = cuda_status();
   EXPECT_EQ(status.built, static_cast<bool>(OOMB_WITH_CUDA));
   EXPECT_EQ(status.devices.empty(), !status.problem.empty());
-  if (!status.built) EXPECT_EQ(status.problem, "built without CUDA");
+  EXPECT_EQ(status.problem == "built without CUDA", !status.built);
 }
 
 TEST(CudaArchitectures, AreListedExactlyWhenBuiltWithCuda) {
