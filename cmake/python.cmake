@@ -11,13 +11,17 @@ set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 2.13 CONFIG REQUIRED)
 
 file(GLOB binding_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/bindings/*.cpp")
+get_property(architectures GLOBAL PROPERTY oomb_architectures)
+list(REMOVE_DUPLICATES architectures)
+list(JOIN architectures " " architectures)
 pybind11_add_module(_C MODULE NO_EXTRAS ${binding_sources})
 target_link_libraries(_C PRIVATE oomb_core)
 target_compile_definitions(_C PRIVATE
   OOMB_VERSION="${OOMB_VERSION}"
   OOMB_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"
   OOMB_BUILD_TYPE="${CMAKE_BUILD_TYPE}"
-  OOMB_CUDA_COMPILER="${CMAKE_CUDA_COMPILER_VERSION}")
+  OOMB_CUDA_COMPILER="${CMAKE_CUDA_COMPILER_VERSION}"
+  OOMB_CUDA_ARCHITECTURES="${architectures}")
 # A domain is bound once its file has landed.
 foreach(domain attention paging)
   if(EXISTS "${PROJECT_SOURCE_DIR}/csrc/bindings/${domain}.cpp")

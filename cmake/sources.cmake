@@ -85,12 +85,6 @@ if(OOMB_WITH_CUDA)
     attention/sm80/*.cu attention/plain/*.cu)
   oomb_add_kernels(oomb_pages "80-real;90-real;80-virtual"
     attention/pages/*.cu common/*.cu memory/*.cu paging/*.cu offload/*.cu)
-  # Reported by common/devices.cu.
-  get_property(architectures GLOBAL PROPERTY oomb_architectures)
-  list(REMOVE_DUPLICATES architectures)
-  list(JOIN architectures "\", \"" architectures)
-  set_source_files_properties("${PROJECT_SOURCE_DIR}/csrc/common/devices.cu" PROPERTIES
-    COMPILE_DEFINITIONS "OOMB_CUDA_ARCHITECTURES=\"${architectures}\"")
   set_target_properties(oomb_core PROPERTIES LINKER_LANGUAGE CXX)
   target_link_directories(oomb_core PUBLIC ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
     ${OOMB_CUDA_LIBRARY_DIR})

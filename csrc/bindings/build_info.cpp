@@ -1,7 +1,6 @@
 // What was built and what this machine offers, for `oomb doctor` and for tests.
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include "common/devices.h"
 
@@ -18,7 +17,7 @@ py::dict build_info() {
   info["build_type"] = OOMB_BUILD_TYPE;
   info["cuda"] = static_cast<bool>(OOMB_WITH_CUDA);
   info["cuda_compiler"] = OOMB_CUDA_COMPILER;
-  info["cuda_architectures"] = cuda_architectures();
+  info["cuda_architectures"] = py::str(OOMB_CUDA_ARCHITECTURES).attr("split")();
   return info;
 }
 

@@ -11,8 +11,6 @@ CudaStatus cuda_status() {
   return status;
 }
 
-std::vector<std::string> cuda_architectures() { return {}; }
-
 }  // namespace oomb
 
 #endif

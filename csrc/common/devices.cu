@@ -68,6 +68,4 @@ CudaStatus cuda_status() {
   return status;
 }
 
-std::vector<std::string> cuda_architectures() { return {OOMB_CUDA_ARCHITECTURES}; }
-
 }  // namespace oomb

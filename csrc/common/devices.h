@@ -29,7 +29,4 @@ struct CudaStatus {
 
 CudaStatus cuda_status();
 
-// Compute capabilities that machine code or PTX was built for, e.g. {"sm_80", "compute_80"}.
-std::vector<std::string> cuda_architectures();
-
 }  // namespace oomb
