@@ -1,0 +1,219 @@
+"""What a user chooses: chunking, attention, the sweep, memory and numerics."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(argument: str, value: int | str | None) -> int | None:
+    """Bytes of a memory size: an int, or text such as ``"40GiB"``. None stays None.
+
+    Raises:
+        ValueError: the text is no number with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, or
+            the size is not positive.
+    """
+    if value is None:
+        return None
+    size = _size_in_bytes(value)
+    if size is None or size <= 0:
+        raise ValueError(f"{argument}: expected bytes or a size such as '40GiB', got {value!r}")
+    return size
+
+
+def _size_in_bytes(value: int | str) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNITS:
+        return None
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _expect(ok: bool, argument: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{argument}: expected {expected}, got {got!r}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """Exact attention: every query sees its whole past."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKPages:
+    """Page-sparse attention: each block of ``page_size`` queries sees ``budget`` earlier pages.
+
+    Attributes:
+        budget: past pages per query block. A past of no more pages is seen whole.
+        share: one list for all heads (``"all_heads"``) or one per key/value head (``"kv_head"``).
+        score: ``"block_mean"`` (mean query of the block · mean key of the page) or
+            ``"token_softmax"`` (the rule of the OOMB paper: per token a softmax over pages).
+        sink_pages: first pages that are always chosen, within the budget.
+        recent_pages: latest pages that are always chosen, within the budget.
+        chunk_budget: bound on the distinct past pages that one layer of a chunk may use; None: no
+            bound. Bounds host traffic where selection would outrun the link.
+    """
+
+    budget: int = 64
+    share: Literal["all_heads", "kv_head"] = "all_heads"
+    score: Literal["block_mean", "token_softmax"] = "block_mean"
+    sink_pages: int = 0
+    recent_pages: int = 0
+    chunk_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        _expect(_is_count(self.budget, 1), "budget", "an int >= 1", self.budget)
+        _expect(
+            self.share in ("all_heads", "kv_head"), "share", "'all_heads' or 'kv_head'", self.share
+        )
+        scores = ("block_mean", "token_softmax")
+        _expect(self.score in scores, "score", "'block_mean' or 'token_softmax'", self.score)
+        _expect(_is_count(self.sink_pages, 0), "sink_pages", "an int >= 0", self.sink_pages)
+        _expect(_is_count(self.recent_pages, 0), "recent_pages", "an int >= 0", self.recent_pages)
+        forced = self.sink_pages + self.recent_pages
+        _expect(
+            forced <= self.budget, "sink_pages + recent_pages", f"<= budget {self.budget}", forced
+        )
+        bound = self.chunk_budget
+        least = self.budget
+        _expect(
+            bound is None or _is_count(bound, least),
+            "chunk_budget",
+            f"None or >= budget {least}",
+            bound,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllChunks:
+    """Exact backward: every chunk is swept."""
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        """All chunks, ascending."""
+        return list(range(num_chunks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledChunks:
+    """SpaCO with a Bernoulli draw: sweep a random subset of the chunks, unbiased.
+
+    A kept chunk's loss is scaled by 1 / keep and the gradient that later chunks left on its keys and
+    values by min(1 / keep, cap). Uncapped, the expectation of the gradient is exact; single draws are
+    heavy-tailed. A cap trades variance for bias.
+
+    Attributes:
+        keep: probability that a chunk is swept, in (0, 1].
+        seed: of the draw; the draw depends on (seed, step) alone.
+        cap: bound on the factor on the keys' and values' gradient; None: unbounded.
+    """
+
+    keep: float = 0.25
+    seed: int = 0
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.keep, (int, float)) and not isinstance(self.keep, bool)
+        _expect(number and 0 < self.keep <= 1, "keep", "a number in (0, 1]", self.keep)
+        _expect(isinstance(self.seed, int), "seed", "an int", self.seed)
+        _expect(self.cap is None or self.cap >= 1, "cap", "None or a number >= 1", self.cap)
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        """Chunks to sweep, ascending; ``step`` counts the engine's forward_backward calls."""
+        key = hashlib.sha256(f"oomb.SampledChunks {self.seed} {step}".encode()).digest()
+        generator = random.Random(int.from_bytes(key[:8], "little"))
+        return [chunk for chunk in range(num_chunks) if generator.random() < self.keep]
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor on a kept chunk's loss."""
+        return 1.0 / self.keep
+
+    @property
+    def dkv_factor(self) -> float:
+        """Factor on the gradient that later chunks left on a kept chunk's keys and values."""
+        return self.loss_factor if self.cap is None else min(self.loss_factor, self.cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of an engine; validated and frozen.
+
+    Attributes:
+        chunk_size: tokens per chunk, a multiple of ``page_size``.
+        page_size: tokens per page.
+        attention: :class:`Dense` or :class:`TopKPages`.
+        backward: :class:`AllChunks` or :class:`SampledChunks`.
+        device_memory: hard cap of the device tier (KV, its gradients, summaries, tables): bytes or
+            ``"40GiB"``. None: what is free, less a margin.
+        host_memory: cap of the host tier, likewise.
+        kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.
+            fp64 models keep fp64.
+        recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
+            attention, ``"auto"`` decides once by what fits. Changes no bit of the result.
+        rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
+        deterministic: False allows faster kernels whose sums have no fixed order.
+        keep_main_grad: keep the higher-precision sum of each gradient for ``engine.main_grad``.
+        check_finite: raise at the first chunk and layer where a loss or gradient is not finite.
+        record_selection: keep which pages each query block read in ``step.selection``.
+    """
+
+    chunk_size: int = 4096
+    page_size: int = 128
+    attention: Dense | TopKPages = field(default_factory=Dense)
+    backward: AllChunks | SampledChunks = field(default_factory=AllChunks)
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["auto", "none", "layer"] = "auto"
+    rope_angles: Literal["model", "float64"] = "model"
+    deterministic: bool = True
+    keep_main_grad: bool = False
+    check_finite: bool = False
+    record_selection: bool = False
+
+    def __post_init__(self) -> None:
+        _expect(_is_count(self.page_size, 1), "page_size", "an int >= 1", self.page_size)
+        _expect(_is_count(self.chunk_size, 1), "chunk_size", "an int >= 1", self.chunk_size)
+        _expect(
+            self.chunk_size % self.page_size == 0,
+            "chunk_size",
+            f"a multiple of page_size {self.page_size}",
+            self.chunk_size,
+        )
+        attention, backward = self.attention, self.backward
+        _expect(
+            isinstance(attention, (Dense, TopKPages)),
+            "attention",
+            "oomb.Dense or oomb.TopKPages",
+            attention,
+        )
+        _expect(
+            isinstance(backward, (AllChunks, SampledChunks)),
+            "backward",
+            "oomb.AllChunks or oomb.SampledChunks",
+            backward,
+        )
+        object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))
+        object.__setattr__(self, "host_memory", parse_size("host_memory", self.host_memory))
+        _expect_one_of("kv_grad_dtype", self.kv_grad_dtype, ("float32", "bfloat16"))
+        _expect_one_of("recompute", self.recompute, ("auto", "none", "layer"))
+        _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
+        for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
+            _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
+
+
+def _expect_one_of(argument: str, value: object, choices: Sequence[str]) -> None:
+    _expect(value in choices, argument, " or ".join(map(repr, choices)), value)

@@ -1,0 +1,439 @@
+"""Attention of one chunk over its own keys and its paged past, in waves of resident pages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from oomb import _C
+from oomb.engine.layout import Chunks, Order
+from oomb.engine.selection import Selector
+from oomb.engine.stream import stream_of
+from oomb.engine.tiers import PageLayout
+from oomb.hf.model import LayerShape
+
+Wave = tuple[int, int]  # logical pages [begin, end)
+
+
+class _FillComplete(Exception):
+    """The last layer's keys and values are written; nothing behind them is needed."""
+
+
+FillComplete = _FillComplete
+
+
+@dataclass
+class CallPages:
+    """Pages of one call: tables over the manager's memory, summaries, and what each chunk sees.
+
+    Attributes:
+        first_key, num_keys: as in :class:`oomb.engine.inputs.CallInputs`.
+        swept: chunks that receive gradient, ascending.
+        summaries: per layer [batch, pages, kv_heads, head_dim] mean keys, None where not needed.
+        rounding_seed: of bf16 gradient pages.
+        spilled: the device tier cannot hold the whole call.
+    """
+
+    manager: _C.PageManager
+    layout: PageLayout
+    chunks: Chunks
+    order: Order
+    shapes: list[LayerShape]
+    first_key: torch.Tensor | None
+    num_keys: torch.Tensor | None
+    swept: list[int]
+    dkv_factor: float
+    selector: Selector | None
+    summaries: list[torch.Tensor | None]
+    rounding_seed: int
+    deterministic: bool
+    spilled: bool
+    pages_per_sequence: list[int]
+    tables: list[torch.Tensor] = field(default_factory=list)
+    gradient_tables: list[torch.Tensor] = field(default_factory=list)
+
+
+class ChunkAttention:
+    """Attention of the chunk that is being run; one object per call of the engine."""
+
+    _ids = itertools.count()
+    active: dict[int, ChunkAttention] = {}
+
+    def __init__(self, pages: CallPages) -> None:
+        self.pages = pages
+        self.id = next(self._ids)
+        self.chunk = 0
+        self.phase = "fill"
+        self.write = False  # this pass writes the chunk's keys and values
+        self.stop_at_last = False  # the fill ends at the last layer's keys and values
+
+    def __enter__(self) -> ChunkAttention:
+        self.active[self.id] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.active[self.id]
+
+    # One chunk, one layer -------------------------------------------------------------------------
+
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk."""
+        if self.write:
+            self._write(layer, k, v)
+            if self.stop_at_last and layer == len(self.pages.shapes) - 1:
+                raise FillComplete
+        order = self.pages.order
+        visit = int((order.fill if self.phase == "fill" else order.read)[self.chunk, layer])
+        selection = self._select(layer, q, window)
+        batch, heads, tokens, head_dim = q.shape
+        o = q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+        state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
+        common = self._common(layer, q, k, v, scale, window, selection)
+
+        waves = self._waves(visit, layer, selection)
+        own_alone = self.pages.spilled and bool(waves)  # runs while the first pages are in flight
+        launches = len(waves) + own_alone
+        state: dict[str, torch.Tensor] = {}
+        if launches > 1:
+            state["acc"] = torch.empty(
+                batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
+            )
+            state["max"] = torch.empty_like(lse)
+            state["sum"] = torch.empty_like(lse)
+        if own_alone or not waves:
+            _C.attention_forward(**common, **state, o=o, lse=lse, last_wave=not waves)
+        for index, (begin, end) in enumerate(waves):
+            with _Resident(self, visit, begin, end, selection):
+                _C.attention_forward(
+                    **common,
+                    **state,
+                    o=o,
+                    lse=lse,
+                    page_begin=begin,
+                    page_end=end,
+                    own_chunk=index == 0 and not own_alone,
+                    first_wave=index == 0 and not own_alone,
+                    last_wave=index == len(waves) - 1,
+                )
+        return o, lse
+
+    def backward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        d_o: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
+        pages = self.pages
+        visit = int(pages.order.accumulate[self.chunk, layer])
+        selection = self._recorded(layer)
+        if not _dense_in_head(d_o):
+            d_o = d_o.contiguous()
+        dq, dk, dv = (_like_tokens_first(x) for x in (q, k, v))
+        common = self._common(layer, q, k, v, scale, window, selection)
+        common |= self._gradients(layer)
+        common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        common |= {
+            "d_lse": d_lse,
+            "deterministic": pages.deterministic,
+            "delta": torch.empty_like(lse),
+        }
+        common |= {"rounding_seed": self._rounding_seed(layer)}
+
+        waves = self._waves(visit, layer, selection)
+        own_alone = pages.spilled and bool(waves)
+        if len(waves) + own_alone > 1:
+            common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
+        if own_alone or not waves:
+            _C.attention_backward(**common, last_wave=not waves)
+        for index, (begin, end) in enumerate(waves):
+            with _Resident(self, visit, begin, end, selection):
+                _C.attention_backward(
+                    **common,
+                    page_begin=begin,
+                    page_end=end,
+                    own_chunk=index == 0 and not own_alone,
+                    first_wave=index == 0 and not own_alone,
+                    last_wave=index == len(waves) - 1,
+                )
+        self._end_own_pages(layer, dk, dv)
+        return dq, dk, dv
+
+    # Arguments of the kernels ---------------------------------------------------------------------
+
+    def _common(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int,
+        selection: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        pages = self.pages
+        begin, end = pages.chunks.span(self.chunk)
+        first_key = None
+        if pages.first_key is not None:
+            first_key = pages.first_key[:, begin:end].contiguous()
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "scale": scale,
+            "page_size": pages.layout.page_size,
+            "window": window,
+            "first_key": first_key,
+            "num_keys": pages.num_keys,
+            "kv_pool": pages.manager.pool_address(),
+            "kv_slot_bytes": pages.layout.slot_bytes,
+            "kv_num_slots": pages.manager.device_slots,
+            "block_table": pages.tables[layer],
+            "num_past": begin,
+            "selection": selection,
+            "stream": stream_of(q.device),
+        }
+
+    def _gradients(self, layer: int) -> dict[str, Any]:
+        pages = self.pages
+        return {
+            "dkv_pool": pages.manager.pool_address(),
+            "dkv_unit_bytes": pages.layout.slot_bytes // 2,
+            "dkv_table": pages.gradient_tables[layer],
+            "dkv_dtype": str(pages.layout.grad_dtype).removeprefix("torch."),
+        }
+
+    def _rounding_seed(self, layer: int) -> int:
+        """Mixes (seed, layer, chunk); kernels add the page and the element."""
+        mixed = self.pages.rounding_seed ^ (layer << 40) ^ (self.chunk + 1)
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        return (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+
+    # Pages ----------------------------------------------------------------------------------------
+
+    def _waves(self, visit: int, layer: int, selection: torch.Tensor | None) -> list[Wave]:
+        pages = self.pages
+        last = pages.chunks.first_page(self.chunk)
+        if visit < 0 or last == 0:
+            return []
+        first = int(pages.order.visits[visit, 2])
+        if first >= last:
+            return []
+        listed = self._listed(layer, selection)
+        return [tuple(wave) for wave in pages.manager.waves(visit, first, last, listed)]
+
+    def _listed(self, layer: int, selection: torch.Tensor | None) -> Any:
+        if selection is None:
+            return None
+        assert self.pages.selector is not None
+        return self.pages.selector.pages(layer, self.chunk)
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the chunk's keys and values into new pages."""
+        pages = self.pages
+        begin, end = pages.chunks.span(self.chunk)
+        first = pages.chunks.first_page(self.chunk)
+        last = first + -(-(end - begin) // pages.layout.page_size)
+        num_rows = None
+        if pages.num_keys is not None:
+            num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
+        summary = pages.summaries[layer]
+        step = pages.manager.max_create(layer)
+        stream = stream_of(k.device)
+        for page in range(first, last, step):
+            stop = min(page + step, last)
+            pages.manager.create(layer, page, stop, stream)
+            _C.page_write(
+                k=k,
+                v=v,
+                kv_pool=pages.manager.pool_address(),
+                kv_slot_bytes=pages.layout.slot_bytes,
+                slots=pages.tables[layer][:, first:last],
+                page_begin=page - first,
+                page_end=stop - first,
+                page_size=pages.layout.page_size,
+                num_rows=num_rows,
+                summary=None if summary is None else summary[:, first:last],
+                stream=stream,
+            )
+            pages.manager.commit(layer, page, stop, stream)
+
+    def _end_own_pages(self, layer: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add what later chunks left on the chunk's own keys and values; then its pages are dead.
+
+        So are the keys and values of the chunks down to the next one to be swept: nobody reads them
+        again.
+        """
+        pages, chunks, manager = self.pages, self.pages.chunks, self.pages.manager
+        stream = stream_of(dk.device)
+        first, last = chunks.first_page(self.chunk), chunks.first_page(self.chunk + 1)
+        if self.chunk != pages.swept[-1]:
+            per_page = max(1, manager.max_create(layer) // max(1, pages.layout.grad_slots))
+            for page in range(first, last, per_page):
+                stop = min(page + per_page, last)
+                manager.acquire_gradients(layer, page, stop, stream)
+                arguments = self._gradients(layer)
+                arguments["dkv_table"] = arguments["dkv_table"][:, first:last]
+                _C.page_gradient_read(
+                    dk=dk,
+                    dv=dv,
+                    **arguments,
+                    page_begin=page - first,
+                    page_end=stop - first,
+                    page_size=pages.layout.page_size,
+                    scale=pages.dkv_factor,
+                    stream=stream,
+                )
+                manager.drop(layer, page, stop, kv=False, grads=True, stream=stream)
+        earlier = [chunk for chunk in pages.swept if chunk < self.chunk]
+        dead_from = chunks.first_page(earlier[-1]) if earlier else 0
+        manager.drop(layer, dead_from, first, kv=True, grads=False, stream=stream)
+
+    # Selection ------------------------------------------------------------------------------------
+
+    def _select(self, layer: int, q: torch.Tensor, window: int) -> torch.Tensor | None:
+        pages = self.pages
+        if pages.selector is None or window:
+            return None
+        begin, end = pages.chunks.span(self.chunk)
+        summary = pages.summaries[layer]
+        assert summary is not None
+        first_key = None if pages.first_key is None else pages.first_key[:, begin:end].contiguous()
+        lists = pages.selector.choose(
+            layer, self.chunk, q, summary, begin, first_key, pages.num_keys
+        )
+        if lists is not None and pages.selector.is_new:
+            self._announce(layer)
+        return lists
+
+    def _announce(self, layer: int) -> None:
+        """Tell the page manager what the sweep of this chunk will read."""
+        pages = self.pages
+        assert pages.selector is not None
+        listed = pages.selector.pages(layer, self.chunk)
+        for table in (pages.order.fill, pages.order.read, pages.order.accumulate):
+            visit = int(table[self.chunk, layer])
+            if visit >= 0:
+                pages.manager.set_visit_pages(visit, listed)
+
+    def _recorded(self, layer: int) -> torch.Tensor | None:
+        selector = self.pages.selector
+        return None if selector is None else selector.recorded(layer, self.chunk)
+
+
+class _Resident:
+    """Holds a wave's pages in the device tier while kernels use them."""
+
+    def __init__(
+        self,
+        owner: ChunkAttention,
+        visit: int,
+        begin: int,
+        end: int,
+        selection: torch.Tensor | None,
+    ) -> None:
+        layer = int(owner.pages.order.visits[visit, 0])
+        self._manager = owner.pages.manager
+        self._device = owner.pages.tables[layer].device
+        self._wave = (visit, begin, end, owner._listed(layer, selection))
+
+    def __enter__(self) -> None:
+        self._manager.acquire(*self._wave, stream_of(self._device))
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.release(*self._wave, stream_of(self._device))
+
+
+def _dense_in_head(x: torch.Tensor) -> bool:
+    return x.stride(-1) == 1 and 0 not in x.stride()
+
+
+def _like_tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Memory [B, C, H, D] seen as [B, H, C, D]: what projections want, with no copy."""
+    batch, heads, tokens, head_dim = x.shape
+    return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+
+
+# The operation that autograd and selective checkpointing see ---------------------------------------
+
+
+@torch.library.custom_op("oomb::chunk_attention", mutates_args=())
+def chunk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the active call ``call`` at ``layer`` for its current chunk."""
+    return ChunkAttention.active[call].forward(layer, q, k, v, scale, window)
+
+
+@chunk_attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like_tokens_first(q), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, ctx.scale, ctx.window, ctx.call, ctx.layer = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, o, lse = ctx.saved_tensors
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    attention = ChunkAttention.active[ctx.call]
+    grads = attention.backward(
+        ctx.layer,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        d_o,
+        None if d_lse is None else d_lse.contiguous(),
+        ctx.scale,
+        ctx.window,
+    )
+    return *grads, None, None, None, None
+
+
+chunk_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with a sink logit per head, from attention without: o · e^lse / (e^lse + e^sink)."""
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+    return o * share[..., None].to(o.dtype)

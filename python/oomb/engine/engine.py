@@ -1,0 +1,542 @@
+"""The engine: one model, trained on sequences of any length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomb import _C
+from oomb.config import AllChunks, Config, SampledChunks, TopKPages
+from oomb.engine.attention import CallPages, ChunkAttention
+from oomb.engine.inputs import CallInputs, check_inputs
+from oomb.engine.layout import Chunks, call_order
+from oomb.engine.loop import ChunkLoop, OnProgress
+from oomb.engine.loss import ChunkLoss
+from oomb.engine.main_grad import MainGrads
+from oomb.engine.plan import Plan, activation_bytes, plan_call, slots_of_call
+from oomb.engine.recompute import LayerRunner
+from oomb.engine.results import Stats, Step
+from oomb.engine.selection import Selector
+from oomb.engine.tiers import Caps, PageLayout, free_memory, page_manager
+from oomb.errors import Error
+from oomb.hf.interface import AttentionCall
+from oomb.hf.model import CausalModel
+from oomb.hf.probe import attention_shapes, check_against_stock
+from oomb.hf.rope import check_float64_angles
+
+_ACTIVATION_SHARE = (
+    0.4  # of free memory that a chunk's activations may take before layers recompute
+)
+
+
+class Engine:
+    """Trains a Hugging Face causal language model chunk by chunk, exactly (SeCO; OOMB).
+
+    Args:
+        model: a transformers causal language model, or one with peft adapters. It is not changed.
+        config: settings; None: the defaults.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
+    """
+
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        self.config = config if config is not None else Config()
+        self._model = CausalModel(model)
+        self._shapes = attention_shapes(self._model)
+        if self.config.rope_angles == "float64":
+            check_float64_angles(self._model.decoder)
+        self._grads = MainGrads()
+        self._manager: _C.PageManager | None = None
+        self._manager_key: object = None
+        self._recompute: bool | None = None
+        self._step = 0
+        self._closed = False
+        self._seconds_per_shape: dict[tuple[int, int], float] = {}
+        self._test_switches: dict[str, object] = {}
+        self._probe()
+
+    # Calls ----------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Step:
+        """Loss, and its gradient added to ``param.grad`` of every parameter that requires it.
+
+        Equals one ordinary forward and ``backward()`` of the model on the same arguments.
+
+        Args:
+            input_ids: [batch, tokens] int64.
+            labels: [batch, tokens] int64, aligned with input_ids and shifted inside; -100 is ignored.
+            attention_mask: [batch, tokens] of ones, then zeros (right padding only).
+            position_ids: [batch or 1, tokens] int64. Where they do not go up by one and there is no
+                mask, a new document starts.
+            document_ids: [batch or 1, tokens] int64, contiguous: attention stays inside a document,
+                and its first token is not a target.
+            loss_weights: [batch, tokens] factor of each label's term.
+            num_items_in_batch: divides the summed loss instead of the number of counted tokens.
+            on_progress: called at every chunk border.
+
+        Raises:
+            ValueError: an argument does not fit; nothing was allocated.
+            OutOfMemoryError: the pages do not fit both tiers.
+        """
+        inputs = self._checked(
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            loss_weights=loss_weights,
+            num_items_in_batch=num_items_in_batch,
+        )
+        chunks = self._chunks(inputs.tokens)
+        rule = self.config.backward
+        swept = self._drawn(rule, chunks.number)
+        loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
+        parameters = [p for p in self._model.causal.parameters() if p.requires_grad]
+        if not swept:
+            return self._empty_draw(inputs, parameters)
+        with self._call(inputs, chunks, swept, on_progress, False) as (loop, loss, attention):
+            with self._grads.collecting(parameters), loop.running():
+                fill_seconds = loop.fill(swept[-1])
+                sweep_seconds = loop.sweep(swept, loss_factor)
+            step = self._result(inputs, loss, attention, fill_seconds, sweep_seconds)
+        self._grads.commit(parameters, self.config.keep_main_grad, zeros=False)
+        self._step += 1
+        self._seconds_per_shape[inputs.num_given, inputs.batch] = fill_seconds + sweep_seconds
+        return step
+
+    def evaluate(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        on_progress: OnProgress | None = None,
+        return_logprobs: bool = False,
+    ) -> Step:
+        """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
+
+        Args:
+            return_logprobs: give each counted token's log-probability in ``step.logprobs``.
+        """
+        inputs = self._checked(
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            loss_weights=loss_weights,
+            num_items_in_batch=num_items_in_batch,
+        )
+        chunks = self._chunks(inputs.tokens)
+        with self._call(inputs, chunks, None, on_progress, return_logprobs) as (
+            loop,
+            loss,
+            attention,
+        ):
+            with loop.running():
+                seconds = loop.evaluate()
+            return self._result(inputs, loss, attention, seconds, 0.0)
+
+    # Around calls ---------------------------------------------------------------------------------
+
+    def plan(self, num_tokens: int, batch_size: int = 1) -> Plan:
+        """What ``forward_backward`` on such a batch takes, and whether it fits now."""
+        for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        recompute = self._resolve_recompute(batch_size)
+        layout = self._layout(self._key_dtype())
+        plan = plan_call(
+            self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute
+        )
+        seconds = self._seconds_per_shape.get((num_tokens, batch_size))
+        return Plan(**{**vars(plan), "seconds": seconds})
+
+    def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).
+
+        Raises:
+            ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached the parameter.
+        """
+        total = self._grads.get(parameter)
+        if total is None:
+            raise ValueError(
+                "parameter: expected one that the last call reached, with Config(keep_main_grad=True), "
+                f"got shape {tuple(parameter.shape)} without a kept sum"
+            )
+        return total
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where every page is: slots by state, residency per layer, copies in flight."""
+        if self._manager is None:
+            return {}
+        snapshot: dict[str, Any] = json.loads(self._manager.snapshot())
+        return snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to draw and round as this one would have."""
+        seed = (
+            self.config.backward.seed if isinstance(self.config.backward, SampledChunks) else None
+        )
+        return {"step": self._step, "sampling_seed": seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another sampling seed.
+        """
+        own = self.state_dict()["sampling_seed"]
+        if state.get("sampling_seed") != own:
+            raise ValueError(
+                f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
+            )
+        self._step = int(state["step"])
+
+    def close(self) -> None:
+        """Give the pools back. The engine cannot be used afterwards; the model can."""
+        if self._manager is not None:
+            self._manager.close()
+        self._manager, self._closed = None, True
+        self._grads.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Parts of a call ------------------------------------------------------------------------------
+
+    def _checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
+        if self._closed:
+            raise Error("engine: expected an open engine, got one that was closed")
+        return check_inputs(
+            input_ids,
+            labels,
+            vocab_size=self._model.vocab_size,
+            device=self._model.device,
+            **others,
+        )
+
+    def _chunks(self, tokens: int) -> Chunks:
+        return Chunks(tokens, self.config.chunk_size, self.config.page_size)
+
+    def _drawn(self, rule: AllChunks | SampledChunks, num_chunks: int) -> list[int]:
+        drawn = list(rule.draw(num_chunks, self._step))
+        if drawn != sorted(set(drawn)) or not all(0 <= chunk < num_chunks for chunk in drawn):
+            raise ValueError(
+                f"backward.draw: expected ascending chunks below {num_chunks}, got {drawn}"
+            )
+        return drawn
+
+    @contextmanager
+    def _call(
+        self,
+        inputs: CallInputs,
+        chunks: Chunks,
+        swept: list[int] | None,  # None: evaluate
+        on_progress: OnProgress | None,
+        return_logprobs: bool,
+    ) -> Iterator[tuple[ChunkLoop, ChunkLoss, ChunkAttention]]:
+        layout = self._layout(self._key_dtype())
+        recompute = self._resolve_recompute(inputs.batch)
+        loss = ChunkLoss.of_call(self._model.head, inputs, self._model.vocab_size, return_logprobs)
+        with ExitStack() as stack:
+            seed = self._dropout_seed(stack)
+            pages = self._begin_pages(inputs, chunks, layout, swept)
+            stack.callback(pages.manager.end_call)
+            attention = ChunkAttention(pages)
+            runner = LayerRunner(recompute=recompute, seed=seed)
+            yield (
+                ChunkLoop(
+                    self._model,
+                    inputs,
+                    chunks,
+                    attention,
+                    runner,
+                    loss,
+                    self.config.rope_angles,
+                    on_progress,
+                ),
+                loss,
+                attention,
+            )
+
+    def _begin_pages(
+        self, inputs: CallInputs, chunks: Chunks, layout: PageLayout, swept: list[int] | None
+    ) -> CallPages:
+        windows = [shape.window for shape in self._shapes]
+        filled = chunks.number - 1 if swept is None else swept[-1]
+        order = call_order(
+            chunks,
+            windows,
+            chunks.number if swept is None else filled,
+            swept or [],
+            whole_fill=swept is None,
+        )
+        per_sequence = _pages_per_sequence(inputs, chunks, filled)
+        gradient_pages = sum(chunks.first_page(1) for _ in (swept or [])[:-1]) * inputs.batch
+        needed = slots_of_call(layout, len(windows), sum(per_sequence), gradient_pages)
+        smallest = inputs.batch * (1 + layout.grad_slots)
+        device_memory, host_memory = self.config.device_memory, self.config.host_memory
+        assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
+        caps = Caps.of(
+            layout, max(needed, 1), self._model.device, device_memory, host_memory, smallest
+        )
+        manager = self._manager_for(layout, caps)
+        max_pages = max(per_sequence)
+        manager.begin_call(
+            num_layers=len(windows),
+            pages_per_sequence=per_sequence,
+            grad_slots=layout.grad_slots,
+            visits=order.visits,
+        )
+        selector, summaries = None, [None] * len(windows)
+        if isinstance(self.config.attention, TopKPages):
+            selector = Selector(self.config.attention, chunks, len(windows), max_pages)
+            summaries = self._summaries(inputs.batch, max_pages, layout)
+        pages = CallPages(
+            manager=manager,
+            layout=layout,
+            chunks=chunks,
+            order=order,
+            shapes=self._shapes,
+            first_key=inputs.first_key,
+            num_keys=inputs.num_keys,
+            swept=swept or [],
+            dkv_factor=_dkv_factor(self.config.backward),
+            selector=selector,
+            summaries=summaries,
+            rounding_seed=self._rounding_seed(),
+            deterministic=self.config.deterministic,
+            spilled=caps.host_slots > 0,
+            pages_per_sequence=per_sequence,
+        )
+        for layer in range(len(windows)):
+            pages.tables.append(_table(manager.block_table(layer)))
+            pages.gradient_tables.append(_table(manager.gradient_table(layer)))
+            for chunk in pages.swept[:-1]:
+                manager.create_gradients(
+                    layer, chunks.first_page(chunk), chunks.first_page(chunk + 1)
+                )
+        return pages
+
+    def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:
+        shape = (batch, pages, layout.kv_heads, layout.head_dim)
+        return [
+            None
+            if layer.window
+            else torch.zeros(shape, dtype=layout.dtype, device=self._model.device)
+            for layer in self._shapes
+        ]
+
+    def _manager_for(self, layout: PageLayout, caps: Caps) -> _C.PageManager:
+        key = (layout.slot_bytes, caps, tuple(sorted(self._test_switches.items())))
+        if self._manager is None or self._manager_key != key:
+            if self._manager is not None:
+                self._manager.close()
+            self._manager = page_manager(self._model.device, layout, caps, **self._test_switches)
+            self._manager_key = key
+        return self._manager
+
+    def _result(
+        self,
+        inputs: CallInputs,
+        loss: ChunkLoss,
+        attention: ChunkAttention,
+        fill_seconds: float,
+        sweep_seconds: float,
+    ) -> Step:
+        counters = attention.pages.manager.stats()
+        reads = counters["hits"] + counters["misses"]
+        selector = attention.pages.selector
+        selection = []
+        if self.config.record_selection and selector is not None:
+            selection = selector.as_lists(attention.pages.chunks.number)
+        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
+        return Step(
+            loss=loss.total.to(dtype),
+            num_valid_tokens=inputs.num_valid,
+            stats=Stats(
+                fill_seconds=fill_seconds,
+                sweep_seconds=sweep_seconds,
+                device_peak_bytes=counters["device_peak_bytes"],
+                host_peak_bytes=counters["host_peak_bytes"],
+                h2d_bytes=counters["h2d_bytes"],
+                d2h_bytes=counters["d2h_bytes"],
+                exposed_copy_seconds=counters["exposed_copy_seconds"],
+                hit_rate=counters["hits"] / reads if reads else 1.0,
+            ),
+            selection=selection,
+            logprobs=loss.logprobs,
+        )
+
+    def _empty_draw(self, inputs: CallInputs, parameters: list[nn.Parameter]) -> Step:
+        """No chunk was drawn: the estimate is 0, and zero is added to the gradients."""
+        self._grads.clear()
+        self._grads.commit(parameters, keep=False, zeros=True)
+        self._step += 1
+        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
+        return Step(
+            loss=torch.zeros((), dtype=dtype, device=self._model.device),
+            num_valid_tokens=inputs.num_valid,
+            stats=Stats(
+                fill_seconds=0.0,
+                sweep_seconds=0.0,
+                device_peak_bytes=0,
+                host_peak_bytes=0,
+                h2d_bytes=0,
+                d2h_bytes=0,
+                exposed_copy_seconds=0.0,
+                hit_rate=1.0,
+            ),
+        )
+
+    def _layout(self, dtype: torch.dtype) -> PageLayout:
+        first = self._shapes[0]
+        return PageLayout.of(
+            first.kv_heads, first.head_dim, self.config.page_size, dtype, self.config.kv_grad_dtype
+        )
+
+    def _key_dtype(self) -> torch.dtype:
+        """Dtype that keys have under the caller's autocast state: that of the pages."""
+        seen: list[torch.dtype] = []
+
+        class Seen(Exception):
+            pass
+
+        def record(call: AttentionCall) -> torch.Tensor:
+            seen.append(call.k.dtype)
+            raise Seen
+
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        torch.clear_autocast_cache()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=self._rng_devices()):
+                with self._model.session(record, largest_position=0, rope_angles="model"):
+                    self._model.hidden(ids, ids)
+        except Seen:
+            pass
+        return seen[0]
+
+    def _resolve_recompute(self, batch: int) -> bool:
+        if self.config.recompute != "auto":
+            return self.config.recompute == "layer"
+        if self._recompute is None:
+            kept = activation_bytes(self._model, self.config, batch, recompute=False)
+            self._recompute = kept > _ACTIVATION_SHARE * free_memory(self._model.device)
+        return self._recompute
+
+    def _dropout_seed(self, stack: ExitStack) -> int | None:
+        """One draw from torch's generator per call; layers derive theirs from it."""
+        if not self._model.causal.training:
+            return None
+        seed = int(torch.randint(2**62, ()))
+        stack.enter_context(torch.random.fork_rng(devices=self._rng_devices()))
+        return seed
+
+    def _rng_devices(self) -> list[torch.device]:
+        return [self._model.device] if self._model.device.type == "cuda" else []
+
+    def _rounding_seed(self) -> int:
+        key = hashlib.blake2b(f"oomb rounding {self._step}".encode(), digest_size=8).digest()
+        return int.from_bytes(key, "little")
+
+    def _probe(self) -> None:
+        """Compare three tiny chunks with the stock forward, before the first real call."""
+        page = (
+            self.config.page_size
+            if self._model.device.type == "cuda"
+            else min(16, self.config.page_size)
+        )
+        tokens = 3 * page
+
+        def chunked_logits(ids: torch.Tensor) -> torch.Tensor:
+            tiny = Config(
+                chunk_size=page,
+                page_size=page,
+                rope_angles=self.config.rope_angles,
+                recompute="none",
+            )
+            own, self.config = self.config, tiny
+            try:
+                return self._logits_of(ids)
+            finally:
+                self.config = own
+
+        check_against_stock(self._model, tokens, chunked_logits)
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _logits_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of one sequence, chunk by chunk; for the probe."""
+        inputs = self._checked(
+            ids,
+            ids,
+            attention_mask=None,
+            position_ids=None,
+            document_ids=None,
+            loss_weights=None,
+            num_items_in_batch=None,
+        )
+        collected: list[torch.Tensor] = []
+        logits_of = self._model.head.logits
+
+        chunks = self._chunks(ids.shape[1])
+        inputs = _uncut(inputs, ids)
+        with self._call(inputs, chunks, None, None, False) as (loop, _, _), loop.running():
+            loop.hidden_states(lambda hidden: collected.append(logits_of(hidden[0])))
+        return torch.cat(collected)
+
+
+def _uncut(inputs: CallInputs, ids: torch.Tensor) -> CallInputs:
+    """Inputs of all tokens, also those behind the last target."""
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return CallInputs(
+        **{
+            **vars(inputs),
+            "input_ids": ids,
+            "position_ids": positions,
+            "targets": torch.full_like(ids, -100),
+        }
+    )
+
+
+def _pages_per_sequence(inputs: CallInputs, chunks: Chunks, filled: int) -> list[int]:
+    tokens = filled * chunks.chunk_size
+    lengths = [tokens] * inputs.batch
+    if inputs.num_keys is not None:
+        lengths = [min(tokens, int(length)) for length in inputs.num_keys.tolist()]
+    return [-(-length // chunks.page_size) for length in lengths]
+
+
+def _dkv_factor(rule: AllChunks | SampledChunks) -> float:
+    return rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0
+
+
+def _table(table: Any) -> torch.Tensor:
+    return table if isinstance(table, torch.Tensor) else torch.from_dlpack(table)

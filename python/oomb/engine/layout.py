@@ -1,0 +1,97 @@
+"""How one call is cut into chunks and pages, and the order in which it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+READ, ACCUMULATE = 0, 1  # a visit reads KV; or reads KV and adds to its gradient
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of a call and the past pages each of them has."""
+
+    tokens: int
+    chunk_size: int
+    page_size: int
+
+    @property
+    def number(self) -> int:
+        return -(-self.tokens // self.chunk_size)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """First token and last + 1."""
+        begin = chunk * self.chunk_size
+        return begin, min(begin + self.chunk_size, self.tokens)
+
+    def first_page(self, chunk: int) -> int:
+        """Page that a chunk starts with; also the number of its past pages."""
+        return chunk * (self.chunk_size // self.page_size)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The known order of a call's reads: a row (layer, kind, first page, last page + 1) per visit.
+
+    Time runs down the rows:
+
+        fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output)
+        sweep  chunk last … 0: layer 0 … L-1 read, then L-1 … 0 read and accumulate
+
+    Attributes:
+        visits: int32 [T, 4].
+        fill, read, accumulate: row of (chunk, layer), -1 where there is none.
+    """
+
+    visits: npt.NDArray[np.int32]
+    fill: npt.NDArray[np.int64]
+    read: npt.NDArray[np.int64]
+    accumulate: npt.NDArray[np.int64]
+
+
+def call_order(
+    chunks: Chunks,
+    windows: Sequence[int],
+    filled: int,
+    swept: Sequence[int],
+    *,
+    whole_fill: bool,
+) -> Order:
+    """Order of a call that fills chunks [0, filled) and sweeps ``swept`` (ascending) in reverse.
+
+    Args:
+        windows: sliding window of each layer, 0: none. Pages outside a chunk's window are not read.
+        whole_fill: the fill runs the last layer too.
+    """
+    num_layers = len(windows)
+    rows: list[tuple[int, int, int, int]] = []
+    tables = [np.full((chunks.number, num_layers), -1, dtype=np.int64) for _ in range(3)]
+    fill, read, accumulate = tables
+
+    def visit(table: npt.NDArray[np.int64], chunk: int, layer: int, kind: int) -> None:
+        table[chunk, layer] = len(rows)
+        first = first_page_in_window(chunks, chunk, windows[layer])
+        rows.append((layer, kind, first, chunks.first_page(chunk)))
+
+    for chunk in range(filled):
+        for layer in range(num_layers if whole_fill else num_layers - 1):
+            visit(fill, chunk, layer, READ)
+    for chunk in reversed(swept):
+        for layer in range(num_layers):
+            visit(read, chunk, layer, READ)
+        for layer in reversed(range(num_layers)):
+            visit(accumulate, chunk, layer, ACCUMULATE)
+    visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
+    return Order(visits, fill, read, accumulate)
+
+
+def first_page_in_window(chunks: Chunks, chunk: int, window: int) -> int:
+    """First past page that any row of a chunk sees."""
+    if window == 0:
+        return 0
+    first_key = chunks.span(chunk)[0] - window + 1
+    return min(max(first_key, 0) // chunks.page_size, chunks.first_page(chunk))

@@ -1,0 +1,155 @@
+"""The chunk loop: fill forwards, sweep backwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention, with_sinks
+from oomb.engine.inputs import CallInputs
+from oomb.engine.layout import Chunks
+from oomb.engine.loss import ChunkLoss
+from oomb.engine.recompute import LayerRunner
+from oomb.engine.results import Progress
+from oomb.hf.interface import AttentionCall
+from oomb.hf.model import CausalModel
+
+OnProgress = Callable[[Progress], None]
+
+
+class ChunkLoop:
+    """Runs the chunks of one call through a model. Use inside :meth:`running`.
+
+    Fill (no autograd): chunks in order, keeping only keys and values. Sweep (autograd): chunks in
+    reverse; each is rebuilt, its loss and the gradient that later chunks left on its keys and values
+    are propagated back, and its graph is gone before the next one is built.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        inputs: CallInputs,
+        chunks: Chunks,
+        attention: ChunkAttention,
+        runner: LayerRunner,
+        loss: ChunkLoss,
+        rope_angles: str,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._chunks = chunks
+        self._attention = attention
+        self._runner = runner
+        self._loss = loss
+        self._rope_angles = rope_angles
+        self._on_progress = on_progress
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's attention, layers, angles and head belong to this loop."""
+        session = self._model.session(
+            self._attend,
+            self._runner,
+            largest_position=self._inputs.largest_position,
+            rope_angles=self._rope_angles,
+        )
+        with self._attention, session:
+            yield
+
+    def fill(self, num_chunks: int) -> float:
+        """Keys and values of chunks [0, num_chunks). Returns seconds."""
+        return self._forward_only(num_chunks, None)
+
+    def evaluate(self) -> float:
+        """Loss of every chunk, without gradient. Returns seconds."""
+        return self._forward_only(
+            self._chunks.number, lambda begin, hidden: self._loss.of_chunk(hidden, begin, 1.0)
+        )
+
+    def hidden_states(self, consume: Callable[[torch.Tensor], object]) -> None:
+        """Hand each chunk's hidden states [B, C, hidden_size] to ``consume``, in order."""
+        self._forward_only(self._chunks.number, lambda _, hidden: consume(hidden))
+
+    def _forward_only(
+        self, num_chunks: int, consume: Callable[[int, torch.Tensor], object] | None
+    ) -> float:
+        """Forward of chunks [0, num_chunks); ``consume`` takes each one's hidden states."""
+        began = time.perf_counter()
+        attention = self._attention
+        attention.phase = "fill"
+        attention.stop_at_last = consume is None
+        with torch.no_grad():
+            for chunk in range(num_chunks):
+                attention.write = chunk < num_chunks - 1 or consume is None
+                hidden = self._run(chunk)
+                if consume is not None:
+                    assert hidden is not None
+                    consume(self._chunks.span(chunk)[0], hidden)
+                self._report("fill", chunk, num_chunks, self._chunks.span(chunk)[1])
+        return time.perf_counter() - began
+
+    def sweep(self, swept: list[int], loss_factor: float) -> float:
+        """Gradients of chunks ``swept`` (ascending), last first. Returns seconds."""
+        began = time.perf_counter()
+        attention = self._attention
+        attention.phase, attention.write, attention.stop_at_last = "sweep", False, False
+        done = 0
+        with torch.enable_grad():
+            for chunk in reversed(swept):
+                begin, end = self._chunks.span(chunk)
+                hidden = self._run(chunk)
+                assert hidden is not None
+                grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                if hidden.requires_grad:
+                    hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+                del hidden, grad
+                done += end - begin
+                self._report("sweep", chunk, self._chunks.number, done)
+        return time.perf_counter() - began
+
+    def _run(self, chunk: int) -> torch.Tensor | None:
+        """Hidden states of a chunk; None where the fill ended at the last layer."""
+        self._attention.chunk = self._runner.chunk = chunk
+        torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
+        begin, end = self._chunks.span(chunk)
+        try:
+            return self._model.hidden(
+                self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end]
+            )
+        except FillComplete:
+            return None
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        layer = self._model.layer_of(call.module)
+        dtype = call.k.dtype  # the pages' own; under autocast K and V may differ
+        o, lse = chunk_attention(
+            call.q.to(dtype),
+            call.k,
+            call.v.to(dtype),
+            call.scale,
+            call.window,
+            self._attention.id,
+            layer,
+        )
+        if call.sinks is not None:
+            o = with_sinks(o, lse, call.sinks)
+        return o.to(call.q.dtype)
+
+    def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
+        if self._on_progress is not None:
+            seconds = time.perf_counter() - self._began
+            assert phase in ("fill", "sweep")
+            self._on_progress(
+                Progress(
+                    phase=phase,  # type: ignore[arg-type]
+                    chunk=chunk,
+                    num_chunks=num_chunks,
+                    tokens_done=tokens_done * self._inputs.batch,
+                    seconds=seconds,
+                )
+            )

@@ -1,0 +1,83 @@
+"""Cross-entropy of a chunk in slices, so that a chunk's logits never exist together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from oomb.engine.inputs import IGNORED, CallInputs
+from oomb.hf.head import Head
+
+_SLICE_BYTES = 128 * 2**20  # of one slice's logits in fp32
+
+
+@dataclass
+class ChunkLoss:
+    """Loss of chunks of one call through the model's own head.
+
+    Convention of Hugging Face: sum of the counted tokens' terms over their number (or
+    ``num_items_in_batch``).
+    """
+
+    head: Head
+    inputs: CallInputs
+    vocab_size: int
+    total: torch.Tensor  # 0-d fp64: the call's loss so far
+    logprobs: torch.Tensor | None  # [B, tokens given], filled where wanted
+
+    @staticmethod
+    def of_call(
+        head: Head, inputs: CallInputs, vocab_size: int, return_logprobs: bool
+    ) -> ChunkLoss:
+        device = inputs.input_ids.device
+        logprobs = None
+        if return_logprobs:
+            logprobs = torch.zeros(inputs.batch, inputs.num_given, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        return ChunkLoss(head, inputs, vocab_size, total, logprobs)
+
+    def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
+        """Add a chunk's loss times ``factor`` to the total.
+
+        Args:
+            hidden: [B, C, hidden_size]; where it carries a graph, parameters of the head receive
+                their gradient here.
+            begin: first token of the chunk.
+
+        Returns:
+            The gradient of hidden, or None without a graph or without a counted token.
+        """
+        end = begin + hidden.shape[1]
+        targets = self.inputs.targets[:, begin:end].reshape(-1)
+        rows = (targets != IGNORED).nonzero().squeeze(1)
+        if rows.numel() == 0:
+            return None
+        needs_grad = torch.is_grad_enabled() and hidden.requires_grad
+        leaf = hidden.detach().requires_grad_(needs_grad)
+        flat = leaf.reshape(-1, hidden.shape[-1])
+        weights = self.inputs.weights
+        if weights is not None:
+            weights = weights[:, begin:end].reshape(-1)
+        step = max(1, _SLICE_BYTES // (4 * self.vocab_size))
+        for part in rows.split(step):
+            logits = self.head.logits(flat[part])
+            if logits.dtype != torch.float64:
+                logits = logits.float()
+            terms = F.cross_entropy(logits, targets[part], reduction="none")
+            if self.logprobs is not None:
+                self._store(begin, hidden.shape[1], part, -terms.detach())
+            if weights is not None:
+                terms = terms * weights[part].to(terms.dtype)
+            loss = terms.sum() * (factor / self.inputs.divisor)
+            self.total += loss.detach()
+            if torch.is_grad_enabled() and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return leaf.grad
+
+    def _store(self, begin: int, tokens: int, rows: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """The log-probability of a target stands at the token it is, one to the right."""
+        assert self.logprobs is not None
+        sequence, position = rows // tokens, rows % tokens + begin + 1
+        self.logprobs[sequence, position] = logprobs.to(self.logprobs.dtype)

@@ -1,0 +1,110 @@
+"""Sums of parameter gradients over the chunks of one call."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from oomb.errors import UnsupportedModelError
+
+
+class MainGrads:
+    """Adds each chunk's gradient to a buffer in fp32 (fp64 for fp64 parameters).
+
+    A thousand bf16 additions would lose what the chunks bring. ``param.grad`` is set aside while a
+    call runs and comes back unchanged if it fails.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    @contextmanager
+    def collecting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Collect what backward leaves on the parameters; on success add it to ``param.grad``."""
+        self._sums = {}
+        _refuse_foreign_hooks(parameters)
+        before = {parameter: parameter.grad for parameter in parameters}
+        hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield
+        except BaseException:
+            self._sums = {}
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, grad in before.items():
+                parameter.grad = grad
+
+    def _collect(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise UnsupportedModelError(
+                "sparse parameter gradients are not supported; use sparse=False"
+            )
+        if parameter in self._sums:
+            self._sums[parameter].add_(grad)
+        else:
+            dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            self._sums[parameter] = grad.to(dtype)
+
+    def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
+        """``param.grad += sum.to(param.dtype)`` once per parameter; its buffer is freed unless kept.
+
+        Args:
+            zeros: give parameters that nothing reached a zero gradient (an empty draw of chunks).
+        """
+        with _interrupts_deferred():
+            for parameter in parameters:
+                total = self._sums.get(parameter) if keep else self._sums.pop(parameter, None)
+                if total is None and not zeros:
+                    continue
+                if parameter.grad is not None:
+                    if total is not None:
+                        parameter.grad.add_(total.to(parameter.dtype))
+                elif total is not None:
+                    grad = total.to(parameter.dtype)
+                    parameter.grad = grad.clone() if keep and grad is total else grad
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum kept from the last call."""
+        return self._sums.get(parameter)
+
+    def clear(self) -> None:
+        self._sums = {}
+
+
+def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModelError(
+                "a parameter has a post-accumulate-grad hook (an optimizer fused into backward?); "
+                "it would see the gradient of one chunk; remove it"
+            )
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back while gradients are written: all of them or none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if pending:
+            signal.raise_signal(signal.SIGINT)

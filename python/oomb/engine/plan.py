@@ -1,0 +1,111 @@
+"""What a call will take, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oomb.config import Config, TopKPages
+from oomb.engine.layout import Chunks
+from oomb.engine.tiers import PageLayout, free_memory
+from oomb.hf.model import CausalModel, LayerShape
+
+# Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
+# inner size: norms, projections, residuals; gate, up, product.
+_HIDDEN_KEPT, _INNER_KEPT = 10, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Memory of one call.
+
+    Attributes:
+        device_bytes: device tier, a chunk's activations and the gradient sums.
+        host_bytes: host tier.
+        seconds: predicted time; None until a call of this shape was measured.
+        fits: both tiers hold it now.
+        advice: what to change, most useful first; empty where nothing needs to.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    seconds: float | None
+    fits: bool
+    advice: tuple[str, ...]
+
+
+def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_pages: int) -> int:
+    """Slots in use at once at most: the start of the sweep, with every page of both kinds alive."""
+    return num_layers * (kv_pages + gradient_pages * layout.grad_slots)
+
+
+def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
+    """Estimate of what autograd keeps of one chunk."""
+    settings = model.decoder.config
+    hidden: int = settings.hidden_size
+    inner: int = getattr(settings, "intermediate_size", 4 * hidden)
+    size = torch.finfo(model.dtype).bits // 8
+    per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
+    layers = len(model.layers)
+    kept = 2 * hidden * size * layers + per_token if recompute else per_token * layers
+    return batch * config.chunk_size * kept
+
+
+def gradient_bytes(model: CausalModel) -> int:
+    """The gradient sums in fp32 (fp64 for fp64 parameters)."""
+    parameters = [p for p in model.causal.parameters() if p.requires_grad]
+    return sum(p.numel() * (8 if p.dtype == torch.float64 else 4) for p in parameters)
+
+
+def plan_call(
+    model: CausalModel,
+    shapes: list[LayerShape],
+    layout: PageLayout,
+    config: Config,
+    num_tokens: int,
+    batch: int,
+    recompute: bool,
+) -> Plan:
+    """Plan of ``forward_backward`` on ``batch`` sequences of ``num_tokens`` tokens."""
+    chunks = Chunks(num_tokens, config.chunk_size, config.page_size)
+    pages = batch * chunks.first_page(chunks.number - 1)
+    page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
+    summaries = 0
+    if isinstance(config.attention, TopKPages):
+        summaries = len(shapes) * pages * layout.slot_bytes // (2 * layout.page_size)
+    others = activation_bytes(model, config, batch, recompute) + gradient_bytes(model) + summaries
+    free = free_memory(model.device)
+    assert config.device_memory is None or isinstance(config.device_memory, int)
+    assert config.host_memory is None or isinstance(config.host_memory, int)
+    room = max(0, free - others) if config.device_memory is None else config.device_memory
+    on_device = min(page_bytes, room)
+    on_host = page_bytes - on_device
+    host_free = free_memory(torch.device("cpu"))
+    if model.device.type == "cpu":
+        host_free = max(0, host_free - others - on_device)
+    if config.host_memory is not None:
+        host_free = min(host_free, config.host_memory)
+    advice = []
+    fits = on_host <= host_free and others <= free
+    if others > free and not recompute:
+        advice.append("set recompute='layer'")
+    if others > free:
+        advice.append("lower chunk_size")
+    if on_host > host_free:
+        if layout.grad_slots > 1:
+            advice.append("set kv_grad_dtype='bfloat16': half the memory of the gradient pages")
+        advice.append(f"raise host_memory to {on_host} bytes")
+    kept_inputs = num_tokens * batch * model.decoder.config.hidden_size * len(shapes)
+    if kept_inputs * (torch.finfo(layout.dtype).bits // 8) < page_bytes // 2 and not on_host == 0:
+        advice.append(
+            "ordinary training with checkpointing and layer-input offload needs less host memory for "
+            "this model: many key/value heads for its hidden size"
+        )
+    return Plan(
+        device_bytes=on_device + others,
+        host_bytes=on_host,
+        seconds=None,
+        fits=fits,
+        advice=tuple(advice),
+    )

@@ -1,0 +1,65 @@
+"""How a decoder layer runs inside a chunk: seeded, and recomputed in backward where asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+
+class LayerRunner:
+    """Runs layers so that fill, sweep and recompute draw the same random numbers.
+
+    With ``recompute`` a layer keeps its input and attention's output; the rest is computed again in
+    backward.
+    """
+
+    def __init__(self, *, recompute: bool, seed: int | None) -> None:
+        self._recompute = recompute
+        self._seed = seed
+        self.chunk = 0
+
+    def __call__(
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        seed = None if self._seed is None else _layer_seed(self._seed, self.chunk, layer)
+
+        def run(*inputs: Any) -> Any:
+            if seed is not None:
+                torch.manual_seed(seed)
+            return forward(*inputs, **keywords)
+
+        if not (self._recompute and torch.is_grad_enabled()):
+            return run(*args)
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=_keep_attention,
+        )
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+    kept = op == torch.ops.oomb.chunk_attention.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _layer_seed(seed: int, chunk: int, layer: int) -> int:
+    key = hashlib.blake2b(f"{seed} {chunk} {layer}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little") >> 1

@@ -1,0 +1,58 @@
+"""What a call returns and reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Time and memory of one call. ``device_peak_bytes`` and ``host_peak_bytes`` are the page pools'."""
+
+    fill_seconds: float
+    sweep_seconds: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    exposed_copy_seconds: float
+    hit_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a call stands, at a chunk border. ``tokens_done`` counts tokens of one phase."""
+
+    phase: Literal["fill", "sweep"]
+    chunk: int
+    num_chunks: int
+    tokens_done: int
+    seconds: float
+
+
+Selection = list[list[torch.Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Result of ``forward_backward`` or ``evaluate``.
+
+    Attributes:
+        loss: 0-d detached tensor, fp32 (fp64 for fp64 models); an estimate with SampledChunks.
+        num_valid_tokens: counted target tokens.
+        stats: time and memory.
+        selection: ``selection[layer][chunk]``: int32 [batch, query_blocks, heads or 1, <= budget] page
+            numbers, ascending, -1 padded; None where the block saw its whole past. Empty unless
+            ``Config(record_selection=True)``.
+        logprobs: [batch, tokens] log-probability of each counted token given its past, 0 elsewhere;
+            None unless asked for.
+    """
+
+    loss: torch.Tensor
+    num_valid_tokens: int
+    stats: Stats
+    selection: Selection = field(default_factory=list)
+    logprobs: torch.Tensor | None = None

@@ -1,0 +1,143 @@
+"""Which past pages each block of queries sees: chosen once, kept, and used by every later pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from oomb import _C
+from oomb.config import TopKPages
+from oomb.engine.layout import Chunks
+from oomb.engine.stream import stream_of
+
+
+class Selector:
+    """Page lists of one call under :class:`oomb.TopKPages`.
+
+    Lists are int32 [batch, query_blocks, heads or 1, budget], ascending, -1 padded. None: the past
+    holds no more pages than the budget, and is seen whole.
+    """
+
+    def __init__(self, rule: TopKPages, chunks: Chunks, num_layers: int, max_pages: int) -> None:
+        self._rule = rule
+        self._chunks = chunks
+        self._max_pages = max_pages
+        self._lists: dict[tuple[int, int], torch.Tensor] = {}
+        self._pages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._num_layers = num_layers
+        self.is_new = False
+
+    def choose(
+        self,
+        layer: int,
+        chunk: int,
+        q: torch.Tensor,
+        summary: torch.Tensor,
+        num_past: int,
+        first_key: torch.Tensor | None,
+        num_keys: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The lists of a chunk's queries at a layer: as recorded, else chosen now.
+
+        Args:
+            q: [B, Hq, C, D]. No gradient flows through the choice.
+            summary: [B, pages, Hkv, D] mean keys.
+        """
+        self.is_new = (layer, chunk) not in self._lists
+        num_pages = -(-num_past // self._chunks.page_size)
+        if num_pages <= self._rule.budget:
+            return None
+        if self.is_new:
+            self._record(
+                layer, chunk, self._choose(q.detach(), summary, num_past, first_key, num_keys)
+            )
+        return self._lists[layer, chunk]
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        summary: torch.Tensor,
+        num_past: int,
+        first_key: torch.Tensor | None,
+        num_keys: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rule, page_size = self._rule, self._chunks.page_size
+        batch, _, tokens, _ = q.shape
+        heads = 1 if rule.share == "all_heads" else summary.shape[2]
+        blocks, num_pages = -(-tokens // page_size), -(-num_past // page_size)
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = torch.empty(batch, blocks, heads, num_pages, dtype=dtype, device=q.device)
+        _C.page_score(
+            q=q,
+            summary=summary,
+            scores=scores,
+            kind=rule.score,
+            num_past=num_past,
+            page_size=page_size,
+            first_key=first_key,
+            num_keys=num_keys,
+            stream=stream_of(q.device),
+        )
+        if rule.chunk_budget is not None:
+            _keep_best_of_chunk(scores, rule)
+        shape = (batch, blocks, heads, rule.budget)
+        lists = torch.empty(shape, dtype=torch.int32, device=q.device)
+        _C.page_select(
+            scores=scores,
+            selection=lists,
+            budget=rule.budget,
+            sink_pages=rule.sink_pages,
+            recent_pages=rule.recent_pages,
+            stream=stream_of(q.device),
+        )
+        return lists
+
+    def _record(self, layer: int, chunk: int, lists: torch.Tensor) -> None:
+        self._lists[layer, chunk] = lists
+        sequence = torch.arange(lists.shape[0], device=lists.device).view(-1, 1, 1, 1)
+        named = (lists.long() + sequence * self._max_pages)[lists >= 0]
+        self._pages[layer, chunk] = named.unique().cpu().numpy()
+
+    def recorded(self, layer: int, chunk: int) -> torch.Tensor | None:
+        return self._lists.get((layer, chunk))
+
+    def pages(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
+        """Distinct pages of the lists, as sequence * max_pages + page, ascending."""
+        return self._pages[layer, chunk]
+
+    def replay(self, lists: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Use these lists instead of choosing; ``lists[layer][chunk]``."""
+        for layer, per_chunk in enumerate(lists):
+            for chunk, given in enumerate(per_chunk):
+                if given is not None:
+                    self._record(layer, chunk, given)
+
+    def as_lists(self, num_chunks: int) -> list[list[torch.Tensor | None]]:
+        """``[layer][chunk]``, for ``step.selection``."""
+        return [
+            [self._lists.get((layer, chunk)) for chunk in range(num_chunks)]
+            for layer in range(self._num_layers)
+        ]
+
+
+def _keep_best_of_chunk(scores: torch.Tensor, rule: TopKPages) -> None:
+    """Leave at most ``chunk_budget`` pages of each sequence as candidates of its whole chunk.
+
+    Pages rank by the highest score any block gives them; ties go to the lower page. Forced pages
+    stay.
+    """
+    assert rule.chunk_budget is not None
+    best = scores.amax(dim=(1, 2))  # [B, pages]
+    num_pages = best.shape[1]
+    if num_pages <= rule.chunk_budget:
+        return
+    forced = torch.zeros(num_pages, dtype=torch.bool, device=scores.device)
+    forced[: rule.sink_pages] = True
+    forced[num_pages - rule.recent_pages :] = rule.recent_pages > 0
+    ranked = best.masked_fill(forced, torch.inf).sort(dim=1, descending=True, stable=True).indices
+    dropped = torch.ones_like(best, dtype=torch.bool)
+    dropped.scatter_(1, ranked[:, : rule.chunk_budget], False)
+    scores.masked_fill_(dropped[:, None, None, :], -torch.inf)

@@ -1,0 +1,134 @@
+"""The two memory tiers of one call: sizes, caps and the page manager."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oomb import _C
+from oomb.errors import OutOfMemoryError
+
+_DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_MARGIN = 0.8  # share of free memory that a pool without a cap may take
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """One page of one layer: K then V, each [kv_heads, page_size, head_dim]."""
+
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * self.kv_heads * self.page_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+    @property
+    def grad_slots(self) -> int:
+        """Slots of a gradient page: dK and dV in one, or one each."""
+        return max(1, _DTYPE_BYTES[self.grad_dtype] // _DTYPE_BYTES[self.dtype])
+
+    @staticmethod
+    def of(
+        kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, grad: str
+    ) -> PageLayout:
+        grad_dtype = torch.float64 if dtype == torch.float64 else getattr(torch, grad)
+        if _DTYPE_BYTES[grad_dtype] < _DTYPE_BYTES[dtype]:
+            grad_dtype = dtype
+        return PageLayout(kv_heads, head_dim, page_size, dtype, grad_dtype)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Slots that each tier may take, and the bytes they were derived from."""
+
+    device_slots: int
+    host_slots: int
+
+    @staticmethod
+    def of(
+        layout: PageLayout,
+        needed_slots: int,
+        device: torch.device,
+        device_memory: int | None,
+        host_memory: int | None,
+        smallest_slots: int,
+    ) -> Caps:
+        """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
+
+        Raises:
+            OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
+        """
+        device_free = device_memory or int(free_memory(device) * _MARGIN)
+        device_slots = min(device_free // layout.slot_bytes, needed_slots)
+        if device_slots < min(smallest_slots, needed_slots):
+            raise OutOfMemoryError(
+                f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for one "
+                f"step of attention, got {device_free}; the page pool is out of memory.",
+                needed_bytes=smallest_slots * layout.slot_bytes,
+                available_bytes=device_free,
+            )
+        if device_slots == needed_slots:
+            return Caps(device_slots, 0)
+        taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
+        host_free = host_memory or max(0, int(free_memory(torch.device("cpu")) * _MARGIN) - taken)
+        host_slots = min(host_free // layout.slot_bytes, needed_slots)
+        if host_slots + device_slots < needed_slots:
+            needed, free = needed_slots * layout.slot_bytes, device_free + host_free
+            raise OutOfMemoryError(
+                f"the call needs {needed} bytes of pages, device_memory holds {device_free} and "
+                f"host_memory {host_free}: the tiers are out of memory. Raise host_memory, set "
+                "kv_grad_dtype='bfloat16' or shorten the sequence",
+                needed_bytes=needed,
+                available_bytes=free,
+            )
+        return Caps(device_slots, host_slots)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on a device now: for the GPU with what torch holds unused."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    return min(_mem_available(), _cgroup_head_room())
+
+
+def _mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _cgroup_head_room() -> int:
+    """memory.max - (current - file cache) of the control group; no limit: very large."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return 2**62
+        current = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return int(limit) - (current - int(stat.get("file", 0)))
+    except (OSError, ValueError):
+        return 2**62
+
+
+def page_manager(
+    device: torch.device, layout: PageLayout, caps: Caps, **test_switches: object
+) -> _C.PageManager:
+    """A page manager over pools of equal slots."""
+    return _C.PageManager(
+        device=str(device),
+        slot_bytes=layout.slot_bytes,
+        device_slots=caps.device_slots,
+        host_slots=caps.host_slots,
+        **test_switches,
+    )

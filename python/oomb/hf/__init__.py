@@ -1,0 +1,1 @@
+"""Hugging Face models under the engine."""

@@ -1,0 +1,52 @@
+"""Logits of hidden states through a model's own head, with whatever the model does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+class Head:
+    """Runs the causal model's forward with its decoder standing still.
+
+    So scaling, caps and biases of logits are the model's own code. Use inside :meth:`attached`.
+    """
+
+    def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
+        self._causal = causal
+        self._decoder = decoder
+        self._hidden: torch.Tensor | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """While active, calls of the causal model see the hidden states given to ``logits``."""
+        decoder_forward = self._decoder.forward
+        own = self._decoder.__dict__.get("forward")
+
+        def forward(*args: Any, **keywords: Any) -> Any:
+            if self._hidden is None:
+                return decoder_forward(*args, **keywords)
+            return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+
+        self._decoder.forward = forward
+        try:
+            yield
+        finally:
+            self._decoder.__dict__.pop("forward", None)
+            if own is not None:
+                self._decoder.forward = own
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] logits of hidden states [rows, hidden_size]."""
+        self._hidden = hidden[None]
+        try:
+            output = self._causal(inputs_embeds=self._hidden, use_cache=False)
+        finally:
+            self._hidden = None
+        logits: torch.Tensor = output.logits
+        return logits[0]

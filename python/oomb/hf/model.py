@@ -1,0 +1,205 @@
+"""A Hugging Face causal language model as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oomb.errors import UnsupportedModelError
+from oomb.hf.head import Head
+from oomb.hf.interface import Handler, attention_handler, placeholder_mask
+from oomb.hf.rope import angles_of_call
+
+# Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
+LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention of one layer."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int  # 0: unlimited
+
+
+class CausalModel:
+    """Decoder, layers and head of a causal language model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run exactly; names the layer and the reason.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.causal = _unwrap(model)
+        self.decoder: nn.Module = self.causal.get_decoder()
+        self.layers = _decoder_layers(self.decoder)
+        self.layer_names = _names(self.decoder, self.layers)
+        self.head = Head(self.causal, self.decoder)
+        self.vocab_size: int = self.causal.get_input_embeddings().weight.shape[0]
+        self._attention_layer: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for module in layer.modules():
+                self._attention_layer[id(module)] = index
+        _refuse_routing(self.causal)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.causal.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.causal.get_input_embeddings().weight.dtype
+        return dtype
+
+    def layer_of(self, module: nn.Module) -> int:
+        """Index of the decoder layer that an attention module belongs to."""
+        index = self._attention_layer.get(id(module))
+        if index is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: attention outside the decoder's layers"
+            )
+        return index
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`."""
+        output = self.decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=placeholder_mask(input_ids.device),
+            use_cache=False,
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    @contextmanager
+    def session(
+        self,
+        handler: Handler,
+        run_layer: LayerRunner | None = None,
+        *,
+        largest_position: int,
+        rope_angles: str,
+    ) -> Iterator[None]:
+        """Give attention, layers, angles and head to the engine; afterwards all is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(attention_handler(self.decoder, handler))
+            stack.enter_context(_without_checkpointing(self.causal))
+            stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
+            if run_layer is not None:
+                stack.enter_context(self._layers_through(run_layer))
+            stack.enter_context(self.head.attached())
+            yield
+
+    @contextmanager
+    def _layers_through(self, run_layer: LayerRunner) -> Iterator[None]:
+        saved = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = _routed(index, layer.forward, run_layer)
+            yield
+        finally:
+            for layer, forward in zip(self.layers, saved, strict=True):
+                layer.__dict__.pop("forward", None)
+                if forward is not None:
+                    layer.forward = forward
+
+
+def _routed(index: int, forward: Callable[..., Any], run_layer: LayerRunner) -> Callable[..., Any]:
+    def routed(*args: Any, **keywords: Any) -> Any:
+        return run_layer(index, forward, args, keywords)
+
+    return routed
+
+
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    _refuse_distributed(model)
+    base = model
+    if hasattr(model, "peft_config"):
+        for name, config in model.peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise UnsupportedModelError(
+                    f"peft adapter {name!r} ({type(config).__name__}): prompt learning is not supported"
+                )
+        if hasattr(model, "get_base_model"):
+            base = model.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model: expected a transformers causal language model, got {type(model).__name__}"
+        )
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: encoder-decoder models are not supported"
+        )
+    if base.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
+    return base
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    wrappers = (
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "DataParallel",
+        "DeepSpeedEngine",
+    )
+    for module in model.modules():
+        name = type(module).__name__
+        if name in wrappers or name.startswith("FSDP"):
+            raise UnsupportedModelError(
+                f"{name}: models wrapped for distributed training are not supported"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise UnsupportedModelError(f"{name}: sharded parameters (DTensor) are not supported")
+
+
+def _refuse_routing(causal: PreTrainedModel) -> None:
+    config = causal.config
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{type(causal).__name__}: a router auxiliary loss (config.output_router_logits) is not supported"
+        )
+    for name, module in causal.named_modules():
+        jitter = getattr(module, "jitter_noise", 0) or getattr(module, "router_jitter_noise", 0)
+        if jitter:
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}): router jitter is not supported"
+            )
+
+
+def _decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The longest list of modules of the decoder, that its config calls hidden layers."""
+    number = getattr(decoder.config, "num_hidden_layers", None)
+    lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == number]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: expected one list of {number} decoder layers, got {len(lists)}"
+        )
+    return list(lists[0])
+
+
+def _names(decoder: nn.Module, layers: list[nn.Module]) -> list[str]:
+    names = {id(module): name for name, module in decoder.named_modules()}
+    return [f"{names[id(layer)]} ({type(layer).__name__})" for layer in layers]
+
+
+@contextmanager
+def _without_checkpointing(causal: nn.Module) -> Iterator[None]:
+    """Hugging Face's own gradient checkpointing would run every layer's attention a second time."""
+    switched = [m for m in causal.modules() if getattr(m, "gradient_checkpointing", False)]
+    try:
+        for module in switched:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in switched:
+            module.gradient_checkpointing = True

@@ -1,0 +1,99 @@
+"""Rotary angles of a chunk that equal those of the whole call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomb.errors import UnsupportedModelError
+
+_CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotary_modules(decoder: nn.Module) -> list[nn.Module]:
+    """Modules that turn position ids into cos and sin."""
+    return [m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+
+
+@contextmanager
+def angles_of_call(decoder: nn.Module, largest_position: int, precision: str) -> Iterator[None]:
+    """Compute angles as for a call whose largest position is given.
+
+    Dynamic and long variants choose their frequencies by the largest position they are shown: it
+    rides along as one more column, whose angles are dropped.
+
+    Args:
+        precision: ``"model"``, or ``"float64"`` for the product of position and frequency in fp64.
+    """
+    modules = rotary_modules(decoder)
+    saved = [m.__dict__.get("forward") for m in modules]
+    try:
+        for module in modules:
+            module.forward = _with_largest(module, module.forward, largest_position, precision)
+        yield
+    finally:
+        for module, forward in zip(modules, saved, strict=True):
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+def _with_largest(
+    module: nn.Module, forward: Callable[..., _CosSin], largest: int, precision: str
+) -> Callable[..., _CosSin]:
+    def angles(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **keywords: Any) -> _CosSin:
+        last = position_ids.new_full((position_ids.shape[0], 1), largest)
+        cos, sin = forward(x, torch.cat((position_ids, last), dim=1), *args, **keywords)
+        cos, sin = cos[:, :-1], sin[:, :-1]
+        if precision == "model":
+            return cos, sin
+        return _in_float64(module, position_ids, cos, args, keywords)
+
+    return angles
+
+
+def _in_float64(
+    module: nn.Module,
+    position_ids: torch.Tensor,
+    cos: torch.Tensor,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> _CosSin:
+    layer_type = keywords.get("layer_type") or (args[0] if args else None)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies = getattr(module, f"{prefix}inv_freq").double().to(cos.device)
+    scaling = getattr(
+        module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
+    )
+    freqs = position_ids[..., None].double() * frequencies
+    if cos.shape[-1] == 2 * freqs.shape[-1]:
+        freqs = torch.cat((freqs, freqs), dim=-1)
+    return (freqs.cos() * scaling).to(cos.dtype), (freqs.sin() * scaling).to(cos.dtype)
+
+
+def check_float64_angles(decoder: nn.Module) -> None:
+    """Refuse ``rope_angles="float64"`` where a model lays its angles out in another way.
+
+    Raises:
+        UnsupportedModelError: the fp64 angles of small positions differ from the model's own.
+    """
+    device = next(decoder.parameters()).device
+    positions = torch.arange(64, device=device)[None]
+    x = torch.zeros(1, 1, dtype=torch.float32, device=device)
+    for module in rotary_modules(decoder):
+        for layer_type in getattr(module, "layer_types", None) or [None]:
+            keywords = {} if layer_type is None else {"layer_type": layer_type}
+            try:
+                own = module(x, positions, **keywords)
+                ours = _in_float64(module, positions, own[0], (), keywords)
+                same = all(torch.allclose(a, b, atol=1e-4) for a, b in zip(own, ours, strict=True))
+            except (AttributeError, RuntimeError, TypeError):
+                same = False
+            if not same:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__}: rope_angles='float64' is not supported for its layout"
+                )
