@@ -1,0 +1,87 @@
+#pragma once
+
+// What the backward's kernels share: tile sizes, the workspace, and the main kernel's arguments.
+//
+// One fused pass. A unit of work is one key tile (128 rows: a page of 128, or the pages 2j and
+// 2j + 1 of 64) of one kv head. A thread block keeps the unit's K and V in shared memory, walks the
+// query tiles that see it for all heads of the group, and accumulates dK and dV in registers: every
+// gradient page has one writer. dQ is added up in fp32 in memory by the copy engine.
+//
+// dQ and determinism. Each query tile has a counter. A unit adds its part when the counter has
+// reached its rank, and then raises it, so the order of the sum is fixed:
+//   own tiles from the diagonal down to the first one, then past tiles ascending.
+// Units are handed out in an order in which every wait is for an earlier unit (own tiles last to
+// first, then past tiles ascending), so nothing can wait forever; and blocks that run side by side
+// trail each other by a step or two, so waits are short:
+//
+//   block 0   unit 0  | tile 0 | tile 1 | tile 2 | tile 3 | ...
+//   block 1   unit 1           | tile 0 | tile 1 | tile 2 | ...
+//   block 2   unit 2                    | tile 0 | tile 1 | ...
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/params.h"
+
+namespace oomb::attention::sm90 {
+
+inline constexpr int kKeyRows = 128;   // of a unit
+inline constexpr int kQueryRows = 64;  // of a query tile
+
+// Smallest and largest first visible key over the rows of a query tile.
+struct TileLower {
+  int32_t min;
+  int32_t max;
+};
+
+// Pointers into the workspace. Tc: query tiles, Cp = 64 Tc padded rows, j: past key tiles of the
+// wave, S: selection heads.
+struct BackwardWorkspace {
+  float* lse = nullptr;           // [B Hq, Cp] times log2(e); +inf where a row sees nothing
+  float* delta = nullptr;         // [B Hq, Cp]
+  float* dq = nullptr;            // [B Hq, C, D], null where dq_acc is given
+  TileLower* lower = nullptr;     // [B, Tc], null without window and documents
+  int32_t* counters = nullptr;    // [B Hq, Tc, 2]: parts added to each half of a dQ tile
+  int32_t* next_unit = nullptr;   // the units handed out so far
+  int32_t* num_active = nullptr;  // sparse: entries of `active`
+  uint32_t* readers = nullptr;    // sparse: [j, B, S, reader_words], bit i: query block i lists j
+  int32_t* active = nullptr;      // sparse: ascending indices (j, b, s) with any reader
+  int64_t reader_words = 0;
+  int64_t zeroed_offset = 0;  // counters .. readers are zeroed before a launch
+  int64_t zeroed_bytes = 0;
+  int64_t bytes = 0;
+};
+
+// Lays the workspace out at `base` (null: only sizes it).
+BackwardWorkspace plan_workspace(const BackwardParams& params, void* base);
+
+// The wave's past key tiles.
+inline int64_t first_key_tile(const PastPages& past, int64_t page_size) {
+  return past.page_begin * page_size / kKeyRows;
+}
+inline int64_t last_key_tile(const PastPages& past, int64_t page_size) {
+  return past.page_end > past.page_begin
+             ? (past.page_end * page_size + kKeyRows - 1) / kKeyRows
+             : first_key_tile(past, page_size);
+}
+
+struct BackwardKernelArgs {
+  CUtensorMap q, d_o, k, v, pool, dq;
+  BackwardParams params;
+  BackwardWorkspace workspace;
+  int32_t pool_rows_per_slot;
+  int32_t own_tiles;   // 0 where the wave leaves the own chunk out
+  int32_t tile_begin;  // past key tiles
+  int32_t tile_end;
+};
+
+// Main kernel, one translation unit per head dimension.
+void launch_backward_d64(const BackwardKernelArgs& args, int blocks);
+void launch_backward_d128(const BackwardKernelArgs& args, int blocks);
+
+// Before it: delta, lse, bounds and page readers; zeroed counters and sums. After it: dq.
+void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspace& workspace);
+void launch_backward_finish(const BackwardParams& params, const BackwardWorkspace& workspace);
+
+}  // namespace oomb::attention::sm90
