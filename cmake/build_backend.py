@@ -5,14 +5,6 @@ import os
 import toolkit
 from setuptools.build_meta import *  # noqa: F403  (the hooks that need no change)
 
-# One 13.x minor for all of them: nvcc and its headers must match.
-NVCC_PACKAGES = [
-    f"{name}==13.0.*"
-    for name in (
-        "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-cuda-crt",
-        "nvidia-cuda-cccl", "nvidia-nvvm",
-    )
-]  # fmt: skip
 CUTLASS_PACKAGE = "nvidia-cutlass==4.2.0.0"
 
 
@@ -21,15 +13,16 @@ def cuda_requirements() -> list[str]:
     found = toolkit.nvcc_on_machine()
     if mode == "off" or (mode == "auto" and not found):
         return []
-    requirements = [] if found else list(NVCC_PACKAGES)
+    lines = (toolkit.ROOT / "requirements-cuda.txt").read_text().splitlines()
+    requirements = [] if found else [line for line in lines if line and not line.startswith("#")]
     if toolkit.needs_cutlass() and "CUTLASS_HOME" not in os.environ:
         requirements.append(CUTLASS_PACKAGE)
     return requirements
 
 
-def get_requires_for_build_wheel(config_settings=None):  # noqa: ANN001, ANN201
+def get_requires_for_build_wheel(config_settings=None):
     return cuda_requirements()
 
 
-def get_requires_for_build_editable(config_settings=None):  # noqa: ANN001, ANN201
+def get_requires_for_build_editable(config_settings=None):
     return cuda_requirements()

@@ -1,14 +1,6 @@
 # Decides whether CUDA is built. Only the compiler and the static runtime are used: no CUDAToolkit
 # package (NVIDIA's PyPI wheels do not satisfy it) and no libcuda, so the result imports anywhere.
 set(OOMB_WITH_CUDA OFF)
-set(toolkit_py "${PROJECT_SOURCE_DIR}/cmake/toolkit.py")
-
-function(oomb_ask_toolkit result)
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" "${toolkit_py}" ${ARGN}
-    OUTPUT_VARIABLE answer OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-  set(${result} "${answer}" PARENT_SCOPE)
-endfunction()
 
 if(NOT OOMB_CUDA MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "OOMB_CUDA: expected auto, on or off, got ${OOMB_CUDA}")

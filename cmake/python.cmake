@@ -2,19 +2,17 @@
 if(NOT Python_Development.Module_FOUND)
   message(FATAL_ERROR "oomb: no Python headers for ${Python_EXECUTABLE}")
 endif()
-if(NOT pybind11_DIR)
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir
-    OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+oomb_ask_toolkit(pybind11_include pybind11_include)
+if(NOT pybind11_include)
+  message(FATAL_ERROR "oomb: no pybind11 headers: pip install pybind11")
 endif()
-set(PYBIND11_FINDPYTHON ON)
-find_package(pybind11 2.13 CONFIG REQUIRED)
 
 file(GLOB binding_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/bindings/*.cpp")
 get_property(architectures GLOBAL PROPERTY oomb_architectures)
 list(REMOVE_DUPLICATES architectures)
 list(JOIN architectures " " architectures)
-pybind11_add_module(_C MODULE NO_EXTRAS ${binding_sources})
+Python_add_library(_C MODULE WITH_SOABI ${binding_sources})
+target_include_directories(_C SYSTEM PRIVATE "${pybind11_include}")
 target_link_libraries(_C PRIVATE oomb_core)
 target_compile_definitions(_C PRIVATE
   OOMB_VERSION="${OOMB_VERSION}"

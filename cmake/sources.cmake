@@ -71,7 +71,7 @@ if(OOMB_WITH_CUDA)
   oomb_ask_toolkit(needs_cutlass needs_cutlass)
   if(needs_cutlass)
     oomb_ask_toolkit(OOMB_CUTLASS_INCLUDE cutlass_include)
-    if(NOT EXISTS "${OOMB_CUTLASS_INCLUDE}/cute/tensor.hpp")
+    if(NOT OOMB_CUTLASS_INCLUDE)
       message(FATAL_ERROR "oomb: no CUTLASS headers: pip install --no-deps nvidia-cutlass==4.2.0.0, "
         "or set CUTLASS_HOME")
     endif()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 GB = 1 << 30
 BYTES_PER_CUDA_JOB = 5 * GB
-SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def nvcc_on_machine() -> str:
@@ -22,7 +22,11 @@ def nvcc_on_machine() -> str:
     for candidate in (
         os.environ.get("CUDACXX"),
         shutil.which("nvcc"),
-        *(f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ),
+        *(
+            f"{os.environ[name]}/bin/nvcc"
+            for name in ("CUDA_HOME", "CUDA_PATH")
+            if name in os.environ
+        ),
         "/usr/local/cuda/bin/nvcc",
     ):
         if candidate and (path := shutil.which(candidate)):
@@ -30,12 +34,17 @@ def nvcc_on_machine() -> str:
     return ""
 
 
+def package_folders(name: str) -> list[Path]:
+    """Where an installed package lies; it is never imported."""
+    spec = importlib.util.find_spec(name)
+    return [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
+
+
 def nvcc_from_packages() -> str:
     """The compiler of NVIDIA's PyPI packages, which unpack to nvidia/cu13 in site-packages."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        for nvcc in sorted(Path(folder).glob("cu*/bin/nvcc")):
-            return str(nvcc)
+    for folder in package_folders("nvidia"):
+        for path in sorted(folder.glob("cu*/bin/nvcc")):
+            return str(path)
     return ""
 
 
@@ -44,7 +53,7 @@ def nvcc(mode: str) -> str:
 
 
 def library_dir(nvcc_path: str) -> str:
-    """Where libcudart_static.a is when nvcc itself would not look: the packages use lib, not lib64."""
+    """Where libcudart_static.a is if nvcc would not look there: the packages have no lib64."""
     root = Path(nvcc_path).parent.parent
     return str(root / "lib") if (root / "lib" / "libcudart_static.a").exists() else ""
 
@@ -54,19 +63,29 @@ def needs_cutlass() -> bool:
     pattern = re.compile(r'^\s*#include\s*[<"](?:cute|cutlass)/', re.MULTILINE)
     return any(
         pattern.search(path.read_text())
-        for path in SOURCES.rglob("*")
+        for path in (ROOT / "csrc").rglob("*")
         if path.suffix in {".cu", ".cuh", ".h"}
     )
 
 
+def first_existing(folders: list[Path], file: str) -> str:
+    return next((str(folder) for folder in folders if (folder / file).exists()), "")
+
+
 def cutlass_include() -> str:
-    """$CUTLASS_HOME, then the PyPI package (located, never imported: importing runs a generator)."""
+    """$CUTLASS_HOME, then the PyPI package nvidia-cutlass (importing it would run a generator)."""
+    folders = [folder / "source" / "include" for folder in package_folders("cutlass_library")]
     if home := os.environ.get("CUTLASS_HOME"):
-        return str(Path(home) / "include")
-    spec = importlib.util.find_spec("cutlass_library")
-    if spec and spec.submodule_search_locations:
-        return str(Path(spec.submodule_search_locations[0]) / "source" / "include")
-    return ""
+        folders.insert(0, Path(home) / "include")
+    return first_existing(folders, "cute/tensor.hpp")
+
+
+def pybind11_include() -> str:
+    """The package pybind11, else the copy inside torch: enough where there is no network."""
+    folders = [
+        folder / "include" for name in ("pybind11", "torch") for folder in package_folders(name)
+    ]
+    return first_existing(folders, "pybind11/pybind11.h")
 
 
 def available_bytes() -> int:
@@ -92,6 +111,7 @@ if __name__ == "__main__":
         "library_dir": library_dir,
         "needs_cutlass": lambda: "ON" if needs_cutlass() else "OFF",
         "cutlass_include": cutlass_include,
+        "pybind11_include": pybind11_include,
         "jobs": jobs,
     }
     print(commands[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,90 @@
+# Everything a developer types. The environment is made in .venv (reused; remove it to start anew).
+# Needs python3 (with headers), a C++20 compiler and git; CMake, Ninja and clang-format come from PyPI.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# On a machine with a GPU the local build has CUDA; elsewhere compiling kernels would only take time.
+OOMB_CUDA ?= $(if $(wildcard /dev/nvidiactl),auto,off)
+export OOMB_CUDA
+
+.PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu bench fmt check clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(VENV)/.installed: requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { $(PYTHON) -m venv --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# The package in place, compiled in build/dev together with the C++ tests.
+$(VENV)/.built: $(VENV)/.installed setup.py CMakeLists.txt $(wildcard cmake/*)
+	PATH="$(CURDIR)/$(BIN):$$PATH" OOMB_BUILD_DIR=build/dev \
+	CMAKE_ARGS="-DOOMB_BUILD_TESTS=ON -DOOMB_WERROR=ON" \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps -e .
+	touch $@
+
+dev: $(VENV)/.built ## the environment and an up-to-date build
+	@$(BIN)/cmake --build build/dev
+
+demo: dev ## train on a long text and print what the README shows
+	$(BIN)/oomb demo
+
+test: test-cpp test-py ## every test that needs no GPU and no patience
+
+test-cpp: dev ## GoogleTest
+	$(BIN)/ctest --test-dir build/dev --output-on-failure --parallel 2
+
+test-py: dev ## pytest
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: dev ## the long property and mutation tests
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# $(call sanitized,preset,ctest options)
+define sanitized
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --preset $(1) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(BIN)/cmake --build build/$(1)
+	$(BIN)/ctest --test-dir build/$(1) --output-on-failure --parallel 2 $(2)
+endef
+
+test-asan: $(VENV)/.installed ## GoogleTest under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(call sanitized,asan)
+
+test-tsan: $(VENV)/.installed ## memory, paging and offload under ThreadSanitizer
+	$(call sanitized,tsan,-L '^(memory|paging|offload)$$')
+
+# These two use an environment that already has torch (PYTHON=...), install nothing and need no
+# network: the extension is compiled in place and found through PYTHONPATH.
+build/gpu/.built: FORCE
+	cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DOOMB_CUDA=on \
+	  -DPython_EXECUTABLE=$$($(PYTHON) -c 'import sys; print(sys.executable)')
+	cmake --build build/gpu
+FORCE:
+
+test-gpu: build/gpu/.built ## the tests that need a GPU, in an environment that has torch
+	PYTHONPATH=python $(PYTHON) -m pytest -m gpu
+
+bench: build/gpu/.built ## the benchmarks, in an environment that has torch
+	PYTHONPATH=python:. $(PYTHON) -m bench
+
+CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.inl')
+
+fmt: $(VENV)/.installed ## format everything
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(VENV)/.installed ## formatting, lint, types, layers
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/check_layers.py
+
+clean: ## remove builds, keep the environment
+	rm -rf build python/oomb/_C*.so $(VENV)/.built

@@ -1,0 +1,22 @@
+"""The command line: ``oomb <command>``. Each command is a module of its own here."""
+
+from __future__ import annotations
+
+import typer
+
+from oomb.cli.doctor import doctor
+
+app = typer.Typer(
+    name="oomb",
+    help="Exact training on very long sequences with memory that does not grow with them.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Exact training on very long sequences with memory that does not grow with them."""
+
+
+app.command()(doctor)

@@ -1,0 +1,3 @@
+from oomb.cli import app
+
+app()
