@@ -34,7 +34,8 @@ class ChunkLoss:
         device = inputs.input_ids.device
         logprobs = None
         if return_logprobs:
-            logprobs = torch.zeros(inputs.batch, inputs.num_given, device=device)
+            dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
+            logprobs = torch.zeros(inputs.batch, inputs.num_given, dtype=dtype, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
         return ChunkLoss(head, inputs, vocab_size, total, logprobs)
 

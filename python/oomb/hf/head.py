@@ -22,6 +22,12 @@ class Head:
         self._decoder = decoder
         self._hidden: torch.Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the head's weights."""
+        dtype: torch.dtype = next(self._causal.parameters()).dtype
+        return dtype
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """While active, calls of the causal model see the hidden states given to ``logits``."""
