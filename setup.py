@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parent
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        wanted = Path(self.get_ext_fullpath(ext.name)).resolve()
+        # Editable: CMake itself writes into the source tree, so that `cmake --build` updates it.
+        output = ROOT / "python" / "oomb" if self.editable_mode else wanted.parent
         build = Path(os.environ.get("OOMB_BUILD_DIR", self.build_temp)).resolve()
         cmake = shutil.which("cmake") or sys.exit("cmake: not found; pip install cmake ninja")
         subprocess.run(
@@ -35,6 +37,9 @@ class CMakeBuild(build_ext):
         )  # fmt: skip
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
         subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)
+        if self.editable_mode:
+            self.mkpath(str(wanted.parent))
+            self.copy_file(str(output / wanted.name), str(wanted))
 
 
 setup(ext_modules=[Extension("oomb._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
