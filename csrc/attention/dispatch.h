@@ -1,0 +1,48 @@
+#pragma once
+
+// Attention on a CUDA device: picks the implementation at run time.
+//
+//   sm90    compute capability 9.x, bfloat16, head dim 64 or 128, pages of 64 or 128 tokens
+//   sm80    8.0 and newer, bfloat16 or float16, head dim 64 or 128, pages of 64 or 128 tokens
+//   plain   8.0 and newer, everything else: correct and slow, announced by one warning
+//
+// force() or the environment variable OOMB_ATTENTION=sm90|sm80|plain overrides the choice; forcing
+// one that cannot take a call is an error. In a build without CUDA every operation throws.
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "attention/params.h"
+
+namespace oomb::attention::cuda {
+
+enum class Implementation { kSm90, kSm80, kPlain };
+
+const char* name_of(Implementation implementation);
+Implementation implementation_from(const std::string& name);  // throws InvalidArgument
+
+// Empty: choose freely, whatever OOMB_ATTENTION says.
+void force(std::optional<Implementation> implementation);
+std::optional<Implementation> forced();
+
+// Called with a text, once per process, when a call falls through to the plain kernels without being
+// forced to. The default prints to standard error. It may be called from any thread, without the GIL.
+void set_warning_hook(std::function<void(const std::string&)> hook);
+
+// What forward() and backward() would run.
+Implementation implementation_of(const ForwardParams& params);
+Implementation implementation_of(const BackwardParams& params);
+
+void forward(const ForwardParams& params);
+void backward(const BackwardParams& params);
+int64_t backward_workspace_bytes(const BackwardParams& params);
+
+void page_write(const PageWriteParams& params);
+void page_gradient_read(const PageGradientReadParams& params);
+void page_score(const PageScoreParams& params);
+int64_t page_score_workspace_bytes(const PageScoreParams& params);
+void page_select(const PageSelectParams& params);
+
+}  // namespace oomb::attention::cuda
