@@ -287,9 +287,9 @@ class ChunkAttention:
         stream = stream_of(dk.device)
         first, last = chunks.first_page(self.chunk), chunks.first_page(self.chunk + 1)
         if self.chunk != pages.swept[-1]:
-            per_page = max(1, manager.max_create(layer) // max(1, pages.layout.grad_slots))
-            for page in range(first, last, per_page):
-                stop = min(page + per_page, last)
+            step = manager.max_gradients(layer)
+            for page in range(first, last, step):
+                stop = min(page + step, last)
                 manager.acquire_gradients(layer, page, stop, stream)
                 arguments = self._gradients(layer)
                 arguments["dkv_table"] = arguments["dkv_table"][:, first:last]

@@ -298,9 +298,11 @@ class Engine:
             whole_fill=swept is None,
         )
         per_sequence = _pages_per_sequence(inputs, chunks, filled)
-        gradient_pages = sum(chunks.first_page(1) for _ in (swept or [])[:-1]) * inputs.batch
+        gradient_pages = len((swept or [])[:-1]) * chunks.first_page(1) * inputs.batch
         needed = slots_of_call(layout, len(windows), sum(per_sequence), gradient_pages)
-        smallest = inputs.batch * (1 + layout.grad_slots)
+        smallest = _C.smallest_device_slots(
+            batch=inputs.batch, grad_slots=layout.grad_slots, backward=swept is not None
+        )
         device_memory, host_memory = self.config.device_memory, self.config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
         caps = Caps.of(
@@ -313,6 +315,7 @@ class Engine:
             pages_per_sequence=per_sequence,
             grad_slots=layout.grad_slots,
             visits=order.visits,
+            exact=not isinstance(self.config.attention, TopKPages),
         )
         selector, summaries = None, [None] * len(windows)
         if isinstance(self.config.attention, TopKPages):
