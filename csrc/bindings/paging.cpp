@@ -1,0 +1,256 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+#include "offload/cpu_page_manager.h"
+#include "paging/page_manager.h"
+
+namespace py = pybind11;
+
+namespace oomb::bindings {
+
+namespace {
+
+using paging::PageManager;
+using Int32Array = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+// Page managers belong to one thread at a time; the lock makes that true while the interpreter lock
+// is released.
+class SharedManager {
+ public:
+  explicit SharedManager(std::unique_ptr<PageManager> manager) : manager_(std::move(manager)) {}
+
+  template <typename Call>
+  auto with(Call call) {
+    const py::gil_scoped_release release;
+    const std::lock_guard lock(mutex_);
+    return call(*manager_);
+  }
+  PageManager& operator*() { return *manager_; }
+
+ private:
+  std::unique_ptr<PageManager> manager_;
+  std::mutex mutex_;
+};
+
+void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
+
+std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t slot_bytes,
+                                            int64_t device_slots, int64_t host_slots,
+                                            std::optional<uint64_t> copy_delay_seed,
+                                            std::optional<uint64_t> shuffle_seed,
+                                            const std::optional<std::string>& disabled_wait,
+                                            bool poison) {
+  std::optional<paging::Wait> disabled;
+  if (disabled_wait) {
+    disabled = paging::wait_named(*disabled_wait);
+    expect(disabled.has_value(), "disabled_wait", "the name of a wait (_C.page_waits())",
+           *disabled_wait);
+  }
+  expect(device == "cpu", "device", "\"cpu\"", device);
+  return std::make_unique<SharedManager>(
+      offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
+                                      .device_slots = device_slots,
+                                      .host_slots = host_slots,
+                                      .copy_delay_seed = copy_delay_seed,
+                                      .shuffle_seed = shuffle_seed,
+                                      .disabled_wait = disabled,
+                                      .poison = poison}));
+}
+
+std::vector<paging::Visit> to_visits(const Int32Array& rows) {
+  expect(rows.ndim() == 2 && rows.shape(1) == 4, "visits",
+         "int32 [visits, 4]: layer, kind, first page, last page + 1",
+         concat("an array of ", rows.ndim(), " dimensions"));
+  std::vector<paging::Visit> visits;
+  visits.reserve(static_cast<size_t>(rows.shape(0)));
+  const auto view = rows.unchecked<2>();
+  for (py::ssize_t i = 0; i < view.shape(0); ++i) {
+    visits.push_back(
+        {view(i, 0), static_cast<paging::VisitKind>(view(i, 1)), view(i, 2), view(i, 3)});
+  }
+  return visits;
+}
+
+PageManager::PageList to_list(const std::optional<Int64Array>& pages) {
+  if (!pages) return std::nullopt;
+  return std::vector<int64_t>(pages->data(), pages->data() + pages->size());
+}
+
+// An array over a part of the tables. It shares their ownership, so it stays readable after the
+// call.
+py::array table_view(SharedManager& manager, int64_t begin, std::vector<py::ssize_t> shape) {
+  using Entries = std::shared_ptr<std::vector<int32_t>>;
+  const Entries& entries = (*manager).tables().entries();
+  const py::capsule owner(new Entries(entries),
+                          [](void* shared) { delete static_cast<Entries*>(shared); });
+  return py::array_t<int32_t>(std::move(shape), entries->data() + begin, owner);
+}
+
+py::dict statistics_of(SharedManager& manager) {
+  const paging::PageStatistics s = (*manager).statistics();
+  py::dict result;
+  result["device_peak_bytes"] = s.device_peak_bytes;
+  result["host_peak_bytes"] = s.host_peak_bytes;
+  result["h2d_bytes"] = s.h2d_bytes;
+  result["d2h_bytes"] = s.d2h_bytes;
+  result["exposed_copy_seconds"] = s.exposed_copy_seconds;
+  result["hits"] = s.hits;
+  result["misses"] = s.misses;
+  return result;
+}
+
+}  // namespace
+
+void bind_paging(py::module_& module) {
+  module.def("page_waits", [] {
+    std::vector<std::string> names;
+    for (const paging::WaitSite& site : paging::kWaitSites) names.emplace_back(site.name);
+    return names;
+  });
+  module.def("smallest_device_slots", &PageManager::smallest_device_slots, py::kw_only(),
+             py::arg("batch"), py::arg("grad_slots"), py::arg("backward"));
+
+  py::class_<SharedManager>(module, "PageManager")
+      .def(py::init(&make_manager), py::kw_only(), py::arg("device"), py::arg("slot_bytes"),
+           py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
+           py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
+           py::arg("poison") = false)
+      .def(
+          "begin_call",
+          [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
+             int grad_slots, const Int32Array& visits, bool exact) {
+            paging::CallPlan plan{.num_layers = num_layers,
+                                  .pages_per_sequence = std::move(pages_per_sequence),
+                                  .grad_slots = grad_slots,
+                                  .visits = to_visits(visits),
+                                  .exact = exact};
+            self.with([&](PageManager& manager) { manager.begin_call(std::move(plan)); });
+          },
+          py::kw_only(), py::arg("num_layers"), py::arg("pages_per_sequence"),
+          py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true)
+      .def(
+          "set_visit_pages",
+          [](SharedManager& self, int32_t visit, const Int64Array& pages) {
+            PageManager::PageList list = to_list(pages);
+            self.with(
+                [&](PageManager& manager) { manager.set_visit_pages(visit, std::move(*list)); });
+          },
+          py::arg("visit"), py::arg("pages"))
+      .def("end_call", [](SharedManager& self) { self.with([](PageManager& m) { m.end_call(); }); })
+      .def("close", [](SharedManager& self) { self.with([](PageManager& m) { m.close(); }); })
+      .def("pool_address",
+           [](SharedManager& self) { return reinterpret_cast<uintptr_t>((*self).pool_address()); })
+      .def_property_readonly("slot_bytes", [](SharedManager& self) { return (*self).slot_bytes(); })
+      .def_property_readonly("device_slots",
+                             [](SharedManager& self) { return (*self).device_slots(); })
+      .def(
+          "block_table",
+          [](SharedManager& self, int64_t layer) {
+            const paging::PageSpace& space = (*self).space();
+            expect(layer >= 0 && layer < space.num_layers(), "layer", "a layer of the call", layer);
+            return table_view(self, (*self).tables().kv_entry(layer),
+                              {space.batch(), space.max_pages()});
+          },
+          py::arg("layer"))
+      .def(
+          "gradient_table",
+          [](SharedManager& self, int64_t layer) {
+            const paging::PageSpace& space = (*self).space();
+            expect(layer >= 0 && layer < space.num_layers(), "layer", "a layer of the call", layer);
+            return table_view(self, (*self).tables().gradient_entry(layer),
+                              {space.batch(), space.max_pages(), 2});
+          },
+          py::arg("layer"))
+      .def(
+          "max_create", [](SharedManager& self, int32_t) { return (*self).max_create(); },
+          py::arg("layer") = 0)
+      .def(
+          "max_gradients", [](SharedManager& self, int32_t) { return (*self).max_gradients(); },
+          py::arg("layer") = 0)
+      .def(
+          "create",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
+            self.with([&](PageManager& m) { m.create(layer, begin, end, as_stream(stream)); });
+          },
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+      .def(
+          "commit",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
+            self.with([&](PageManager& m) { m.commit(layer, begin, end, as_stream(stream)); });
+          },
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+      .def(
+          "create_gradients",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end) {
+            self.with([&](PageManager& m) { m.create_gradients(layer, begin, end); });
+          },
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"))
+      .def(
+          "waves",
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
+             const std::optional<Int64Array>& pages) {
+            PageManager::PageList list = to_list(pages);
+            return self.with(
+                [&](PageManager& m) { return m.waves(visit, begin, end, std::move(list)); });
+          },
+          py::arg("visit"), py::arg("page_begin"), py::arg("page_end"),
+          py::arg("pages") = py::none())
+      .def(
+          "acquire",
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
+             const std::optional<Int64Array>& pages, uintptr_t stream) {
+            PageManager::PageList list = to_list(pages);
+            self.with([&](PageManager& m) {
+              m.acquire(visit, begin, end, std::move(list), as_stream(stream));
+            });
+          },
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("pages") = py::none(),
+          py::arg("stream") = 0)
+      .def(
+          "release",
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
+             const std::optional<Int64Array>& pages, uintptr_t stream) {
+            PageManager::PageList list = to_list(pages);
+            self.with([&](PageManager& m) {
+              m.release(visit, begin, end, std::move(list), as_stream(stream));
+            });
+          },
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("pages") = py::none(),
+          py::arg("stream") = 0)
+      .def(
+          "acquire_gradients",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
+            self.with(
+                [&](PageManager& m) { m.acquire_gradients(layer, begin, end, as_stream(stream)); });
+          },
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+      .def(
+          "drop",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, bool kv, bool grads,
+             uintptr_t stream) {
+            self.with(
+                [&](PageManager& m) { m.drop(layer, begin, end, kv, grads, as_stream(stream)); });
+          },
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("kv") = true,
+          py::arg("grads") = true, py::arg("stream") = 0)
+      .def("stats", &statistics_of)
+      .def("snapshot",
+           [](SharedManager& self) {
+             return self.with([](PageManager& manager) { return manager.snapshot(); });
+           })
+      .def("check_integrity", [](SharedManager& self) {
+        self.with([](PageManager& manager) { manager.check_integrity(); });
+      });
+}
+
+}  // namespace oomb::bindings

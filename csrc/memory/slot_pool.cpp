@@ -1,0 +1,59 @@
+#include "memory/slot_pool.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "common/error.h"
+#include "common/math.h"
+
+namespace oomb::memory {
+
+SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options)
+    : resource_(std::move(resource)), options_(options), random_(options.shuffle_seed.value_or(0)) {
+  expect(options_.slot_bytes > 0, "slot_bytes", "a positive size", options_.slot_bytes);
+  expect(options_.max_slots >= 0 && options_.max_slots < std::numeric_limits<Slot>::max() / 2,
+         "max_slots", "0 .. 2^30", options_.max_slots);
+}
+
+Slot SlotPool::take() {
+  if (free_.empty()) {
+    if (mapped_slots() == max_slots()) return kNoSlot;
+    grow();
+  }
+  if (options_.shuffle_seed) std::swap(free_.front(), free_[random_() % free_.size()]);
+  const Slot slot = free_.front();
+  free_.pop_front();
+  taken_[static_cast<size_t>(slot)] = true;
+  ++taken_count_;
+  return slot;
+}
+
+void SlotPool::give_back(Slot slot) {
+  if (slot < 0 || slot >= mapped_slots() || !is_taken(slot)) {
+    throw Error(concat("slot ", slot, " given back but not taken"));
+  }
+  free_.push_back(slot);
+  taken_[static_cast<size_t>(slot)] = false;
+  --taken_count_;
+}
+
+void SlotPool::reset(bool release_memory) {
+  free_.clear();
+  taken_.clear();
+  taken_count_ = 0;
+  if (release_memory) resource_->release();
+}
+
+void SlotPool::grow() {
+  const int64_t first = mapped_slots();
+  const int64_t step = std::max<int64_t>(1, options_.step_bytes / slot_bytes());
+  // Memory that the resource rounded up to is used before more is asked for.
+  const int64_t rounded = resource_->committed() / slot_bytes();
+  const int64_t last = std::min(max_slots(), std::max(first + step, rounded));
+  resource_->commit(last * slot_bytes());
+  taken_.resize(static_cast<size_t>(last), false);
+  for (int64_t slot = first; slot < last; ++slot) free_.push_back(static_cast<Slot>(slot));
+}
+
+}  // namespace oomb::memory

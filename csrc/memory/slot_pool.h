@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "memory/memory_resource.h"
+
+namespace oomb::memory {
+
+using Slot = int32_t;
+constexpr Slot kNoSlot = -1;
+
+struct SlotPoolOptions {
+  int64_t slot_bytes = 0;
+  int64_t max_slots = 0;                  // hard cap
+  int64_t step_bytes = int64_t{1} << 26;  // memory arrives in steps of about this size
+  std::optional<uint64_t> shuffle_seed;   // hand slots out in random order (tests)
+};
+
+// Equal slots carved from one resource: slot s lies at base + s * slot_bytes. Slots freed first are
+// reused first, so that whatever still reads a freed slot has the longest time to finish.
+class SlotPool {
+ public:
+  SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options);
+
+  // A free slot, growing the pool by a step if need be; kNoSlot when max_slots are taken. Throws
+  // OutOfMemory, with nothing changed, when the resource cannot grow.
+  Slot take();
+  void give_back(Slot slot);
+
+  // Forgets all slots. The memory is released too, unless getting it back costs too much.
+  void reset(bool release_memory = true);
+
+  std::byte* base() const { return resource_->base(); }
+  std::byte* address(Slot slot) const { return base() + slot * options_.slot_bytes; }
+  int64_t slot_bytes() const { return options_.slot_bytes; }
+  int64_t max_slots() const { return options_.max_slots; }
+  int64_t mapped_slots() const { return static_cast<int64_t>(taken_.size()); }
+  int64_t taken_slots() const { return taken_count_; }
+  int64_t free_slots() const { return static_cast<int64_t>(free_.size()); }
+  int64_t available_slots() const { return max_slots() - taken_count_; }
+  int64_t committed_bytes() const { return resource_->committed(); }
+  bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
+
+ private:
+  void grow();
+
+  std::unique_ptr<MemoryResource> resource_;
+  SlotPoolOptions options_;
+  std::mt19937_64 random_;
+  std::deque<Slot> free_;
+  std::vector<bool> taken_;
+  int64_t taken_count_ = 0;
+};
+
+}  // namespace oomb::memory

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "memory/memory_resource.h"
+
+namespace oomb::memory {
+
+// Base of the wrappers: forwards everything to the resource it owns.
+class WrappedResource : public MemoryResource {
+ public:
+  explicit WrappedResource(std::unique_ptr<MemoryResource> upstream)
+      : upstream_(std::move(upstream)) {}
+
+  std::byte* base() const override { return upstream_->base(); }
+  int64_t capacity() const override { return upstream_->capacity(); }
+  int64_t committed() const override { return upstream_->committed(); }
+  int64_t granularity() const override { return upstream_->granularity(); }
+  void commit(int64_t bytes) override { upstream_->commit(bytes); }
+  void release() override { upstream_->release(); }
+
+ protected:
+  MemoryResource& upstream() { return *upstream_; }
+
+ private:
+  std::unique_ptr<MemoryResource> upstream_;
+};
+
+}  // namespace oomb::memory

@@ -1,0 +1,37 @@
+#include "offload/cpu_page_manager.h"
+
+#include <utility>
+
+#include "common/error.h"
+#include "memory/host_resource.h"
+#include "memory/limited_resource.h"
+#include "offload/tier_pool.h"
+
+namespace oomb::offload {
+
+std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerOptions& options) {
+  const auto pool = [&](int64_t slots, const char* setting) {
+    expect(options.slot_bytes > 0, "slot_bytes", "a positive size", options.slot_bytes);
+    expect(slots >= 0, setting, "a number of slots", slots);
+    const int64_t limit = slots * options.slot_bytes;
+    return make_tier_pool(std::make_unique<memory::LimitedResource>(
+                              std::make_unique<memory::HostResource>(limit), limit, setting),
+                          {.slot_bytes = options.slot_bytes,
+                           .max_slots = slots,
+                           .step_bytes = int64_t{1} << 20,
+                           .shuffle_seed = options.shuffle_seed});
+  };
+  paging::TierPool device = pool(options.device_slots, "device_memory");
+  paging::TierPool host = pool(options.host_slots, "host_memory");
+  auto engine = std::make_unique<HostCopyEngine>(HostCopyOptions{
+      .device_base = device.pool->base(),
+      .host_base = host.pool->base(),
+      .slot_bytes = options.slot_bytes,
+      .delay_seed = options.copy_delay_seed,
+  });
+  return std::make_unique<paging::PageManager>(
+      std::move(device), std::move(host), std::move(engine),
+      paging::PageManagerOptions{.disabled_wait = options.disabled_wait, .poison = options.poison});
+}
+
+}  // namespace oomb::offload

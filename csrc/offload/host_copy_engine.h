@@ -1,0 +1,60 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <random>
+
+#include "offload/worker_lane.h"
+#include "paging/copy_engine.h"
+
+namespace oomb::offload {
+
+struct HostCopyOptions {
+  std::byte* device_base = nullptr;  // of the tier that plays the device
+  std::byte* host_base = nullptr;
+  int64_t slot_bytes = 0;
+  std::optional<uint64_t> delay_seed;  // copies dawdle at random (tests)
+  int64_t max_delay_us = 200;
+  // false: compute runs on the caller's thread, where waiting blocks the caller. true (tests): it
+  // is a thread too, fed through enqueue_compute, so that every wait can be missed.
+  bool asynchronous_compute = false;
+  double timeout_seconds = 60;
+};
+
+// The copy engine of a machine without a GPU: both tiers are ordinary memory, copies run on two
+// threads.
+class HostCopyEngine final : public paging::CopyEngine {
+ public:
+  explicit HostCopyEngine(const HostCopyOptions& options);
+  ~HostCopyEngine() override;
+
+  void set_compute_stream(void*) override {}
+  paging::Ticket copy(paging::Lane lane, std::span<const paging::PageCopy> pages) override;
+  paging::Ticket fill(std::span<const memory::Slot> slots, uint8_t value) override;
+  void update_tables(std::span<const paging::TableChange>) override {}
+  paging::Ticket mark_compute() override;
+  void wait(paging::Lane waiter, paging::Lane lane, paging::Ticket ticket) override;
+  paging::Ticket completed(paging::Lane lane) override;
+  void drain() override;
+  double exposed_seconds() override { return exposed_seconds_; }
+  void reset_statistics() override { exposed_seconds_ = 0; }
+
+  void enqueue_compute(std::function<void()> task);
+
+ private:
+  WorkerLane& lane(paging::Lane lane) { return lanes_[static_cast<size_t>(lane)]; }
+  bool on_caller(paging::Lane lane) const {
+    return lane == paging::Lane::kCompute && !options_.asynchronous_compute;
+  }
+  void block_on(paging::Lane awaited, paging::Ticket ticket);
+
+  HostCopyOptions options_;
+  std::mt19937_64 random_;
+  paging::Ticket compute_ticket_ = 0;  // of compute on the caller's thread: done when issued
+  double exposed_seconds_ = 0;
+  std::array<WorkerLane, paging::kNumLanes> lanes_;
+};
+
+}  // namespace oomb::offload

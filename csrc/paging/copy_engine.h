@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "memory/slot_pool.h"
+
+namespace oomb::paging {
+
+// The three queues in which work on pages runs. Each runs its work in the order of issue; between
+// them nothing is ordered but by wait().
+enum class Lane : uint8_t { kCompute, kStore, kLoad };
+constexpr int kNumLanes = 3;
+
+// A point in a lane: everything issued to it up to then. Tickets of one lane increase; 0 is
+// "nothing".
+using Ticket = int64_t;
+
+struct PageCopy {
+  memory::Slot device_slot;
+  memory::Slot host_slot;
+};
+
+struct TableChange {
+  int64_t entry;  // index into the table array, see BlockTables
+  int32_t value;
+};
+
+// Moves pages between the two tiers. Implementations live in offload/; page managers see this only.
+// All calls return without waiting for the work, except where an implementation bounds what is in
+// flight, and except wait(kCompute, ...) where compute runs on the caller's thread.
+class CopyEngine {
+ public:
+  CopyEngine() = default;
+  CopyEngine(const CopyEngine&) = delete;
+  CopyEngine& operator=(const CopyEngine&) = delete;
+  virtual ~CopyEngine() = default;
+
+  // The stream that the caller's kernels use from now on.
+  virtual void set_compute_stream(void* stream) = 0;
+
+  // kStore copies device to host, kLoad host to device; one ticket for the whole batch.
+  virtual Ticket copy(Lane lane, std::span<const PageCopy> pages) = 0;
+
+  // Sets every byte of the slots, in the compute lane.
+  virtual Ticket fill(std::span<const memory::Slot> slots, uint8_t value) = 0;
+
+  // Applies changes to the tables that kernels read, in the compute lane.
+  virtual void update_tables(std::span<const TableChange> changes) = 0;
+
+  // A ticket for all compute issued so far.
+  virtual Ticket mark_compute() = 0;
+
+  // Later work of `waiter` starts only when `lane` has passed `ticket`.
+  virtual void wait(Lane waiter, Lane lane, Ticket ticket) = 0;
+
+  virtual Ticket completed(Lane lane) = 0;
+
+  // Blocks until every lane is empty. Throws StuckCopy if that takes too long.
+  virtual void drain() = 0;
+
+  // Time that compute stood still for pages since the last reset.
+  virtual double exposed_seconds() = 0;
+  virtual void reset_statistics() = 0;
+};
+
+}  // namespace oomb::paging

@@ -1,0 +1,466 @@
+#include "paging/page_manager.h"
+
+#include <algorithm>
+
+#include "common/error.h"
+
+namespace oomb::paging {
+
+namespace {
+
+// A stream window of this size hides the latency of a batch of copies many times over; more would
+// only take room from pages that stay.
+constexpr int64_t kWindowBytes = int64_t{256} << 20;
+
+constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
+
+}  // namespace
+
+PageManager::PageManager(TierPool device, TierPool host, std::unique_ptr<CopyEngine> engine,
+                         const PageManagerOptions& options)
+    : device_(std::move(device)),
+      host_(std::move(host)),
+      engine_(std::move(engine)),
+      options_(options),
+      tiers_(*device_.pool, *host_.pool, *engine_, options.disabled_wait, options.poison) {}
+
+PageManager::~PageManager() {
+  try {
+    close();
+  } catch (const Error&) {
+    // The copy engine has failed before and said so; its memory goes with it.
+  }
+}
+
+int64_t PageManager::smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward) {
+  return batch * (backward ? 1 + grad_slots : 1);
+}
+
+void PageManager::begin_call(CallPlan plan) {
+  if (closed_) throw Error("the page manager is closed");
+  if (active_) throw Error("the page manager is in use: another call has begun and not ended");
+  expect(plan.num_layers > 0, "num_layers", "at least 1", plan.num_layers);
+  expect(!plan.pages_per_sequence.empty(), "pages_per_sequence", "one number per sequence", "none");
+  expect(plan.grad_slots == 1 || plan.grad_slots == 2, "grad_slots", "1 or 2", plan.grad_slots);
+  space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
+  bool backward = false;
+  for (const Visit& visit : plan.visits) {
+    expect(visit.layer >= 0 && visit.layer < plan.num_layers, "visits", "a layer of the model",
+           visit.layer);
+    expect(visit.kind >= VisitKind::kRead && visit.kind <= VisitKind::kReadGradient, "visits",
+           "kind 0, 1 or 2", static_cast<int>(visit.kind));
+    expect(0 <= visit.first && visit.first <= visit.last && visit.last <= space_.max_pages(),
+           "visits", concat("pages within 0 .. ", space_.max_pages()),
+           concat(visit.first, " .. ", visit.last));
+    backward |= visit.kind != VisitKind::kRead;
+  }
+  schedule_ = Schedule(space_, std::move(plan.visits));
+  exact_ = plan.exact;
+  grad_slots_ = plan.grad_slots;
+  smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward);
+  if (device_slots() < smallest_slots_) throw_out_of_memory(smallest_slots_);
+  // Streaming needs room beside the pages in use; a pool too small for that works page by page.
+  window_ = std::min(device_slots() / 4, std::max(kWindowBytes / slot_bytes(), smallest_slots_));
+  if (window_ < smallest_slots_) {
+    window_ = device_slots() >= 2 * smallest_slots_ ? smallest_slots_ : 0;
+  }
+  now_ = next_visit_ = 0;
+  next_page_ = 0;
+  hits_ = misses_ = 0;
+  device_.resource->reset();
+  host_.resource->reset();
+  engine_->reset_statistics();
+  tiers_.begin(space_, schedule_, grad_slots_,
+               exact_ ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
+  active_ = true;
+}
+
+void PageManager::end_call() {
+  if (!active_) return;
+  active_ = false;
+  tiers_.end(!options_.keep_host_memory);
+}
+
+void PageManager::close() {
+  if (closed_) return;
+  end_call();
+  closed_ = true;
+  host_.pool->reset();
+}
+
+// --- What a call names --------------------------------------------------------------------------
+
+void PageManager::check_call() const {
+  if (closed_) throw Error("the page manager is closed");
+  if (!active_) throw Error("no call has begun on this page manager");
+}
+
+void PageManager::check_visit(int32_t visit) const {
+  check_call();
+  expect(visit >= 0 && visit < schedule_.size(), "visit", concat("0 .. ", schedule_.size() - 1),
+         visit);
+}
+
+void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
+  check_call();
+  expect(layer >= 0 && layer < space_.num_layers(), "layer",
+         concat("0 .. ", space_.num_layers() - 1), layer);
+  expect(0 <= begin && begin <= end && end <= space_.max_pages(), "pages",
+         concat("a range within 0 .. ", space_.max_pages()), concat(begin, " .. ", end));
+}
+
+template <typename Visitor>
+void PageManager::for_each_position(std::span<const int64_t> list, bool listed, int64_t begin,
+                                    int64_t end, Visitor visitor) const {
+  if (listed) {
+    for (const int64_t position : schedule_.pages_between(list, begin, end)) visitor(position);
+    return;
+  }
+  for (int64_t page = begin; page < end; ++page) {
+    for (int64_t b = 0; b < space_.batch(); ++b) {
+      if (page < space_.pages_of(b)) visitor(b * space_.max_pages() + page);
+    }
+  }
+}
+
+PageManager::Selection PageManager::select(int32_t visit, PageList positions) const {
+  Selection selection;
+  if (positions) {
+    selection.own = schedule_.ordered(std::move(*positions));
+    selection.list = selection.own;
+    selection.listed = true;
+  } else if (schedule_.has_pages(visit)) {
+    selection.list = schedule_.pages(visit);
+    selection.listed = true;
+  }
+  for (const int64_t position : selection.own) {
+    expect(position >= 0 && position < space_.positions(), "pages",
+           concat("sequence * max_pages + page below ", space_.positions()), position);
+  }
+  return selection;
+}
+
+// Pages of the visit within [begin, end), KV and gradient.
+void PageManager::gather(int32_t visit, int64_t begin, int64_t end, PageList positions) {
+  const Visit& what = schedule_[visit];
+  check_range(what.layer, begin, end);
+  const Selection selection = select(visit, std::move(positions));
+  gathered_.clear();
+  for_each_position(selection.list, selection.listed, begin, end, [&](int64_t position) {
+    if (what.touches(PageKind::kKeyValue)) {
+      gathered_.push_back(space_.index(PageKind::kKeyValue, what.layer, position));
+    }
+    if (what.touches(PageKind::kGradient)) {
+      const PageIndex index = space_.index(PageKind::kGradient, what.layer, position);
+      if (tiers_[index].wanted) gathered_.push_back(index);
+    }
+  });
+}
+
+void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
+  check_visit(visit);
+  for (const int64_t position : positions) {
+    expect(position >= 0 && position < space_.positions(), "pages",
+           concat("sequence * max_pages + page below ", space_.positions()), position);
+  }
+  schedule_.set_pages(visit, std::move(positions));
+  // Pages that were expected there and are not will be needed later than thought.
+  for (const PageIndex index : tiers_.filed_under(visit)) tiers_.requeue(index, visit - 1);
+}
+
+// --- Chunks -------------------------------------------------------------------------------------
+
+void PageManager::use(void* stream) { engine_->set_compute_stream(stream); }
+
+int64_t PageManager::max_create() const {
+  check_call();
+  return (device_slots() - tiers_.pinned_slots()) / space_.batch();
+}
+
+int64_t PageManager::max_gradients() const {
+  check_call();
+  return (device_slots() - tiers_.pinned_slots()) / (space_.batch() * grad_slots_);
+}
+
+void PageManager::create(int32_t layer, int64_t begin, int64_t end, void* stream) {
+  check_range(layer, begin, end);
+  use(stream);
+  tiers_.poll();
+  fresh_.clear();
+  for_each_position({}, false, begin, end, [&](int64_t position) {
+    const PageIndex index = space_.index(PageKind::kKeyValue, layer, position);
+    if (tiers_[index].state != Residency::kFree) throw Error("a page was created twice");
+    fresh_.push_back(index);
+  });
+  require_room(static_cast<int64_t>(fresh_.size()));
+  tiers_.create(fresh_, false);
+  tiers_.order_compute();
+}
+
+void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream) {
+  check_range(layer, begin, end);
+  use(stream);
+  const Ticket written = engine_->mark_compute();
+  for_each_position({}, false, begin, end, [&](int64_t position) {
+    tiers_.unpin(space_.index(PageKind::kKeyValue, layer, position), written, true, now_);
+  });
+  tiers_.store_ahead(window_);
+}
+
+void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
+  check_range(layer, begin, end);
+  for_each_position({}, false, begin, end, [&](int64_t position) {
+    tiers_.want(space_.index(PageKind::kGradient, layer, position));
+  });
+}
+
+void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads,
+                       void* stream) {
+  check_range(layer, begin, end);
+  use(stream);
+  Ticket read = 0;
+  for_each_position({}, false, begin, end, [&](int64_t position) {
+    if (kv) tiers_.drop(space_.index(PageKind::kKeyValue, layer, position));
+    if (!grads) return;
+    const PageIndex index = space_.index(PageKind::kGradient, layer, position);
+    if (tiers_[index].pins > 0) {
+      if (read == 0) read = engine_->mark_compute();
+      tiers_.unpin(index, read, false, now_);
+    }
+    tiers_.drop(index);
+  });
+}
+
+// --- Visits -------------------------------------------------------------------------------------
+
+std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64_t begin,
+                                                            int64_t end, PageList positions) {
+  check_visit(visit);
+  gather(visit, begin, end, std::move(positions));
+  const int64_t room = device_slots() - tiers_.pinned_slots();
+  const int64_t limit = std::max(room - window_, std::min(room, smallest_slots_));
+  const int64_t missing_limit = window_ > 0 ? window_ : limit;
+
+  std::vector<std::pair<int64_t, int64_t>> result;
+  int64_t first = begin;
+  int64_t slots = 0;
+  int64_t missing = 0;
+  for (size_t i = 0; i < gathered_.size();) {
+    // All of one logical page: its sequences, keys and gradients.
+    const int64_t page = space_.id(gathered_[i]).page;
+    int64_t page_slots = 0;
+    int64_t page_missing = 0;
+    for (; i < gathered_.size() && space_.id(gathered_[i]).page == page; ++i) {
+      page_slots += tiers_.slots_of(gathered_[i]);
+      if (!tiers_[gathered_[i]].on_device()) page_missing += tiers_.slots_of(gathered_[i]);
+    }
+    if (page_slots > room) throw_out_of_memory(page_slots);
+    if (slots > 0 && (slots + page_slots > limit || missing + page_missing > missing_limit)) {
+      result.emplace_back(first, page);
+      first = page;
+      slots = missing = 0;
+    }
+    slots += page_slots;
+    missing += page_missing;
+  }
+  if (first < end) result.emplace_back(first, end);
+  return result;
+}
+
+void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, PageList positions,
+                          void* stream) {
+  check_visit(visit);
+  use(stream);
+  tiers_.poll();
+  advance(visit);
+  gather(visit, begin, end, std::move(positions));
+  acquire_gathered(schedule_[visit].kind == VisitKind::kAccumulate);
+  prefetch(visit, end);
+}
+
+// Pins what was gathered, loading what is missing; all of it or nothing.
+void PageManager::acquire_gathered(bool will_write) {
+  missing_.clear();
+  fresh_.clear();
+  int64_t slots = 0;
+  int64_t found = 0;
+  for (const PageIndex index : gathered_) {
+    const PageRecord& record = tiers_[index];
+    if (record.on_device()) {
+      ++found;
+      continue;
+    }
+    slots += tiers_.slots_of(index);
+    if (record.state == Residency::kHostOnly) {
+      missing_.push_back(index);
+    } else if (tiers_.is_gradient(index) && will_write) {
+      fresh_.push_back(index);
+    } else {
+      const PageId id = space_.id(index);
+      throw Error(concat("page ", id.page, " of layer ", id.layer, ", sequence ", id.sequence,
+                         " holds nothing: it was never created, or dropped"));
+    }
+  }
+  const auto writes = [&](PageIndex index) { return will_write && tiers_.is_gradient(index); };
+  pinned_.clear();
+  const auto pin = [&](PageIndex index) {
+    tiers_.pin(index, writes(index));
+    pinned_.push_back(index);
+  };
+  try {
+    for (const PageIndex index : gathered_) {
+      if (tiers_[index].on_device()) pin(index);
+    }
+    require_room(slots);
+    tiers_.load(missing_, now_ - 1);
+    for (const PageIndex index : missing_) pin(index);
+    tiers_.create(fresh_, true);
+  } catch (...) {
+    for (const PageIndex index : pinned_) tiers_.cancel_pin(index, now_ - 1);
+    throw;
+  }
+  tiers_.order_compute();
+  hits_ += found;
+  misses_ += static_cast<int64_t>(missing_.size());
+}
+
+void PageManager::release(int32_t visit, int64_t begin, int64_t end, PageList positions,
+                          void* stream) {
+  check_visit(visit);
+  use(stream);
+  gather(visit, begin, end, std::move(positions));
+  const Ticket used = engine_->mark_compute();
+  const bool accumulated = schedule_[visit].kind == VisitKind::kAccumulate;
+  for (const PageIndex index : gathered_) {
+    tiers_.unpin(index, used, accumulated && tiers_.is_gradient(index), visit);
+  }
+  tiers_.poll();
+  tiers_.store_ahead(window_);
+}
+
+void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream) {
+  check_range(layer, begin, end);
+  use(stream);
+  tiers_.poll();
+  const int32_t visit = schedule_.next_use(PageKind::kGradient, layer, begin, now_ - 1);
+  if (visit < schedule_.size() && schedule_[visit].kind == VisitKind::kReadGradient) {
+    advance(visit);
+  }
+  gathered_.clear();
+  for_each_position({}, false, begin, end, [&](int64_t position) {
+    const PageIndex index = space_.index(PageKind::kGradient, layer, position);
+    if (tiers_[index].state != Residency::kFree) gathered_.push_back(index);
+  });
+  acquire_gathered(false);
+  prefetch(now_, end);
+}
+
+// Time moves on: pages filed under visits that are over get their next use.
+void PageManager::advance(int32_t visit) {
+  now_ = std::max(now_, visit);
+  for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;
+       past = tiers_.nearest_visit()) {
+    for (const PageIndex index : tiers_.filed_under(past)) tiers_.requeue(index, now_ - 1);
+  }
+}
+
+// --- Room ---------------------------------------------------------------------------------------
+
+void PageManager::require_room(int64_t slots) {
+  if (!tiers_.make_room(slots, kNow)) throw_out_of_memory(slots);
+}
+
+void PageManager::throw_out_of_memory(int64_t slots) const {
+  const int64_t bytes = slot_bytes();
+  const int64_t pinned = active_ ? tiers_.pinned_slots() : 0;
+  if (active_ && pinned + slots <= device_slots()) {
+    const int64_t limit = host_.pool->max_slots() * bytes;
+    throw OutOfMemory(
+        concat("host tier full: needed room for pages of ", slots * bytes,
+               " bytes that no longer fit the device tier; host_memory holds ",
+               host_.pool->taken_slots() * bytes, " bytes of at most ", limit,
+               "; raise host_memory or device_memory",
+               tiers_.host_error().empty() ? "" : concat(" (", tiers_.host_error(), ")")),
+        slots * bytes, host_.pool->available_slots() * bytes);
+  }
+  throw OutOfMemory(
+      concat("device tier too small: needed ", (pinned + slots) * bytes,
+             " bytes of pages at the same time, device_memory allows ", device_slots() * bytes,
+             "; the smallest device_memory that works here is ",
+             std::max(smallest_slots_, slots > smallest_slots_ ? pinned + slots : 0) * bytes,
+             " bytes of pages"),
+      (pinned + slots) * bytes, device_slots() * bytes);
+}
+
+// Loads what comes next in the access order, as long as that costs no page that is needed earlier.
+void PageManager::prefetch(int32_t visit, int64_t page) {
+  constexpr int32_t kVisitsAhead = 4;
+  if (host_.pool->taken_slots() == 0) return;  // nothing has ever left the device
+  if (std::pair(next_visit_, next_page_) < std::pair(visit, page)) {
+    next_visit_ = visit;
+    next_page_ = page;
+  }
+  int64_t budget = window_;
+  const int32_t last = std::min(schedule_.size() - 1, now_ + kVisitsAhead);
+  try {
+    while (next_visit_ <= last && prefetch_visit(budget)) {
+      ++next_visit_;
+      next_page_ = 0;
+    }
+  } catch (const OutOfMemory&) {
+    // A tier could not grow. What was acquired stands; the next acquire that needs room will say
+    // so.
+  }
+}
+
+// Goes on with the visit at the cursor. False when it must stop before the visit's end.
+bool PageManager::prefetch_visit(int64_t& budget) {
+  const Visit& visit = schedule_[next_visit_];
+  const bool listed = schedule_.has_pages(next_visit_);
+  if (!exact_ && !listed) return true;  // a guess is not worth a copy
+  missing_.clear();
+  int64_t slots = 0;
+  int64_t stop = -1;
+  const auto consider = [&](PageKind kind, int64_t position) {
+    const PageIndex index = space_.index(kind, visit.layer, position);
+    if (stop >= 0 || !visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return;
+    if (slots + tiers_.slots_of(index) > budget ||
+        !tiers_.make_room(slots + tiers_.slots_of(index), next_visit_)) {
+      stop = space_.id(index).page;
+      return;
+    }
+    slots += tiers_.slots_of(index);
+    missing_.push_back(index);
+  };
+  const int64_t first = std::max<int64_t>(visit.first, next_page_);
+  for_each_position(listed ? schedule_.pages(next_visit_) : std::span<const int64_t>(), listed,
+                    listed ? next_page_ : first, listed ? space_.max_pages() : visit.last,
+                    [&](int64_t position) {
+                      consider(PageKind::kKeyValue, position);
+                      consider(PageKind::kGradient, position);
+                    });
+  budget -= slots;
+  tiers_.load(missing_, next_visit_ - 1);
+  if (stop < 0) return true;
+  next_page_ = stop;
+  return false;
+}
+
+// --- What is going on ---------------------------------------------------------------------------
+
+PageStatistics PageManager::statistics() const {
+  const TrafficStatistics& traffic = tiers_.traffic();
+  return {.device_peak_bytes = device_.resource->statistics().peak_bytes,
+          .host_peak_bytes = host_.resource->statistics().peak_bytes,
+          .h2d_bytes = traffic.loaded_slots * slot_bytes(),
+          .d2h_bytes = traffic.stored_slots * slot_bytes(),
+          .hits = hits_,
+          .misses = misses_,
+          .exposed_copy_seconds = engine_->exposed_seconds()};
+}
+
+void PageManager::check_integrity() const {
+  if (active_) tiers_.check_integrity();
+}
+
+}  // namespace oomb::paging

@@ -1,0 +1,145 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory/slot_pool.h"
+#include "memory/statistics_resource.h"
+#include "paging/copy_engine.h"
+#include "paging/page_space.h"
+#include "paging/schedule.h"
+#include "paging/tiers.h"
+
+namespace oomb::paging {
+
+// One tier's slots, and the counts of the resource they are carved from.
+struct TierPool {
+  std::unique_ptr<memory::SlotPool> pool;
+  memory::StatisticsResource* resource = nullptr;  // inside the pool
+};
+
+struct PageManagerOptions {
+  std::optional<Wait> disabled_wait;  // tests only
+  bool poison = false;                // fill freed slots with NaN
+  bool keep_host_memory = false;      // between calls; pinned memory is slow to get back
+};
+
+struct CallPlan {
+  int64_t num_layers = 0;
+  std::vector<int32_t> pages_per_sequence;
+  int grad_slots = 1;         // slots of one gradient page
+  std::vector<Visit> visits;  // the access order
+  bool exact = true;  // ranges say what is used; false: an upper bound until set_visit_pages
+};
+
+struct PageStatistics {
+  int64_t device_peak_bytes = 0;
+  int64_t host_peak_bytes = 0;
+  int64_t h2d_bytes = 0;
+  int64_t d2h_bytes = 0;
+  int64_t hits = 0;    // pages found on the device, or on their way, when acquired
+  int64_t misses = 0;  // pages that had to be loaded on the spot
+  double exposed_copy_seconds = 0;
+};
+
+// Keeps the pages of a call where they are needed. Used from one thread.
+//
+//     begin_call ─▶ create, commit              a chunk's KV pages are written
+//                 ─▶ waves; acquire, release    pages of one visit, wave by wave
+//                 ─▶ acquire_gradients, drop    a chunk's gradients are read, its pages die
+//                ─▶ end_call
+class PageManager {
+ public:
+  PageManager(TierPool device, TierPool host, std::unique_ptr<CopyEngine> engine,
+              const PageManagerOptions& options);
+  ~PageManager();
+
+  // The smallest device tier, in slots, with which a call can run at all: one logical page of every
+  // sequence with its gradient.
+  static int64_t smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward);
+
+  void begin_call(CallPlan plan);
+  void set_visit_pages(int32_t visit, std::vector<int64_t> positions);
+  void end_call();
+  void close();
+
+  // How many logical pages fit at once, on top of what is acquired now.
+  int64_t max_create() const;
+  int64_t max_gradients() const;
+
+  void create(int32_t layer, int64_t begin, int64_t end, void* stream);
+  void commit(int32_t layer, int64_t begin, int64_t end, void* stream);
+  void create_gradients(int32_t layer, int64_t begin, int64_t end);
+
+  using PageList = std::optional<std::vector<int64_t>>;
+  std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit, int64_t begin, int64_t end,
+                                                 PageList positions = std::nullopt);
+  void acquire(int32_t visit, int64_t begin, int64_t end, PageList positions, void* stream);
+  void release(int32_t visit, int64_t begin, int64_t end, PageList positions, void* stream);
+
+  void acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream);
+  void drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads, void* stream);
+
+  std::byte* pool_address() const { return device_.pool->base(); }
+  int64_t slot_bytes() const { return device_.pool->slot_bytes(); }
+  int64_t device_slots() const { return device_.pool->max_slots(); }
+  int64_t mapped_device_slots() const { return device_.pool->mapped_slots(); }
+  const PageSpace& space() const { return space_; }
+  const BlockTables& tables() { return tiers_.tables(); }
+
+  PageStatistics statistics() const;
+  std::string snapshot() const;
+  void check_integrity() const;
+
+ private:
+  // Positions a call names: an ordered list, or the range of pages in every sequence.
+  template <typename Visitor>
+  void for_each_position(std::span<const int64_t> list, bool listed, int64_t begin, int64_t end,
+                         Visitor visitor) const;
+  struct Selection {
+    std::vector<int64_t> own;
+    std::span<const int64_t> list;
+    bool listed = false;
+  };
+  Selection select(int32_t visit, PageList positions) const;
+  void gather(int32_t visit, int64_t begin, int64_t end, PageList positions);
+  void check_call() const;
+  void check_visit(int32_t visit) const;
+  void check_range(int32_t layer, int64_t begin, int64_t end) const;
+  void use(void* stream);
+  void advance(int32_t visit);
+  void acquire_gathered(bool will_write);
+  void require_room(int64_t slots);
+  void prefetch(int32_t visit, int64_t page);
+  bool prefetch_visit(int64_t& budget);
+  [[noreturn]] void throw_out_of_memory(int64_t slots) const;
+
+  TierPool device_;
+  TierPool host_;
+  std::unique_ptr<CopyEngine> engine_;
+  PageManagerOptions options_;
+  Tiers tiers_;
+
+  bool active_ = false;
+  bool closed_ = false;
+  PageSpace space_;
+  Schedule schedule_;
+  bool exact_ = true;
+  int grad_slots_ = 1;
+  int64_t smallest_slots_ = 0;
+  int64_t window_ = 0;  // slots kept for pages that stream through
+
+  int32_t now_ = 0;         // the visit under way
+  int32_t next_visit_ = 0;  // where prefetching goes on: visit and logical page
+  int64_t next_page_ = 0;
+  int64_t hits_ = 0;
+  int64_t misses_ = 0;
+  std::vector<PageIndex> gathered_, missing_, fresh_, pinned_;
+};
+
+}  // namespace oomb::paging

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "paging/page_space.h"
+
+namespace oomb::paging {
+
+enum class VisitKind : int32_t {
+  kRead = 0,         // reads KV pages
+  kAccumulate = 1,   // reads KV pages, adds to their gradient pages
+  kReadGradient = 2  // reads gradient pages, after which they are dead
+};
+
+// One step of the access order: a layer's pages [first, last) of every sequence, or the exact list
+// set for it.
+struct Visit {
+  int32_t layer = 0;
+  VisitKind kind = VisitKind::kRead;
+  int32_t first = 0;
+  int32_t last = 0;
+
+  bool touches(PageKind page) const {
+    return page == PageKind::kKeyValue ? kind != VisitKind::kReadGradient
+                                       : kind != VisitKind::kRead;
+  }
+};
+
+// The known future: what is used when. Ranges answer in closed form (a scan over the layer's visits
+// that nearly always ends at once); exact lists through an inverted index, position -> visits.
+class Schedule {
+ public:
+  Schedule() = default;
+  Schedule(const PageSpace& space, std::vector<Visit> visits);
+
+  int32_t size() const { return static_cast<int32_t>(visits_.size()); }
+  const Visit& operator[](int32_t visit) const { return visits_[static_cast<size_t>(visit)]; }
+
+  // Positions (sequence * max_pages + page) that this visit touches, instead of its range. Kept
+  // ordered by page, then sequence: the order of waves.
+  void set_pages(int32_t visit, std::vector<int64_t> positions);
+  bool has_pages(int32_t visit) const { return listed_[static_cast<size_t>(visit)]; }
+  std::span<const int64_t> pages(int32_t visit) const { return lists_[static_cast<size_t>(visit)]; }
+
+  // By page, then sequence, each once.
+  std::vector<int64_t> ordered(std::vector<int64_t> positions) const;
+
+  // The part of an ordered list that lies in pages [begin, end).
+  std::span<const int64_t> pages_between(std::span<const int64_t> positions, int64_t begin,
+                                         int64_t end) const;
+
+  // First visit later than `after` that touches the page; size() if there is none.
+  int32_t next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
+
+ private:
+  int32_t next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const;
+  int32_t next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
+  std::vector<int32_t>& uses_of(int32_t layer, int64_t position);
+
+  std::vector<Visit> visits_;
+  std::vector<bool> listed_;
+  std::vector<std::vector<int64_t>> lists_;              // per visit
+  std::vector<std::vector<int32_t>> ranged_;             // per layer: visits without a list
+  std::vector<std::vector<std::vector<int32_t>>> uses_;  // per layer, position: visits, descending
+  int64_t max_pages_ = 1;
+  int64_t positions_ = 0;
+};
+
+}  // namespace oomb::paging
