@@ -5,6 +5,7 @@ from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 class BuildInfo(TypedDict):
     version: str
@@ -121,3 +122,123 @@ class PageManager:
 
 def smallest_device_slots(*, batch: int, grad_slots: int, backward: bool) -> int: ...
 def page_waits() -> list[str]: ...
+def attention_forward(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    page_size: int,
+    window: int = 0,
+    first_key: Tensor | None = None,
+    num_keys: Tensor | None = None,
+    kv_pool: int = 0,
+    kv_slot_bytes: int = 0,
+    kv_num_slots: int = 0,
+    block_table: Tensor | None = None,
+    num_past: int = 0,
+    page_begin: int = 0,
+    page_end: int = 0,
+    selection: Tensor | None = None,
+    own_chunk: bool = True,
+    first_wave: bool = True,
+    last_wave: bool = True,
+    acc: Tensor | None = None,
+    max: Tensor | None = None,
+    sum: Tensor | None = None,
+    stream: int = 0,
+) -> None: ...
+def attention_backward(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    d_o: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    delta: Tensor,
+    scale: float,
+    page_size: int,
+    d_lse: Tensor | None = None,
+    window: int = 0,
+    first_key: Tensor | None = None,
+    num_keys: Tensor | None = None,
+    kv_pool: int = 0,
+    kv_slot_bytes: int = 0,
+    kv_num_slots: int = 0,
+    block_table: Tensor | None = None,
+    num_past: int = 0,
+    page_begin: int = 0,
+    page_end: int = 0,
+    selection: Tensor | None = None,
+    own_chunk: bool = True,
+    first_wave: bool = True,
+    last_wave: bool = True,
+    dkv_pool: int = 0,
+    dkv_unit_bytes: int = 0,
+    dkv_table: Tensor | None = None,
+    dkv_dtype: str = "float32",
+    rounding_seed: int = 0,
+    deterministic: bool = True,
+    dq_acc: Tensor | None = None,
+    workspace: Tensor | None = None,
+    stream: int = 0,
+) -> None: ...
+def page_write(
+    *,
+    k: Tensor,
+    v: Tensor,
+    kv_pool: int,
+    kv_slot_bytes: int,
+    slots: Tensor,
+    page_begin: int,
+    page_end: int,
+    page_size: int,
+    num_rows: Tensor | None = None,
+    summary: Tensor | None = None,
+    stream: int = 0,
+) -> None: ...
+def page_gradient_read(
+    *,
+    dk: Tensor,
+    dv: Tensor,
+    dkv_pool: int,
+    dkv_unit_bytes: int,
+    dkv_table: Tensor,
+    dkv_dtype: str,
+    page_begin: int,
+    page_end: int,
+    page_size: int,
+    scale: float = 1.0,
+    stream: int = 0,
+) -> None: ...
+def page_score(
+    *,
+    q: Tensor,
+    summary: Tensor,
+    scores: Tensor,
+    kind: str,
+    num_past: int,
+    page_size: int,
+    first_key: Tensor | None = None,
+    num_keys: Tensor | None = None,
+    workspace: Tensor | None = None,
+    stream: int = 0,
+) -> None: ...
+def page_select(
+    *,
+    scores: Tensor,
+    selection: Tensor,
+    budget: int,
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+    stream: int = 0,
+) -> None: ...
+def set_num_threads(count: int) -> None: ...
+def num_threads() -> int: ...
+def cpu_instruction_set() -> str: ...

@@ -1,0 +1,161 @@
+#include "attention/cpu/thread_pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention/cpu/cpu.h"
+#include "common/error.h"
+
+namespace oomb::attention::cpu {
+namespace {
+
+using Task = std::function<void(int64_t, int64_t)>;
+
+// The calling thread is thread 0; the others sleep between calls.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int64_t threads) : threads_(threads) {
+    for (int64_t thread = 1; thread < threads; ++thread) {
+      workers_.emplace_back([this, thread] { work(thread); });
+    }
+  }
+
+  ~ThreadPool() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    started_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  int64_t threads() const { return threads_; }
+
+  void run(int64_t units, const Task& task) {
+    {
+      std::lock_guard lock(mutex_);
+      units_ = units;
+      task_ = &task;
+      error_ = nullptr;
+      running_ = threads_ - 1;
+      ++generation_;
+    }
+    started_.notify_all();
+    run_share(0);
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [this] { return running_ == 0; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void work(int64_t thread) {
+    int64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      started_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (stopping_) return;
+      seen = generation_;
+      lock.unlock();
+      run_share(thread);
+      lock.lock();
+      if (--running_ == 0) finished_.notify_one();
+    }
+  }
+
+  void run_share(int64_t thread) {
+    try {
+      for (int64_t unit = thread; unit < units_; unit += threads_) (*task_)(unit, thread);
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+
+  const int64_t threads_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable started_;
+  std::condition_variable finished_;
+  bool stopping_ = false;
+  int64_t generation_ = 0;
+  int64_t running_ = 0;
+  int64_t units_ = 0;
+  const Task* task_ = nullptr;
+  std::exception_ptr error_;
+};
+
+int64_t usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
+  return std::max<int64_t>(1, std::thread::hardware_concurrency());
+}
+
+int64_t initial_threads() {
+  const char* asked = std::getenv("OOMB_NUM_THREADS");
+  if (asked == nullptr) return usable_cores();
+  char* end = nullptr;
+  const int64_t count = std::strtoll(asked, &end, 10);
+  expect(*end == '\0' && count > 0, "OOMB_NUM_THREADS", "a number above 0", asked);
+  return count;
+}
+
+// One pool per process. A child of fork() has the object but not its threads: it leaves the
+// parent's pool alone, which nothing can join, and makes its own.
+class SharedPool {
+ public:
+  void run(int64_t units, int64_t threads, const Task& task) {
+    std::lock_guard lock(mutex_);
+    if (pool_ && owner_ != getpid()) static_cast<void>(pool_.release());
+    if (!pool_ || pool_->threads() != threads) {
+      pool_.reset();
+      pool_ = std::make_unique<ThreadPool>(threads);
+      owner_ = getpid();
+    }
+    pool_->run(units, task);
+  }
+
+ private:
+  std::mutex mutex_;
+  pid_t owner_ = 0;
+  std::unique_ptr<ThreadPool> pool_;
+};
+
+SharedPool& shared_pool() {
+  static SharedPool pool;
+  return pool;
+}
+
+std::atomic<int64_t>& thread_count() {
+  static std::atomic<int64_t> count = initial_threads();
+  return count;
+}
+
+}  // namespace
+
+void parallel_for(int64_t units, int64_t threads, const Task& task) {
+  if (units <= 1 || threads == 1) {
+    for (int64_t unit = 0; unit < units; ++unit) task(unit, 0);
+  } else {
+    shared_pool().run(units, threads, task);
+  }
+}
+
+void set_num_threads(int64_t count) {
+  expect(count > 0, "count", "a number above 0", count);
+  thread_count() = count;
+}
+
+int64_t num_threads() { return thread_count(); }
+
+}  // namespace oomb::attention::cpu
