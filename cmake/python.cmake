@@ -13,7 +13,7 @@ list(REMOVE_DUPLICATES architectures)
 list(JOIN architectures " " architectures)
 Python_add_library(_C MODULE WITH_SOABI ${binding_sources})
 target_include_directories(_C SYSTEM PRIVATE "${pybind11_include}")
-target_link_libraries(_C PRIVATE oomb_core)
+target_link_libraries(_C PRIVATE oomb_core oomb_attention)
 target_compile_definitions(_C PRIVATE
   OOMB_VERSION="${OOMB_VERSION}"
   OOMB_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"

@@ -19,32 +19,38 @@ endfunction()
 
 target_compile_definitions(oomb_options INTERFACE OOMB_WITH_CUDA=$<BOOL:${OOMB_WITH_CUDA}>)
 
-# Everything below bindings that the C++ compiler handles.
-oomb_glob(core_sources common/*.cpp memory/*.cpp paging/*.cpp offload/*.cpp attention/*.cpp)
-if(NOT OOMB_WITH_CUDA)
-  list(FILTER core_sources EXCLUDE REGEX "_cuda\\.cpp$|/attention/(sm90|sm80|plain|pages|device)/")
-endif()
-if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
-  list(FILTER core_sources EXCLUDE REGEX "_avx(2|512)\\.cpp$")
-endif()
-foreach(source IN LISTS core_sources)
-  if(source MATCHES "_avx2\\.cpp$")
-    set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma")
-  elseif(source MATCHES "_avx512\\.cpp$")
-    set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS
-      "-mavx512f;-mavx512dq;-mavx512bw;-mavx512vl;-mfma")
+# oomb_core: common, memory, paging, offload; oomb_attention: the kernels. Neither knows the other.
+function(oomb_add_layer name)
+  oomb_glob(sources ${ARGN})
+  if(NOT OOMB_WITH_CUDA)
+    list(FILTER sources EXCLUDE REGEX "_cuda\\.cpp$|/attention/(sm90|sm80|plain|pages|device)/")
   endif()
-endforeach()
-add_library(oomb_core STATIC ${core_sources})
-target_link_libraries(oomb_core PUBLIC oomb_options)
+  if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
+    list(FILTER sources EXCLUDE REGEX "_avx(2|512)\\.cpp$")
+  endif()
+  foreach(source IN LISTS sources)
+    if(source MATCHES "_avx2\\.cpp$")
+      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma")
+    elseif(source MATCHES "_avx512\\.cpp$")
+      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS
+        "-mavx512f;-mavx512dq;-mavx512bw;-mavx512vl;-mfma")
+    endif()
+  endforeach()
+  add_library(${name} STATIC ${sources})
+  target_link_libraries(${name} PUBLIC oomb_options)
+endfunction()
+
+oomb_add_layer(oomb_core common/*.cpp memory/*.cpp paging/*.cpp offload/*.cpp)
+oomb_add_layer(oomb_attention attention/*.cpp)
+target_link_libraries(oomb_attention PUBLIC oomb_core)
 
 if(OOMB_WITH_CUDA)
   # The runtime's headers for *_cuda.cpp.
   target_include_directories(oomb_options SYSTEM INTERFACE
     ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 
-  # oomb_add_kernels(name architectures patterns...): an object library of *.cu files
-  function(oomb_add_kernels name architectures)
+  # oomb_add_kernels(library name architectures patterns...): *.cu files that go into library
+  function(oomb_add_kernels library name architectures)
     oomb_glob(kernels ${ARGN})
     if(NOT kernels)
       return()
@@ -65,7 +71,7 @@ if(OOMB_WITH_CUDA)
     if(OOMB_CUTLASS_INCLUDE)
       target_include_directories(${name} SYSTEM PRIVATE "${OOMB_CUTLASS_INCLUDE}")
     endif()
-    target_sources(oomb_core PRIVATE $<TARGET_OBJECTS:${name}>)
+    target_sources(${library} PRIVATE $<TARGET_OBJECTS:${name}>)
   endfunction()
 
   oomb_ask_toolkit(needs_cutlass needs_cutlass)
@@ -80,12 +86,13 @@ if(OOMB_WITH_CUDA)
   # sm_90a code (wgmma, TMA) has no forward compatibility, hence a library of its own. Portable
   # kernels run from sm_80 on, newer devices through PTX; the page operations are on every device's
   # path, so Hopper gets machine code for them instead of a compilation at first use.
-  oomb_add_kernels(oomb_sm90 "90a-real" attention/sm90/*.cu)
-  oomb_add_kernels(oomb_portable "80-real;80-virtual"
+  oomb_add_kernels(oomb_attention oomb_sm90 "90a-real" attention/sm90/*.cu)
+  oomb_add_kernels(oomb_attention oomb_portable "80-real;80-virtual"
     attention/sm80/*.cu attention/plain/*.cu)
-  oomb_add_kernels(oomb_pages "80-real;90-real;80-virtual"
-    attention/pages/*.cu common/*.cu memory/*.cu paging/*.cu offload/*.cu)
-  set_target_properties(oomb_core PROPERTIES LINKER_LANGUAGE CXX)
+  oomb_add_kernels(oomb_attention oomb_pages "80-real;90-real;80-virtual" attention/pages/*.cu)
+  oomb_add_kernels(oomb_core oomb_device "80-real;90-real;80-virtual"
+    common/*.cu memory/*.cu paging/*.cu offload/*.cu)
+  set_target_properties(oomb_core oomb_attention PROPERTIES LINKER_LANGUAGE CXX)
   target_link_directories(oomb_core PUBLIC ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
     ${OOMB_CUDA_LIBRARY_DIR})
   target_link_libraries(oomb_core PUBLIC cudart_static rt ${CMAKE_DL_LIBS})
