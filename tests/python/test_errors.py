@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from oomb import _C
 from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
 
 
@@ -24,3 +26,28 @@ class TestOutOfMemoryError:
 
 def test_unsupported_model_is_ours() -> None:
     assert issubclass(UnsupportedModelError, Error)
+
+
+class TestTranslation:
+    """What the native core throws arrives as the documented Python exceptions."""
+
+    def manager(self, device_slots: int) -> _C.PageManager:
+        return _C.PageManager(
+            device="cpu", slot_bytes=4096, device_slots=device_slots, host_slots=8
+        )
+
+    def test_a_bad_argument_is_a_value_error(self) -> None:
+        with pytest.raises(ValueError, match="^device: expected .*, got tpu$"):
+            _C.PageManager(device="tpu", slot_bytes=4096, device_slots=4, host_slots=4)
+
+    def test_too_little_memory_is_ours_with_sizes(self) -> None:
+        visits = np.array([[0, 1, 0, 4]], dtype=np.int32)
+        with pytest.raises(OutOfMemoryError, match=" out of memory. ") as caught:
+            self.manager(1).begin_call(
+                num_layers=1, pages_per_sequence=[4], grad_slots=2, visits=visits
+            )
+        assert caught.value.needed_bytes > caught.value.available_bytes == 4096
+
+    def test_misuse_is_an_error_of_ours(self) -> None:
+        with pytest.raises(Error, match="no call has begun"):
+            self.manager(8).create(0, 0, 1)
