@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # On a machine with a GPU the local build has CUDA; elsewhere compiling kernels would only take time.
-OOMB_CUDA ?= $(if $(wildcard /dev/nvidiactl),auto,off)
+OOMB_CUDA ?= $(if $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi),auto,off)
 export OOMB_CUDA
 
-.PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu bench fmt check clean
+.PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu in-place bench fmt check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -60,17 +60,16 @@ test-tsan: $(VENV)/.installed ## memory, paging and offload under ThreadSanitize
 
 # These two use an environment that already has torch (PYTHON=...), install nothing and need no
 # network: the extension is compiled in place and found through PYTHONPATH.
-build/gpu/.built: FORCE
-	cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DOOMB_CUDA=on \
+in-place:
+	cmake -S . -B build/in-place -G Ninja -DOOMB_CUDA=$(OOMB_CUDA) \
 	  -DPython_EXECUTABLE=$$($(PYTHON) -c 'import sys; print(sys.executable)')
-	cmake --build build/gpu
-FORCE:
+	cmake --build build/in-place
 
-test-gpu: build/gpu/.built ## the tests that need a GPU, in an environment that has torch
+test-gpu: in-place ## the tests that need a GPU, in an environment that has torch
 	PYTHONPATH=python $(PYTHON) -m pytest -m gpu
 
-bench: build/gpu/.built ## the benchmarks, in an environment that has torch
-	PYTHONPATH=python:. $(PYTHON) -m bench
+bench: in-place ## the benchmarks, in an environment that has torch; those for a GPU need one
+	for script in bench/*.py; do PYTHONPATH=python $(PYTHON) $$script || exit 1; done
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.inl')
 
