@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # On a machine with a GPU the local build has CUDA; elsewhere compiling kernels would only take time.
-OOMB_CUDA ?= $(if $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi),auto,off)
+GPU := $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi)
+OOMB_CUDA ?= $(if $(GPU),auto,off)
 export OOMB_CUDA
 
 .PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu in-place bench fmt check clean
@@ -68,8 +69,8 @@ in-place:
 test-gpu: in-place ## the tests that need a GPU, in an environment that has torch
 	PYTHONPATH=python $(PYTHON) -m pytest -m gpu
 
-bench: in-place ## the benchmarks, in an environment that has torch; those for a GPU need one
-	for script in bench/*.py; do PYTHONPATH=python $(PYTHON) $$script || exit 1; done
+bench: in-place ## the benchmarks, in an environment that has torch; bench/cpu_* where there is no GPU
+	for script in bench/$(if $(GPU),,cpu_)*.py; do PYTHONPATH=python $(PYTHON) $$script || exit 1; done
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.inl')
 
