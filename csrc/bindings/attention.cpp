@@ -2,10 +2,13 @@
 // about the tensors is checked here, in the order ndim, device, dtype, shape, strides.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 
 #include "attention/cpu/cpu.h"
+#include "attention/dispatch.h"
 #include "attention/params.h"
 #include "bindings/tensor.h"
 #include "common/error.h"
@@ -20,10 +23,10 @@ using namespace attention;
 
 // Where an operation goes, by the device of its first tensor.
 template <typename Params>
-void launch(const Device& device, const Params& params, void (*cpu)(const Params&)) {
-  expect(!device.cuda, "device", "cpu, as this build has no CUDA kernels", name_of(device));
+void launch(const Device& device, const Params& params, void (*cpu)(const Params&),
+            void (*cuda)(const Params&)) {
   const py::gil_scoped_release unlocked;
-  cpu(params);
+  (device.cuda ? cuda : cpu)(params);
 }
 
 void* pointer_to(int64_t address) {
@@ -43,6 +46,22 @@ Tensor tensor_like(py::handle object, const char* name, const Expected& expected
 // Null for None.
 void* optional_like(py::handle object, const char* name, const Expected& expected) {
   return object.is_none() ? nullptr : tensor_like(object, name, expected).data;
+}
+
+// The workspace may be a tensor of bytes, or a function that makes one of the size it is given; it
+// is not called where nothing is needed. Returns what must live until the launch.
+template <typename Params>
+py::object provide_workspace(Params& params, py::object workspace, const Device& device,
+                             int64_t bytes) {
+  if (bytes == 0) return workspace;
+  if (PyCallable_Check(workspace.ptr()) != 0) workspace = workspace(bytes);
+  const Tensor tensor =
+      tensor_like(workspace, "workspace", {{Extents::kAny}, device, Element::kUInt8, true});
+  expect(tensor.shape[0] >= bytes, "workspace", concat("at least ", bytes, " bytes"),
+         tensor.shape[0]);
+  params.workspace = tensor.data;
+  params.workspace_bytes = tensor.shape[0];
+  return workspace;
 }
 
 // Pages from one sequence to the next in a summary table [B, pages, Hkv, D], which may be a range
@@ -96,6 +115,7 @@ struct Chunk {
             true};
   }
   Expected table(const Extents& extents) const { return {extents, device, Element::kInt32, true}; }
+  // Some columns of a table.
   Expected table_slice(const Extents& extents) const {
     return {extents, device, Element::kInt32, true, true};
   }
@@ -189,8 +209,8 @@ PastPages past_of(const Chunk& chunk, const PastArguments& a) {
 }
 
 GradientPages gradients_of(const Chunk& chunk, int64_t dkv_pool, int64_t dkv_unit_bytes,
-                           py::handle dkv_table, int64_t pages, const std::string& dkv_dtype,
-                           uint64_t rounding_seed) {
+                           py::handle dkv_table, const Expected& table,
+                           const std::string& dkv_dtype, uint64_t rounding_seed) {
   GradientPages grads;
   grads.dkv_pool = pointer_to(dkv_pool);
   grads.dkv_unit_bytes = dkv_unit_bytes;
@@ -203,8 +223,7 @@ GradientPages gradients_of(const Chunk& chunk, int64_t dkv_pool, int64_t dkv_uni
   expect(fits, "dkv_dtype",
          chunk.dtype == DType::kFloat64 ? "float64 for float64 tensors" : "float32 or bfloat16",
          dkv_dtype);
-  grads.dkv_table = static_cast<const int32_t*>(
-      tensor_like(dkv_table, "dkv_table", chunk.table_slice({chunk.shape.batch, pages, 2})).data);
+  grads.dkv_table = static_cast<const int32_t*>(tensor_like(dkv_table, "dkv_table", table).data);
   expect(dkv_pool != 0, "dkv_pool", "the address of the pool", dkv_pool);
   expect(dkv_unit_bytes > 0, "dkv_unit_bytes", "a number above 0", dkv_unit_bytes);
   return grads;
@@ -248,7 +267,7 @@ void attention_forward(py::object q, py::object k, py::object v, py::object o, p
     params.lse = tensor_like(lse, "lse", chunk.statistics()).data;
   }
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::forward);
+  launch(chunk.device, params, &cpu::forward, &cuda::forward);
 }
 
 void attention_backward(py::object q, py::object k, py::object v, py::object o, py::object d_o,
@@ -274,7 +293,8 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
   params.visibility = chunk.visibility(window, first_key, num_keys);
   params.past = past_of(chunk, {kv_pool, kv_slot_bytes, kv_num_slots, block_table, num_past,
                                 page_begin, page_end, selection});
-  params.grads = gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table, params.past.table_stride,
+  params.grads = gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table,
+                              chunk.table({chunk.shape.batch, params.past.table_stride, 2}),
                               dkv_dtype, rounding_seed);
   params.q = q_tensor.data;
   params.k = k_tensor.data;
@@ -308,14 +328,12 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
     params.dk_strides = strides_of(dk_tensor);
     params.dv_strides = strides_of(dv_tensor);
   }
-  if (!workspace.is_none()) {
-    const Tensor tensor =
-        tensor_like(workspace, "workspace", {{Extents::kAny}, chunk.device, Element::kUInt8, true});
-    params.workspace = tensor.data;
-    params.workspace_bytes = tensor.shape[0];
-  }
+  const py::object keep =
+      provide_workspace(params, workspace, chunk.device,
+                        chunk.device.cuda ? cuda::backward_workspace_bytes(params)
+                                          : cpu::backward_workspace_bytes(params));
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::backward);
+  launch(chunk.device, params, &cpu::backward, &cuda::backward);
 }
 
 void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_bytes,
@@ -363,7 +381,7 @@ void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_byt
            tensor.shape[1]);
   }
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_write);
+  launch(chunk.device, params, &cpu::page_write, &cuda::page_write);
 }
 
 void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t dkv_unit_bytes,
@@ -382,7 +400,8 @@ void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t 
   params.shape = chunk.shape;
   params.dtype = chunk.dtype;
   params.grads =
-      gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table, table.shape[1], dkv_dtype, 0);
+      gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table,
+                   chunk.table_slice({chunk.shape.batch, Extents::kAny, 2}), dkv_dtype, 0);
   params.table_stride = table.strides[0] / 2;
   params.page_begin = page_begin;
   params.page_end = page_end;
@@ -392,7 +411,7 @@ void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t 
   params.dk_strides = strides_of(dk_tensor);
   params.dv_strides = strides_of(dv_tensor);
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_gradient_read);
+  launch(chunk.device, params, &cpu::page_gradient_read, &cuda::page_gradient_read);
 }
 
 ScoreKind score_kind(const std::string& kind) {
@@ -442,14 +461,12 @@ void page_score(py::object q, py::object summary, py::object scores, const std::
   params.num_tokens = num_past;
   params.score_heads = scores_tensor.shape[2];
   params.scores = scores_tensor.data;
-  if (!workspace.is_none()) {
-    const Tensor tensor =
-        tensor_like(workspace, "workspace", {{Extents::kAny}, chunk.device, Element::kUInt8, true});
-    params.workspace = tensor.data;
-    params.workspace_bytes = tensor.shape[0];
-  }
+  const py::object keep =
+      provide_workspace(params, workspace, chunk.device,
+                        chunk.device.cuda ? cuda::page_score_workspace_bytes(params)
+                                          : cpu::page_score_workspace_bytes(params));
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_score);
+  launch(chunk.device, params, &cpu::page_score, &cuda::page_score);
 }
 
 void page_select(py::object scores, py::object selection, int64_t budget, int64_t sink_pages,
@@ -479,7 +496,7 @@ void page_select(py::object scores, py::object selection, int64_t budget, int64_
   params.scores = scores_tensor.data;
   params.selection = static_cast<int32_t*>(selection_tensor.data);
   params.stream = pointer_to(stream);
-  launch(scores_tensor.device, params, &cpu::page_select);
+  launch(scores_tensor.device, params, &cpu::page_select, &cuda::page_select);
 }
 
 }  // namespace
@@ -518,6 +535,13 @@ void bind_attention(py::module_& module) {
              arg("num_keys") = none, arg("workspace") = none, arg("stream") = 0);
   module.def("page_select", &page_select, py::kw_only(), arg("scores"), arg("selection"),
              arg("budget"), arg("sink_pages") = 0, arg("recent_pages") = 0, arg("stream") = 0);
+  module.def(
+      "force_attention",
+      [](const std::optional<std::string>& name) {
+        cuda::force(name ? std::optional(cuda::implementation_from(*name)) : std::nullopt);
+      },
+      arg("implementation"),
+      "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);

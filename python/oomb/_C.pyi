@@ -1,6 +1,6 @@
 """Typed surface of the native core; the functions are defined in csrc/bindings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -186,7 +186,7 @@ def attention_backward(
     rounding_seed: int = 0,
     deterministic: bool = True,
     dq_acc: Tensor | None = None,
-    workspace: Tensor | None = None,
+    workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...
 def page_write(
@@ -227,7 +227,7 @@ def page_score(
     page_size: int,
     first_key: Tensor | None = None,
     num_keys: Tensor | None = None,
-    workspace: Tensor | None = None,
+    workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...
 def page_select(
@@ -239,6 +239,7 @@ def page_select(
     recent_pages: int = 0,
     stream: int = 0,
 ) -> None: ...
+def force_attention(implementation: str | None) -> None: ...
 def set_num_threads(count: int) -> None: ...
 def num_threads() -> int: ...
 def cpu_instruction_set() -> str: ...

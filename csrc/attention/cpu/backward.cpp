@@ -1,6 +1,7 @@
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <numbers>
+#include <utility>
 #include <vector>
 
 #include "attention/cpu/buffer.h"
@@ -183,7 +184,7 @@ class Backward {
       t.padded_dim = padded_dim_;
       t.vectors = rows[i].vectors;
       t.rows = rows[i].rows;
-      t.scale_log2 = static_cast<Real>(p_.scale * M_LOG2E);
+      t.scale_log2 = static_cast<Real>(p_.scale * std::numbers::log2e);
       t.q_t = queries.q_t.get() + i * width * shape_.head_dim;
       t.do_t = queries.do_t.get() + i * width * shape_.head_dim;
       t.q = queries.q.get() + i * width * padded_dim_;
@@ -248,7 +249,7 @@ class Backward {
       if (r >= rows[i].rows) continue;
       const int64_t at = stat_index(batch, rows.rows(i)[r]);
       if (lse(at) == -std::numeric_limits<Real>::infinity()) continue;
-      lse_log2[r] = static_cast<Real>(lse(at) * M_LOG2E);
+      lse_log2[r] = static_cast<Real>(lse(at) * std::numbers::log2e);
       delta[r] = static_cast<const Real*>(p_.delta)[at];
     }
   }

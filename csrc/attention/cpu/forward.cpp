@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "attention/cpu/buffer.h"
@@ -98,7 +99,7 @@ class Forward {
         if (t.mask.masked) panels.fill_mask(i, tile, s.first.get(), s.last.get());
         t.head_dim = shape_.head_dim;
         t.vectors = panels[i].vectors;
-        t.scale_log2 = static_cast<Real>(p_.scale * M_LOG2E);
+        t.scale_log2 = static_cast<Real>(p_.scale * std::numbers::log2e);
         t.q = s.q.get() + i * panel_size;
         t.scores = s.scores.get();
         t.acc = s.acc.get() + i * panel_size;
@@ -158,8 +159,9 @@ class Forward {
       const Real max = s.max.get()[i * width + r];
       factor[r] = sum > 0 ? 1 / sum : 0;
       static_cast<Real*>(p_.lse)[stat_index(batch, panels.rows(i)[r])] =
-          sum > 0 ? static_cast<Real>((max + std::log2(static_cast<double>(sum))) * M_LN2)
-                  : -std::numeric_limits<Real>::infinity();
+          sum > 0
+              ? static_cast<Real>((max + std::log2(static_cast<double>(sum))) * std::numbers::ln2)
+              : -std::numeric_limits<Real>::infinity();
     }
     store_transposed(panels, i, width, shape_.head_dim, s.acc.get() + i * shape_.head_dim * width,
                      factor, static_cast<Storage*>(p_.o), p_.o_strides, batch);

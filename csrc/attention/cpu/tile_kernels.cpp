@@ -9,24 +9,32 @@ namespace oomb::attention::cpu {
 namespace {
 
 InstructionSet choose() {
+  const std::vector<InstructionSet> usable = usable_instruction_sets();
   const char* asked = std::getenv("OOMB_CPU_ISA");
-  const std::string name = asked == nullptr ? "" : asked;
-  const bool known = name.empty() || name == "generic" || name == "avx2" || name == "avx512";
-  expect(known, "OOMB_CPU_ISA", "generic, avx2 or avx512", name);
+  if (asked == nullptr || *asked == '\0') return usable.front();
+  std::string names;
+  for (const InstructionSet& set : usable) {
+    if (std::string(asked) == set.name) return set;
+    names += names.empty() ? set.name : std::string(", ") + set.name;
+  }
+  throw InvalidArgument(concat("OOMB_CPU_ISA: expected one of ", names, ", got ", asked));
+}
+
+}  // namespace
+
+std::vector<InstructionSet> usable_instruction_sets() {
+  std::vector<InstructionSet> usable;
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  expect(name != "avx2" || avx2, "OOMB_CPU_ISA", "an instruction set of this machine", name);
-  expect(name != "avx512" || avx512, "OOMB_CPU_ISA", "an instruction set of this machine", name);
-  if (name == "avx512" || (name.empty() && avx512)) return avx512_instruction_set();
-  if (name == "avx2" || (name.empty() && avx2)) return avx2_instruction_set();
+  if (avx512) usable.push_back(avx512_instruction_set());
+  if (avx2) usable.push_back(avx2_instruction_set());
 #endif
-  return generic_instruction_set();
+  usable.push_back(generic_instruction_set());
+  return usable;
 }
-
-}  // namespace
 
 const InstructionSet& chosen_instruction_set() {
   static const InstructionSet chosen = choose();

@@ -14,6 +14,7 @@
 // K and V are read as they lie in their pages, one scalar at a time, broadcast over the rows.
 
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -98,7 +99,10 @@ InstructionSet avx2_instruction_set();
 InstructionSet avx512_instruction_set();
 #endif
 
-// The best one of this machine; OOMB_CPU_ISA=generic|avx2|avx512 asks for another.
+// Those that this machine can run, the best one first.
+std::vector<InstructionSet> usable_instruction_sets();
+
+// The first of them; OOMB_CPU_ISA=generic|avx2|avx512 asks for another.
 const InstructionSet& chosen_instruction_set();
 
 template <typename Real>

@@ -1,8 +1,9 @@
-"""A paged attention problem with its dense reference: pool, tables, waves on one side, masks on the other."""
+"""A paged attention problem and its dense reference: pool, tables and waves beside plain masks."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -142,7 +143,7 @@ class Problem:
 
     def waves(self, borders: tuple[int, ...]) -> list[tuple[int, int]]:
         edges = [0, *borders, self.case.pages]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     def forward(self, borders: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
