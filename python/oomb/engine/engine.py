@@ -306,7 +306,7 @@ class Engine:
         device_memory, host_memory = self.config.device_memory, self.config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
         caps = Caps.of(
-            layout, max(needed, 1), self._model.device, device_memory, host_memory, smallest
+            layout, max(needed, smallest), self._model.device, device_memory, host_memory, smallest
         )
         manager = self._manager_for(layout, caps)
         max_pages = max(per_sequence)

@@ -67,7 +67,7 @@ class Caps:
         """
         device_free = device_memory or int(free_memory(device) * _MARGIN)
         device_slots = min(device_free // layout.slot_bytes, needed_slots)
-        if device_slots < min(smallest_slots, needed_slots):
+        if device_slots < smallest_slots:
             raise OutOfMemoryError(
                 f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for one "
                 f"step of attention, got {device_free}; the page pool is out of memory.",
