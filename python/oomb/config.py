@@ -110,9 +110,9 @@ class AllChunks:
 class SampledChunks:
     """SpaCO with a Bernoulli draw: sweep a random subset of the chunks, unbiased.
 
-    A kept chunk's loss is scaled by 1 / keep and the gradient that later chunks left on its keys and
-    values by min(1 / keep, cap). Uncapped, the expectation of the gradient is exact; single draws are
-    heavy-tailed. A cap trades variance for bias.
+    A kept chunk's loss is scaled by 1 / keep and the gradient that later chunks left on its keys
+    and values by min(1 / keep, cap). Uncapped, the expectation of the gradient is exact; single
+    draws are heavy-tailed. A cap trades variance for bias.
 
     Attributes:
         keep: probability that a chunk is swept, in (0, 1].

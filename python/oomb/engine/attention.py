@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from oomb import _C
 from oomb.engine.layout import Chunks, Order
 from oomb.engine.selection import Selector
-from oomb.engine.stream import stream_of
 from oomb.engine.tiers import PageLayout
 from oomb.hf.model import LayerShape
+from oomb.ops.launch import stream_of, workspace_on
 
 Wave = tuple[int, int]  # logical pages [begin, end)
 
 
-class _FillComplete(Exception):
+class FillComplete(Exception):  # no error: the fill has all it needs
     """The last layer's keys and values are written; nothing behind them is needed."""
-
-
-FillComplete = _FillComplete
 
 
 @dataclass
@@ -59,8 +56,8 @@ class CallPages:
 class ChunkAttention:
     """Attention of the chunk that is being run; one object per call of the engine."""
 
-    _ids = itertools.count()
-    active: dict[int, ChunkAttention] = {}
+    _ids: ClassVar = itertools.count()
+    active: ClassVar[dict[int, ChunkAttention]] = {}
 
     def __init__(self, pages: CallPages) -> None:
         self.pages = pages
@@ -105,7 +102,7 @@ class ChunkAttention:
         waves = self._waves(visit, layer, selection)
         own_alone = self.pages.spilled and bool(waves)  # runs while the first pages are in flight
         launches = len(waves) + own_alone
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, Any] = {}
         if launches > 1:
             state["acc"] = torch.empty(
                 batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
@@ -157,7 +154,7 @@ class ChunkAttention:
             "deterministic": pages.deterministic,
             "delta": torch.empty_like(lse),
         }
-        common |= {"rounding_seed": self._rounding_seed(layer)}
+        common |= {"rounding_seed": self._rounding_seed(layer), "workspace": workspace_on(q.device)}
 
         waves = self._waves(visit, layer, selection)
         own_alone = pages.spilled and bool(waves)
@@ -239,7 +236,7 @@ class ChunkAttention:
         if first >= last:
             return []
         listed = self._listed(layer, selection)
-        return [tuple(wave) for wave in pages.manager.waves(visit, first, last, listed)]
+        return pages.manager.waves(visit, first, last, listed)
 
     def _listed(self, layer: int, selection: torch.Tensor | None) -> Any:
         if selection is None:
@@ -373,7 +370,7 @@ def _like_tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
-# The operation that autograd and selective checkpointing see ---------------------------------------
+# The operation that autograd and selective checkpointing see --------------------------------------
 
 
 @torch.library.custom_op("oomb::chunk_attention", mutates_args=())
@@ -434,6 +431,6 @@ chunk_attention.register_autograd(_backward, setup_context=_setup)
 
 
 def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Attention with a sink logit per head, from attention without: o · e^lse / (e^lse + e^sink)."""
+    """Attention with a sink logit per head, from that without: o · e^lse / (e^lse + e^sink)."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
     return o * share[..., None].to(o.dtype)

@@ -82,7 +82,7 @@ class Engine:
 
         Args:
             input_ids: [batch, tokens] int64.
-            labels: [batch, tokens] int64, aligned with input_ids and shifted inside; -100 is ignored.
+            labels: [batch, tokens] int64, aligned with input_ids, shifted inside; -100 is ignored.
             attention_mask: [batch, tokens] of ones, then zeros (right padding only).
             position_ids: [batch or 1, tokens] int64. Where they do not go up by one and there is no
                 mask, a new document starts.
@@ -178,13 +178,13 @@ class Engine:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).
 
         Raises:
-            ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached the parameter.
+            ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.
         """
         total = self._grads.get(parameter)
         if total is None:
             raise ValueError(
-                "parameter: expected one that the last call reached, with Config(keep_main_grad=True), "
-                f"got shape {tuple(parameter.shape)} without a kept sum"
+                "parameter: expected one that the last call reached, with "
+                f"Config(keep_main_grad=True), got one of shape {tuple(parameter.shape)} without"
             )
         return total
 
@@ -317,7 +317,8 @@ class Engine:
             visits=order.visits,
             exact=not isinstance(self.config.attention, TopKPages),
         )
-        selector, summaries = None, [None] * len(windows)
+        selector: Selector | None = None
+        summaries: list[torch.Tensor | None] = [None] * len(windows)
         if isinstance(self.config.attention, TopKPages):
             selector = Selector(self.config.attention, chunks, len(windows), max_pages)
             summaries = self._summaries(inputs.batch, max_pages, layout)
@@ -438,9 +439,9 @@ class Engine:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         torch.clear_autocast_cache()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=self._rng_devices()):
-                with self._model.session(record, largest_position=0, rope_angles="model"):
-                    self._model.hidden(ids, ids)
+            session = self._model.session(record, largest_position=0, rope_angles="model")
+            with torch.no_grad(), torch.random.fork_rng(devices=self._rng_devices()), session:
+                self._model.hidden(ids, ids)
         except Seen:
             pass
         return seen[0]
@@ -542,4 +543,4 @@ def _dkv_factor(rule: AllChunks | SampledChunks) -> float:
 
 
 def _table(table: Any) -> torch.Tensor:
-    return table if isinstance(table, torch.Tensor) else torch.from_dlpack(table)
+    return table if isinstance(table, torch.Tensor) else torch.utils.dlpack.from_dlpack(table)

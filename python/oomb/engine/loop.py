@@ -24,8 +24,8 @@ class ChunkLoop:
     """Runs the chunks of one call through a model. Use inside :meth:`running`.
 
     Fill (no autograd): chunks in order, keeping only keys and values. Sweep (autograd): chunks in
-    reverse; each is rebuilt, its loss and the gradient that later chunks left on its keys and values
-    are propagated back, and its graph is gone before the next one is built.
+    reverse; each is rebuilt, its loss and the gradient that later chunks left on its keys and
+    values are propagated back, and its graph is gone before the next one is built.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class ChunkLoop:
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._model.layer_of(call.module)
         dtype = call.k.dtype  # the pages' own; under autocast K and V may differ
+        o: torch.Tensor
         o, lse = chunk_attention(
             call.q.to(dtype),
             call.k,

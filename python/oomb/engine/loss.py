@@ -74,7 +74,7 @@ class ChunkLoss:
             loss = terms.sum() * (factor / self.inputs.divisor)
             self.total += loss.detach()
             if torch.is_grad_enabled() and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         return leaf.grad
 
     def _store(self, begin: int, tokens: int, rows: torch.Tensor, logprobs: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ class MainGrads:
             self._sums[parameter] = grad.to(dtype)
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
-        """``param.grad += sum.to(param.dtype)`` once per parameter; its buffer is freed unless kept.
+        """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.
 
         Args:
             zeros: give parameters that nothing reached a zero gradient (an empty draw of chunks).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_p
 
 def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     """Estimate of what autograd keeps of one chunk."""
-    settings = model.decoder.config
+    settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
     inner: int = getattr(settings, "intermediate_size", 4 * hidden)
     size = torch.finfo(model.dtype).bits // 8
@@ -97,10 +98,10 @@ def plan_call(
             advice.append("set kv_grad_dtype='bfloat16': half the memory of the gradient pages")
         advice.append(f"raise host_memory to {on_host} bytes")
     kept_inputs = num_tokens * batch * model.decoder.config.hidden_size * len(shapes)
-    if kept_inputs * (torch.finfo(layout.dtype).bits // 8) < page_bytes // 2 and not on_host == 0:
+    if kept_inputs * (torch.finfo(layout.dtype).bits // 8) < page_bytes // 2 and on_host != 0:
         advice.append(
-            "ordinary training with checkpointing and layer-input offload needs less host memory for "
-            "this model: many key/value heads for its hidden size"
+            "ordinary training with checkpointing and layer-input offload needs less host memory "
+            "for this model: many key/value heads for its hidden size"
         )
     return Plan(
         device_bytes=on_device + others,

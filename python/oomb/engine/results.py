@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Time and memory of one call. ``device_peak_bytes`` and ``host_peak_bytes`` are the page pools'."""
+    """Time and memory of one call; ``*_peak_bytes`` are those of the page pools."""
 
     fill_seconds: float
     sweep_seconds: float
@@ -44,9 +44,9 @@ class Step:
         loss: 0-d detached tensor, fp32 (fp64 for fp64 models); an estimate with SampledChunks.
         num_valid_tokens: counted target tokens.
         stats: time and memory.
-        selection: ``selection[layer][chunk]``: int32 [batch, query_blocks, heads or 1, <= budget] page
-            numbers, ascending, -1 padded; None where the block saw its whole past. Empty unless
-            ``Config(record_selection=True)``.
+        selection: ``selection[layer][chunk]``: int32 [batch, query_blocks, heads or 1, <= budget]
+            page numbers, ascending, -1 padded; None where the block saw its whole past. Empty
+            unless ``Config(record_selection=True)``.
         logprobs: [batch, tokens] log-probability of each counted token given its past, 0 elsewhere;
             None unless asked for.
     """

@@ -11,7 +11,7 @@ import torch
 from oomb import _C
 from oomb.config import TopKPages
 from oomb.engine.layout import Chunks
-from oomb.engine.stream import stream_of
+from oomb.ops.launch import stream_of, workspace_on
 
 
 class Selector:
@@ -79,6 +79,7 @@ class Selector:
             page_size=page_size,
             first_key=first_key,
             num_keys=num_keys,
+            workspace=workspace_on(q.device),
             stream=stream_of(q.device),
         )
         if rule.chunk_budget is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,8 +70,8 @@ class Caps:
         device_slots = min(device_free // layout.slot_bytes, needed_slots)
         if device_slots < smallest_slots:
             raise OutOfMemoryError(
-                f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for one "
-                f"step of attention, got {device_free}; the page pool is out of memory.",
+                f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for "
+                f"one step of attention, got {device_free}; the page pool is out of memory.",
                 needed_bytes=smallest_slots * layout.slot_bytes,
                 available_bytes=device_free,
             )
@@ -122,7 +123,7 @@ def _cgroup_head_room() -> int:
 
 
 def page_manager(
-    device: torch.device, layout: PageLayout, caps: Caps, **test_switches: object
+    device: torch.device, layout: PageLayout, caps: Caps, **test_switches: Any
 ) -> _C.PageManager:
     """A page manager over pools of equal slots."""
     return _C.PageManager(

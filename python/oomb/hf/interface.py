@@ -21,7 +21,17 @@ NAME = "oomb"
 
 # Keywords that carry nothing an attention function has to act on.
 _INERT = frozenset(
-    ["position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "logits_to_keep"]
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "logits_to_keep",
+    ]
 )
 
 
@@ -42,14 +52,17 @@ class AttentionCall:
 # Takes a call, returns o as [B, Hq, C, D].
 Handler = Callable[[AttentionCall], torch.Tensor]
 
-# One process drives one GPU, and autograd may recompute a layer from another thread: a plain global.
+# One process drives one GPU, and autograd may recompute a layer from another thread: plain globals.
 _handler: Handler | None = None
 _mask_probe: Callable[..., torch.Tensor] | None = None
 
 
-# A 4-d mask passes through transformers' mask creation untouched: none is built, nothing synchronises.
 def placeholder_mask(device: torch.device) -> torch.Tensor:
-    """The mask given to a decoder whose attention is the engine's."""
+    """The mask given to a decoder whose attention is the engine's.
+
+    Having four dimensions it passes through transformers untouched: no mask is built, and nothing
+    synchronises.
+    """
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
@@ -112,7 +125,9 @@ def attention_handler(decoder: nn.Module, handler: Handler) -> Iterator[None]:
     global _handler
     if _handler is not None:
         raise RuntimeError("engine: expected one call at a time, got a call inside another")
-    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")
+    }
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     _handler = handler
     try:

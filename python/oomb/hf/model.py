@@ -38,12 +38,12 @@ class CausalModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.causal = _unwrap(model)
-        self.decoder: nn.Module = self.causal.get_decoder()
+        self.causal: Any = _unwrap(model)
+        self.decoder: Any = self.causal.get_decoder()
         self.layers = _decoder_layers(self.decoder)
         self.layer_names = _names(self.decoder, self.layers)
         self.head = Head(self.causal, self.decoder)
-        self.vocab_size: int = self.causal.get_input_embeddings().weight.shape[0]
+        self.vocab_size = int(self.causal.get_input_embeddings().weight.shape[0])
         self._attention_layer: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for module in layer.modules():
@@ -124,13 +124,15 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     _refuse_distributed(model)
     base = model
     if hasattr(model, "peft_config"):
-        for name, config in model.peft_config.items():
+        adapters: Any = model.peft_config
+        for name, config in adapters.items():
             if getattr(config, "is_prompt_learning", False):
                 raise UnsupportedModelError(
-                    f"peft adapter {name!r} ({type(config).__name__}): prompt learning is not supported"
+                    f"peft adapter {name!r} ({type(config).__name__}): prompt learning "
+                    "is not supported"
                 )
         if hasattr(model, "get_base_model"):
-            base = model.get_base_model()
+            base = getattr(model, "get_base_model")()  # noqa: B009  # peft's, not typed
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModelError(
             f"model: expected a transformers causal language model, got {type(model).__name__}"
@@ -166,7 +168,8 @@ def _refuse_routing(causal: PreTrainedModel) -> None:
     config = causal.config
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
-            f"{type(causal).__name__}: a router auxiliary loss (config.output_router_logits) is not supported"
+            f"{type(causal).__name__}: a router auxiliary loss (config.output_router_logits) "
+            "is not supported"
         )
     for name, module in causal.named_modules():
         jitter = getattr(module, "jitter_noise", 0) or getattr(module, "router_jitter_noise", 0)
@@ -176,13 +179,14 @@ def _refuse_routing(causal: PreTrainedModel) -> None:
             )
 
 
-def _decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+def _decoder_layers(decoder: Any) -> list[nn.Module]:
     """The longest list of modules of the decoder, that its config calls hidden layers."""
     number = getattr(decoder.config, "num_hidden_layers", None)
     lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == number]
     if len(lists) != 1:
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: expected one list of {number} decoder layers, got {len(lists)}"
+            f"{type(decoder).__name__}: expected one list of {number} decoder layers, "
+            f"got {len(lists)}"
         )
     return list(lists[0])
 
@@ -195,7 +199,8 @@ def _names(decoder: nn.Module, layers: list[nn.Module]) -> list[str]:
 @contextmanager
 def _without_checkpointing(causal: nn.Module) -> Iterator[None]:
     """Hugging Face's own gradient checkpointing would run every layer's attention a second time."""
-    switched = [m for m in causal.modules() if getattr(m, "gradient_checkpointing", False)]
+    modules: list[Any] = list(causal.modules())
+    switched = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
     try:
         for module in switched:
             module.gradient_checkpointing = False

@@ -17,8 +17,9 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
     """Shapes of every layer's attention, from one forward of two tokens.
 
     Raises:
-        UnsupportedModelError: a layer does not call attention exactly once, sees its past in a shape
-            that is neither causal nor a sliding window, or differs from the others in its pages.
+        UnsupportedModelError: a layer does not call attention exactly once, sees its past in a
+            shape that is neither causal nor a sliding window, or differs from the others in its
+            pages.
     """
     shapes: dict[int, LayerShape] = {}
 
@@ -37,9 +38,9 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
-    with torch.no_grad(), recorded_masks():
-        with model.session(record, largest_position=1, rope_angles="model"):
-            model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+    session = model.session(record, largest_position=1, rope_angles="model")
+    with torch.no_grad(), recorded_masks(), session:
+        model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
     for layer, name in enumerate(model.layer_names):
         if layer not in shapes:
             raise UnsupportedModelError(f"{name}: does not call attention")

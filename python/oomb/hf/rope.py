@@ -95,5 +95,5 @@ def check_float64_angles(decoder: nn.Module) -> None:
                 same = False
             if not same:
                 raise UnsupportedModelError(
-                    f"{type(module).__name__}: rope_angles='float64' is not supported for its layout"
+                    f"{type(module).__name__}: rope_angles='float64' does not know its layout"
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from oomb import _C
-from oomb.engine.stream import stream_of
+from oomb.ops.launch import stream_of, workspace_on
 from oomb.ops.pages import check_pages, check_slots
 
 
@@ -100,6 +100,7 @@ def _paged_attention_backward(
         first_key=first_key,
         num_keys=num_keys,
         deterministic=deterministic,
+        workspace=workspace_on(q.device),
         stream=stream_of(q.device),
         **_past(kv_pages, block_table, num_past, selection),
         **gradients,
@@ -162,19 +163,19 @@ def paged_attention(
     Args:
         q: [batch, heads, tokens, head_dim], as in ``scaled_dot_product_attention``.
         k, v: [batch, kv_heads, tokens, head_dim]; heads is a multiple of kv_heads.
-        kv_pages: [slots, 2, kv_heads, page_size, head_dim], dtype of q. See ``oomb.ops.page_write``.
-        dkv_pages: [slots, 2, kv_heads, page_size, head_dim]: fp32, bf16 (stochastic rounding) or fp64
-            for fp64; None: the past receives no gradient.
+        kv_pages: [slots, 2, kv_heads, page_size, head_dim], dtype of q; see ``page_write``.
+        dkv_pages: [slots, 2, kv_heads, page_size, head_dim]: fp32, bf16 (stochastic rounding) or
+            fp64 for fp64; None: the past receives no gradient.
         block_table: int32 [batch, pages]: slot of each past page, in order; -1: not resident.
         num_past: past tokens; None: all pages are full.
         scale: of the logits; None: head_dim ** -0.5.
-        dkv_table: int32 [batch, pages]: slot of each page's gradient in dkv_pages, -1 for none; None:
-            as in block_table.
+        dkv_table: int32 [batch, pages]: slot of each page's gradient in dkv_pages, -1 for none;
+            None: as in block_table.
         window: a query sees its last ``window`` keys, itself included; 0: all.
-        selection: int32 [batch, ceil(tokens / page_size), 1 or kv_heads, budget]: past pages that each
-            block of page_size queries sees, ascending, -1 padded; None: all.
-        first_key: int32 [batch, tokens]: first key a query sees, counted over past and chunk (packed
-            documents); None: 0.
+        selection: int32 [batch, ceil(tokens / page_size), 1 or kv_heads, budget]: past pages that
+            each block of page_size queries sees, ascending, -1 padded; None: all.
+        first_key: int32 [batch, tokens]: first key a query sees, counted over past and chunk
+            (packed documents); None: 0.
         num_keys: int32 [batch]: keys before a sequence's right padding; None: all.
         deterministic: False allows sums without a fixed order, where that is faster.
         check: look for pages out of range, not resident or listed twice. Synchronises with a GPU.
@@ -195,7 +196,7 @@ def paged_attention(
     num_past = block_table.shape[1] * page_size if num_past is None else num_past
     if check:
         _check_tables(kv_pages, dkv_pages, block_table, dkv_table, selection, num_past)
-    return _paged_attention(
+    out: tuple[torch.Tensor, torch.Tensor] = _paged_attention(
         q,
         k,
         v,
@@ -210,7 +211,8 @@ def paged_attention(
         first_key,
         num_keys,
         deterministic,
-    )  # type: ignore[no-any-return]
+    )
+    return out
 
 
 def _check_tables(

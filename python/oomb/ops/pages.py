@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from oomb import _C
-from oomb.engine.stream import stream_of
+from oomb.ops.launch import stream_of, workspace_on
 
 
 def pages_like(
@@ -73,7 +73,7 @@ def page_write(
         kv_pages: [slots, 2, kv_heads, page_size, head_dim], written in place.
         slots: int32 [batch, ceil(tokens / page_size)]: slot of each page; -1 skips it.
         num_rows: int32 [batch], real tokens of each sequence; None: all.
-        summary: [batch, pages, kv_heads, head_dim], receives each page's mean key; None: not wanted.
+        summary: [batch, pages, kv_heads, head_dim], receives each page's mean key, or None.
 
     Raises:
         ValueError: an argument's shape, dtype or device does not fit, or a slot is out of range.
@@ -124,6 +124,7 @@ def page_scores(
         page_size=page_size,
         first_key=first_key,
         num_keys=num_keys,
+        workspace=workspace_on(q.device),
         stream=stream_of(q.device),
     )
     return scores
@@ -161,7 +162,8 @@ def check_pages(argument: str, pages: torch.Tensor, k: torch.Tensor) -> None:
     fits = pages.ndim == 5 and pages.shape[1:3] == (2, heads) and pages.shape[4] == head_dim
     if not fits:
         raise ValueError(
-            f"{argument}: expected [slots, 2, {heads}, page_size, {head_dim}], got {list(pages.shape)}"
+            f"{argument}: expected [slots, 2, {heads}, page_size, {head_dim}], "
+            f"got {list(pages.shape)}"
         )
     if not pages.is_contiguous():
         raise ValueError(f"{argument}: expected a contiguous tensor, got strides {pages.stride()}")
