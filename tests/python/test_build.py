@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -131,3 +132,42 @@ class TestToolkit:
         nvcc.chmod(0o755)
         monkeypatch.setenv("CUDACXX", str(nvcc))
         assert self.toolkit.nvcc("auto") == str(nvcc.resolve())
+
+
+class TestBuildRequirements:
+    """What pip installs before it builds follows OOMB_CUDA and the machine."""
+
+    @pytest.fixture
+    def requirements(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+        monkeypatch.syspath_prepend(str(ROOT / "cmake"))
+        backend = load("cmake/build_backend.py")
+        monkeypatch.setattr(backend.toolkit, "needs_cutlass", lambda: False)
+
+        def ask(mode: str, nvcc: str) -> str:
+            monkeypatch.setenv("OOMB_CUDA", mode)
+            monkeypatch.setattr(backend.toolkit, "nvcc_on_machine", lambda: nvcc)
+            return " ".join(backend.get_requires_for_build_wheel())
+
+        return ask
+
+    def test_nothing_without_cuda(self, requirements: Callable[[str, str], str]) -> None:
+        assert requirements("off", "/bin/nvcc") == ""
+        assert requirements("auto", "") == ""
+
+    def test_nothing_where_the_machine_has_a_compiler(
+        self, requirements: Callable[[str, str], str]
+    ) -> None:
+        assert requirements("auto", "/bin/nvcc") == ""
+        assert requirements("on", "/bin/nvcc") == ""
+
+    def test_a_compiler_where_it_has_none(self, requirements: Callable[[str, str], str]) -> None:
+        assert "nvidia-cuda-nvcc==13.0.*" in requirements("on", "")
+
+    def test_cutlass_only_where_a_kernel_includes_it(
+        self, requirements: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CUTLASS_HOME", raising=False)
+        monkeypatch.setattr(sys.modules["toolkit"], "needs_cutlass", lambda: True)
+        assert "nvidia-cutlass" in requirements("auto", "/bin/nvcc")
+        monkeypatch.setenv("CUTLASS_HOME", "/somewhere")
+        assert requirements("auto", "/bin/nvcc") == ""
