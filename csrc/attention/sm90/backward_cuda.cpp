@@ -1,0 +1,149 @@
+#include "attention/sm90/backward.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/sm90/backward_plan.h"
+#include "attention/sm90/sum_map.h"
+#include "attention/sm90/tensor_map.h"
+#include "common/cuda_check.h"
+#include "common/math.h"
+
+namespace oomb::attention::sm90 {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+
+// Hands out pieces of one allocation; with a null base it only adds up.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t offset = used_;
+    used_ = align_up(used_ + count * static_cast<int64_t>(sizeof(T)), kAlignment);
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+bool has_past(const BackwardParams& params) {
+  return params.past.page_end > params.past.page_begin && params.past.num_tokens > 0;
+}
+
+int num_multiprocessors() {
+  int device = 0;
+  int count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  return count;
+}
+
+}  // namespace
+
+BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
+  const Shape& shape = params.shape;
+  const PastPages& past = params.past;
+  const int64_t heads = shape.batch * shape.query_heads;
+  const int64_t tiles = ceil_div(shape.chunk, kQueryRows);
+  Arena arena(base);
+  BackwardWorkspace workspace;
+  workspace.lse = arena.take<float>(heads * tiles * kQueryRows);
+  workspace.delta = arena.take<float>(heads * tiles * kQueryRows);
+  if (params.dq_acc == nullptr) {
+    workspace.dq = arena.take<float>(heads * shape.chunk * shape.head_dim);
+  }
+  if (params.visibility.window > 0 || params.visibility.first_key != nullptr) {
+    workspace.lower = arena.take<TileLower>(shape.batch * tiles);
+  }
+  workspace.zeroed_offset = arena.used();
+  workspace.counters = arena.take<int32_t>(heads * tiles * 2);
+  workspace.next_unit = arena.take<int32_t>(1);
+  workspace.num_active = arena.take<int32_t>(1);
+  if (past.selection != nullptr && has_past(params)) {
+    const int64_t entries =
+        (last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size)) *
+        shape.batch * past.selection_heads;
+    workspace.reader_words = ceil_div(ceil_div(shape.chunk, shape.page_size), 32);
+    workspace.readers = arena.take<uint32_t>(entries * workspace.reader_words);
+    workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
+    workspace.active = arena.take<int32_t>(entries);
+  } else {
+    workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
+  }
+  workspace.bytes = arena.used();
+  return workspace;
+}
+
+bool backward_supported(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  return params.dtype == DType::kBFloat16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
+         (shape.page_size == 64 || shape.page_size == 128) &&
+         (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16);
+}
+
+int64_t backward_workspace_bytes(const BackwardParams& params) {
+  return plan_workspace(params, nullptr).bytes;
+}
+
+void backward(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
+  expect(backward_supported(params), "head_dim, page_size, dtype",
+         "64 or 128, 64 or 128, bfloat16",
+         concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype)));
+  expect(params.dq_acc != nullptr || (params.first_wave && params.last_wave), "dq_acc",
+         "an accumulator where the past comes in several waves", "none");
+  const BackwardWorkspace workspace = plan_workspace(params, params.workspace);
+  expect(params.workspace_bytes >= workspace.bytes, "workspace",
+         concat("at least ", workspace.bytes, " bytes"), params.workspace_bytes);
+  launch_backward_prepare(params, workspace);
+
+  BackwardKernelArgs args;
+  args.params = params;
+  args.workspace = workspace;
+  args.q = make_token_map("q", params.q, params.q_strides, shape.batch, shape.query_heads,
+                          shape.chunk, shape.head_dim, kQueryRows);
+  args.d_o = make_token_map("d_o", params.d_o, params.do_strides, shape.batch, shape.query_heads,
+                            shape.chunk, shape.head_dim, kQueryRows);
+  args.k = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
+                          shape.chunk, shape.head_dim, kKeyRows);
+  args.v = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads,
+                          shape.chunk, shape.head_dim, kKeyRows);
+  float* sum = params.dq_acc != nullptr ? static_cast<float*>(params.dq_acc) : workspace.dq;
+  args.dq = make_sum_map("dq_acc", sum, shape.batch * shape.query_heads, shape.chunk,
+                         shape.head_dim, kQueryRows);
+  args.own_tiles =
+      params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, kKeyRows)) : 0;
+  args.tile_begin = 0;
+  args.tile_end = 0;
+  args.pool = args.k;
+  args.pool_rows_per_slot = 0;
+  if (has_past(params)) {
+    args.pool = make_pool_map(params.past, shape, static_cast<int>(shape.page_size));
+    args.pool_rows_per_slot = static_cast<int32_t>(pool_rows_per_slot(params.past, shape));
+    args.tile_begin = static_cast<int32_t>(first_key_tile(params.past, shape.page_size));
+    args.tile_end = static_cast<int32_t>(last_key_tile(params.past, shape.page_size));
+  } else {
+    args.params.past.selection = nullptr;
+  }
+  const int blocks = num_multiprocessors();
+  if (shape.head_dim == 64) {
+    launch_backward_d64(args, blocks);
+  } else {
+    launch_backward_d128(args, blocks);
+  }
+  if (params.last_wave) launch_backward_finish(params, workspace);
+}
+
+}  // namespace oomb::attention::sm90

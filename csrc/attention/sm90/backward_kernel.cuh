@@ -1,0 +1,865 @@
+#pragma once
+
+// The fused backward of one key tile at a time; see backward_plan.h for units and ordering.
+//
+// Three warpgroups. Warpgroup 0: warp 0 plans units and steps and loads keys and values, warp 1
+// loads queries, warps 2 and 3 add dQ to memory. Warpgroups 1 and 2 compute; they
+// each own 64 of the unit's 128 key rows. One step is one query tile of one head; in a step each
+// of them computes, with everything but dS in registers:
+//
+//   S^T  = K Q^T          64 keys x 64 queries
+//   dP^T = V dO^T                               while S^T is turned into P^T
+//   dV  += P^T dO                               while dP^T is turned into dS^T
+//   dQ   = dS K           64 queries x D / 2    of the step before: dS passes through shared memory
+//   dK  += dS^T Q                               while dQ is handed to the adding warp
+//
+// dQ lags a step behind so that no warpgroup waits for the other one's dS, and the two drift apart
+// until one's exponentials run beside the other's matrix products.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "attention/device/gradient_page.cuh"
+#include "attention/sm90/backward_plan.h"
+#include "attention/sm90/ptx/backward_ops.h"
+#include "attention/sm90/ptx/barrier.h"
+#include "attention/sm90/ptx/tma.h"
+#include "attention/sm90/ptx/wgmma.h"
+#include "common/cuda_check.h"
+
+namespace oomb::attention::sm90 {
+
+inline constexpr int kBackwardThreads = 384;
+inline constexpr int kStages = 2;    // of Q and of dO
+inline constexpr int kSteps = 8;     // records of steps: two stages' worth in use, as many ahead
+inline constexpr int kDsStages = 4;  // a warpgroup may still read dS of two steps ago
+
+// A step: one query tile of one head.
+struct StepInfo {
+  int32_t row;  // first query row; or one of the marks below
+  int32_t head;
+  int32_t batch;
+  int32_t rank;        // parts of this dQ tile that come before
+  uint32_t key_range;  // begin | end << 8 | kMasked .. of the unit's rows that may be seen
+};
+inline constexpr int32_t kUnitEnds = -1;
+inline constexpr int32_t kAllDone = -2;
+inline constexpr uint32_t kMasked = 1u << 16;  // some element is hidden
+inline constexpr uint32_t kCausal = 1u << 17;
+inline constexpr uint32_t kLower = 1u << 18;  // a window or a document begins inside the tile
+
+// The unit at work.
+struct Unit {
+  int32_t own;  // own chunk or past; -1: no more units
+  int32_t batch;
+  int32_t kv_head;
+  int32_t tile;       // of 128 rows: of the chunk if own, else of the past
+  int32_t list;       // sparse: index (j, b, s) of its readers
+  int32_t key_begin;  // first key, in the sequence
+  int32_t row_begin;  // rows of the tile that exist, for some query
+  int32_t row_end;
+};
+
+// Lies at the start of shared memory. Who writes and who reads:
+//   units, steps    planner -> loader, computers, adders
+//   k, v            planner -> computers
+//   q, lse, d_o, delta      loader -> computers
+//   ds              computers -> computers
+//   dq, dq_info     computers -> adders
+template <int kDim>
+struct BackwardShared {
+  static constexpr int kKeyTile = kKeyRows * kDim;
+  static constexpr int kQueryTile = kQueryRows * kDim;
+
+  alignas(1024) __nv_bfloat16 k[kKeyTile];
+  alignas(1024) __nv_bfloat16 v[kKeyTile];
+  alignas(1024) __nv_bfloat16 q[kStages][kQueryTile];
+  alignas(1024) __nv_bfloat16 d_o[kStages][kQueryTile];
+  alignas(1024) __nv_bfloat16 ds[kDsStages][kKeyRows * kQueryRows];
+  alignas(1024) float dq[2][kQueryRows * kDim / 2];  // per warpgroup: half of the columns
+  alignas(16) float lse[kStages][kQueryRows];
+  alignas(16) float delta[kStages][kQueryRows];
+  Unit units[2];  // the older one is still being written out while the next one starts
+  StepInfo steps[kSteps];
+  StepInfo dq_info[2];
+  uint64_t k_full, k_empty, v_full, v_empty;
+  uint64_t step_full[kSteps], step_empty[kSteps];
+  uint64_t q_full[kStages], q_empty[kStages];
+  uint64_t do_full[kStages], do_empty[kStages];
+  uint64_t ds_full[kDsStages];
+  uint64_t dq_full[2], dq_empty[2];
+};
+
+__device__ inline int num_query_tiles(const BackwardKernelArgs& args) {
+  return (static_cast<int>(args.params.shape.chunk) + kQueryRows - 1) / kQueryRows;
+}
+
+// Decides the order of units and steps, and loads keys and values. One warp; its lanes walk
+// together and lane 0 issues.
+template <int kDim>
+struct Planner {
+  const BackwardKernelArgs& args;
+  BackwardShared<kDim>& shared;
+  uint32_t step = 0;
+
+  __device__ Planner(const BackwardKernelArgs& args, BackwardShared<kDim>& shared)
+      : args(args), shared(shared) {}
+
+  __device__ static bool leads() { return threadIdx.x % 32 == 0; }
+
+  __device__ void run() {
+    for (uint32_t count = 0;; ++count) {
+      Unit& unit = shared.units[count & 1];
+      // The computers have left the unit before this one.
+      barrier_wait(&shared.k_empty, (count & 1) ^ 1);
+      if (leads()) place_unit(unit, atomicAdd(args.workspace.next_unit, 1));
+      __syncwarp();
+      if (unit.own < 0) break;
+      if (leads()) {
+        barrier_arrive_expect(&shared.k_full, sizeof(shared.k));
+        load_tile(unit, shared.k, args.k, 0, &shared.k_full);
+      }
+      barrier_wait(&shared.v_empty, (count & 1) ^ 1);
+      if (leads()) {
+        barrier_arrive_expect(&shared.v_full, sizeof(shared.v));
+        load_tile(unit, shared.v, args.v, 1, &shared.v_full);
+      }
+      if (unit.row_begin < unit.row_end) {
+        if (unit.own || args.params.past.selection == nullptr) {
+          walk_all(unit);
+        } else {
+          walk_readers(unit);
+        }
+      }
+      mark(kUnitEnds);
+    }
+    mark(kAllDone);
+    if (leads()) barrier_arrive(&shared.k_full);
+  }
+
+  __device__ void place_unit(Unit& unit, int index) {
+    const Shape& shape = args.params.shape;
+    const PastPages& past = args.params.past;
+    const int kv_heads = static_cast<int>(shape.kv_heads);
+    const int batch = static_cast<int>(shape.batch);
+    const int own_units = args.own_tiles * batch * kv_heads;
+    if (index < own_units) {
+      unit.own = 1;
+      unit.kv_head = index % kv_heads;
+      unit.batch = index / kv_heads % batch;
+      unit.tile = args.own_tiles - 1 - index / kv_heads / batch;
+      unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * kKeyRows;
+      unit.row_begin = 0;
+      unit.row_end = min(kKeyRows, static_cast<int>(shape.chunk) - unit.tile * kKeyRows);
+    } else {
+      index -= own_units;
+      unit.own = 0;
+      if (past.selection != nullptr) {
+        const int lists = static_cast<int>(past.selection_heads);
+        const int heads_per_list = kv_heads / lists;
+        if (index >= *args.workspace.num_active * heads_per_list) {
+          unit.own = -1;
+          return;
+        }
+        const int list = args.workspace.active[index / heads_per_list];
+        unit.list = list;
+        unit.kv_head = lists == 1 ? index % heads_per_list : list % lists;
+        index = list / lists;
+      } else {
+        unit.kv_head = index % kv_heads;
+        index /= kv_heads;
+      }
+      unit.batch = index % batch;
+      unit.tile = args.tile_begin + index / batch;
+      if (unit.tile >= args.tile_end) {
+        unit.own = -1;
+        return;
+      }
+      const int page_size = static_cast<int>(shape.page_size);
+      const int wave_begin = static_cast<int>(past.page_begin) * page_size;
+      const int wave_end = min(static_cast<int>(past.page_end) * page_size,
+                               static_cast<int>(past.num_tokens));
+      unit.key_begin = unit.tile * kKeyRows;
+      unit.row_begin = max(0, wave_begin - unit.key_begin);
+      unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
+    }
+    if (args.params.visibility.num_keys != nullptr) {
+      unit.row_end =
+          min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
+    }
+  }
+
+  // kind 0: keys, 1: values.
+  __device__ void load_tile(const Unit& unit, __nv_bfloat16* target, const CUtensorMap& own_map,
+                            int kind, uint64_t* barrier) {
+    if (unit.own) {
+      for (int d = 0; d < kDim; d += 64) {
+        tma_load_4d(target + d * kKeyRows, own_map, barrier, d, unit.tile * kKeyRows, unit.kv_head,
+                    unit.batch);
+      }
+      return;
+    }
+    const int page_size = static_cast<int>(args.params.shape.page_size);
+    for (int row = 0; row < kKeyRows; row += page_size) {
+      // Rows past the end of the pool arrive as zeros.
+      int pool_row = 0x7fffff00;
+      if (row < unit.row_end && row + page_size > unit.row_begin) {
+        const int page = (unit.key_begin + row) / page_size;
+        const int slot =
+            args.params.past.block_table[unit.batch * args.params.past.table_stride + page];
+        if (slot < 0) __trap();  // a page that is not resident must never be read as zeros
+        pool_row = slot * args.pool_rows_per_slot +
+                   (kind * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head) * page_size;
+      }
+      for (int d = 0; d < kDim; d += 64) {
+        tma_load_2d(target + d * kKeyRows + row * 64, args.pool, barrier, d, pool_row,
+                    CacheHint::kEvictFirst);
+      }
+    }
+  }
+
+  __device__ TileLower lower_of(int batch, int tile) const {
+    if (args.workspace.lower == nullptr) return {0, 0};
+    return args.workspace.lower[batch * num_query_tiles(args) + tile];
+  }
+
+  // The own tiles that a query tile sees: from the one that its first key lies in to its own.
+  __device__ int last_own_tile(int batch, int tile) const {
+    int last = tile / 2;
+    if (args.params.visibility.num_keys != nullptr) {
+      const int keys = args.params.visibility.num_keys[batch] -
+                       static_cast<int>(args.params.past.num_tokens);
+      last = min(last, (keys + kKeyRows - 1) / kKeyRows - 1);
+    }
+    return last;
+  }
+
+  __device__ int first_own_tile(TileLower lower) const {
+    return max(0, lower.min - static_cast<int>(args.params.past.num_tokens)) / kKeyRows;
+  }
+
+  __device__ int own_parts(int batch, int tile, TileLower lower) const {
+    if (args.own_tiles == 0) return 0;
+    return max(0, last_own_tile(batch, tile) - first_own_tile(lower) + 1);
+  }
+
+  // The own chunk, and a past without lists: every query tile that can see the unit. Tiles come in
+  // pairs, so that the group's heads stay close together.
+  __device__ void walk_all(const Unit& unit) {
+    const int tiles = num_query_tiles(args);
+    for (int first = unit.own ? 2 * unit.tile : 0; first < tiles; first += 2) {
+      for (int head = 0; head < group(); ++head) {
+        for (int tile = first; tile < min(first + 2, tiles); ++tile) {
+          const TileLower lower = lower_of(unit.batch, tile);
+          int rank;
+          if (unit.own) {
+            rank = last_own_tile(unit.batch, tile) - unit.tile;
+            if (rank < 0 || unit.tile < first_own_tile(lower)) continue;
+          } else {
+            rank = unit.tile - lower.min / kKeyRows;
+            if (rank < 0) continue;
+            rank = min(rank, unit.tile - args.tile_begin) + own_parts(unit.batch, tile, lower);
+          }
+          emit(unit, tile, head, rank, unit.row_begin, unit.row_end, lower);
+        }
+      }
+    }
+  }
+
+  // Lists: the query blocks that list a page of the unit, ascending.
+  __device__ void walk_readers(const Unit& unit) {
+    const int words = static_cast<int>(args.workspace.reader_words);
+    for (int word = 0; word < words; ++word) {
+      uint32_t bits = args.workspace.readers[static_cast<int64_t>(unit.list) * words + word];
+      for (; bits != 0; bits &= bits - 1) walk_block(unit, word * 32 + __ffs(bits) - 1);
+    }
+  }
+
+  __device__ void walk_block(const Unit& unit, int block) {
+    const int page_size = static_cast<int>(args.params.shape.page_size);
+    // The block's own list says how many key tiles come before, and which pages are meant.
+    uint32_t halves;
+    const int before = place_in_list(unit, block, halves);
+    const int row_begin = halves == 2 ? max(unit.row_begin, page_size) : unit.row_begin;
+    const int row_end = halves == 1 ? min(unit.row_end, page_size) : unit.row_end;
+    const int first = block * page_size / kQueryRows;
+    const int last = min((block + 1) * page_size / kQueryRows, num_query_tiles(args));
+    for (int head = 0; head < group(); ++head) {
+      for (int tile = first; tile < last; ++tile) {
+        const TileLower lower = lower_of(unit.batch, tile);
+        emit(unit, tile, head, before + own_parts(unit.batch, tile, lower), row_begin, row_end,
+             lower);
+      }
+    }
+  }
+
+  // Key tiles of the wave that the block lists before this one. halves: which of the unit's pages
+  // of 64 it lists, bit by bit; 3 for a page of 128.
+  __device__ int place_in_list(const Unit& unit, int block, uint32_t& halves) {
+    const PastPages& past = args.params.past;
+    const int page_size = static_cast<int>(args.params.shape.page_size);
+    const int blocks = (static_cast<int>(args.params.shape.chunk) + page_size - 1) / page_size;
+    const int lists = static_cast<int>(past.selection_heads);
+    const int budget = static_cast<int>(past.budget);
+    const int32_t* pages =
+        past.selection +
+        ((static_cast<int64_t>(unit.batch) * blocks + block) * lists + unit.list % lists) * budget;
+    const int wave_begin = static_cast<int>(past.page_begin);
+    const bool pairs = page_size < kKeyRows;
+    int before = 0;
+    halves = pairs ? 0 : 3;
+    for (int i = threadIdx.x % 32; i - static_cast<int>(threadIdx.x % 32) < budget; i += 32) {
+      const int page = i < budget ? pages[i] : -1;
+      const int tile = pairs ? page >> 1 : page;
+      bool counts = page >= wave_begin && tile < unit.tile;
+      if (pairs) {
+        // The second page of a pair adds nothing to the count.
+        const int previous = i > 0 && i < budget ? pages[i - 1] : -1;
+        if (previous >= wave_begin && previous >> 1 == tile) counts = false;
+        if (__any_sync(0xffffffff, page >= 0 && page == unit.tile * 2)) halves |= 1;
+        if (__any_sync(0xffffffff, page >= 0 && page == unit.tile * 2 + 1)) halves |= 2;
+      }
+      before += __popc(__ballot_sync(0xffffffff, counts));
+    }
+    return before;
+  }
+
+  __device__ int group() const {
+    return static_cast<int>(args.params.shape.query_heads / args.params.shape.kv_heads);
+  }
+
+  __device__ void emit(const Unit& unit, int tile, int head, int rank, int row_begin, int row_end,
+                       TileLower lower) {
+    uint32_t flags = 0;
+    if (unit.own && tile * kQueryRows < unit.tile * kKeyRows + kKeyRows - 1) flags |= kCausal;
+    if (lower.max > unit.key_begin) flags |= kLower;
+    if (flags != 0 || row_begin > 0 || row_end < kKeyRows) flags |= kMasked;
+    StepInfo& info = shared.steps[step % kSteps];
+    barrier_wait(&shared.step_empty[step % kSteps], (step / kSteps & 1) ^ 1);
+    if (leads()) {
+      info.row = tile * kQueryRows;
+      info.head = unit.kv_head * group() + head;
+      info.batch = unit.batch;
+      info.rank = rank;
+      info.key_range = row_begin | max(row_end, 0) << 8 | flags;
+      barrier_arrive(&shared.step_full[step % kSteps]);
+    }
+    ++step;
+  }
+
+  __device__ void mark(int what) {
+    barrier_wait(&shared.step_empty[step % kSteps], (step / kSteps & 1) ^ 1);
+    if (leads()) {
+      shared.steps[step % kSteps].row = what;
+      barrier_arrive(&shared.step_full[step % kSteps]);
+    }
+    ++step;
+  }
+};
+
+// Loads each step's queries. One thread.
+template <int kDim>
+__device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShared<kDim>& shared) {
+  constexpr uint32_t kBytes = sizeof(shared.q[0]) + sizeof(shared.lse[0]);
+  for (uint32_t step = 0;; ++step) {
+    const uint32_t stage = step % kStages;
+    const uint32_t free_parity = (step / kStages & 1) ^ 1;
+    barrier_wait(&shared.step_full[step % kSteps], step / kSteps & 1);
+    const StepInfo& info = shared.steps[step % kSteps];
+    const int row = info.row;
+    if (row == kAllDone) break;
+    barrier_wait(&shared.q_empty[stage], free_parity);
+    // The stage's last reader but one has passed: nobody looks at that step's record any more.
+    if (step >= 2 * kStages) barrier_arrive(&shared.step_empty[(step - 2 * kStages) % kSteps]);
+    if (row == kUnitEnds) {
+      barrier_wait(&shared.do_empty[stage], free_parity);
+      barrier_arrive(&shared.q_full[stage]);
+      barrier_arrive(&shared.do_full[stage]);
+      continue;
+    }
+    const int head = info.head;
+    const int batch = info.batch;
+    const int64_t offset =
+        (static_cast<int64_t>(batch * static_cast<int>(args.params.shape.query_heads) + head) *
+             num_query_tiles(args) +
+         row / kQueryRows) *
+        kQueryRows;
+    barrier_arrive_expect(&shared.q_full[stage], kBytes);
+    for (int d = 0; d < kDim; d += 64) {
+      tma_load_4d(shared.q[stage] + d * kQueryRows, args.q, &shared.q_full[stage], d, row, head,
+                  batch);
+    }
+    bulk_load(shared.lse[stage], args.workspace.lse + offset, &shared.q_full[stage],
+              sizeof(shared.lse[0]));
+    barrier_wait(&shared.do_empty[stage], free_parity);
+    barrier_arrive_expect(&shared.do_full[stage], kBytes);
+    for (int d = 0; d < kDim; d += 64) {
+      tma_load_4d(shared.d_o[stage] + d * kQueryRows, args.d_o, &shared.do_full[stage], d, row,
+                  head, batch);
+    }
+    bulk_load(shared.delta[stage], args.workspace.delta + offset, &shared.do_full[stage],
+              sizeof(shared.delta[0]));
+  }
+}
+
+// Adds the dQ tiles of one warpgroup to memory. One thread.
+template <int kDim>
+__device__ inline void add_queries(const BackwardKernelArgs& args, BackwardShared<kDim>& shared,
+                                   int half) {
+  for (uint32_t count = 0;; ++count) {
+    barrier_wait(&shared.dq_full[half], count & 1);
+    const int row = shared.dq_info[half].row;
+    if (row < 0) break;
+    const int head = shared.dq_info[half].batch * static_cast<int>(args.params.shape.query_heads) +
+                     shared.dq_info[half].head;
+    const int rank = shared.dq_info[half].rank;
+    int32_t* counter =
+        args.workspace.counters +
+        (static_cast<int64_t>(head) * num_query_tiles(args) + row / kQueryRows) * 2 + half;
+    if (args.params.deterministic) {
+      while (load_acquire(counter) != rank) {
+      }
+      fence_async();
+    }
+    for (int d = 0; d < kDim / 2; d += 32) {
+      tma_reduce_add_3d(args.dq, shared.dq[half] + d * kQueryRows, half * (kDim / 2) + d, row,
+                        head);
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+    barrier_arrive(&shared.dq_empty[half]);
+    if (args.params.deterministic) {
+      bulk_wait<0>();
+      fence_async();
+      store_release(counter, rank + 1);
+    }
+  }
+  bulk_wait<0>();
+}
+
+// dQ (64 queries x half of the head dimension) = dS K.
+template <int kDim>
+__device__ __forceinline__ void multiply_dq(float (&dq)[kDim / 4], const __nv_bfloat16* ds,
+                                            const __nv_bfloat16* k, int half) {
+  const uint64_t a = operand_mn_major(ds, kKeyRows * 128);
+  if constexpr (kDim == 128) {
+    const uint64_t b = operand_mn_major(k + half * kKeyRows * 64, kKeyRows * 128);
+#pragma unroll
+    for (int i = 0; i < kKeyRows / 16; ++i) {
+      wgmma_ss<64, true, true>(dq, operand_advance(a, i * 2048), operand_advance(b, i * 2048),
+                               i > 0);
+    }
+  } else {
+    const uint64_t b = operand_mn_major(k + half * 32, kKeyRows * 128);
+#pragma unroll
+    for (int i = 0; i < kKeyRows / 16; ++i) {
+      wgmma_ss_n32_transposed(dq, operand_advance(a, i * 2048), operand_advance(b, i * 2048),
+                              i > 0);
+    }
+  }
+}
+
+__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+// A thread's place in its warpgroup. Read anew where it is needed: kept across the loop, the
+// addresses that follow from it would take registers that the accumulators need.
+struct Place {
+  int lane;
+  int warp;
+
+  __device__ __forceinline__ Place() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    lane = thread % 32;
+    warp = thread / 32 % 4;
+  }
+  __device__ int row() const { return warp * 16 + lane / 4; }  // the second is 8 further
+  __device__ int column() const { return lane % 4 * 2; }       // and 8 j further
+};
+
+// One of the two computing warpgroups.
+template <int kDim>
+struct Computer {
+  using Shared = BackwardShared<kDim>;
+
+  const BackwardKernelArgs& args;
+  Shared& shared;
+  const int half;  // which 64 key rows, and which columns of dQ
+  int dq_count = 0;
+
+  __device__ Computer(const BackwardKernelArgs& args, Shared& shared, int half)
+      : args(args),
+        shared(shared),
+        half(half) {}
+
+  // Hides what a query may not see.
+  __device__ void mask(float (&s)[32], const StepInfo& info, const Unit& unit) const {
+    const Place place;
+    const int row0 = half * 64 + place.row();
+    const int column0 = place.column();
+    const Visibility& visibility = args.params.visibility;
+    const int chunk = static_cast<int>(args.params.shape.chunk);
+    const int past_tokens = static_cast<int>(args.params.past.num_tokens);
+    const int range_begin = info.key_range & 0xff;
+    const int range_end = info.key_range >> 8 & 0xff;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = info.row + 8 * j + column0 + e;
+        int begin = range_begin;
+        int end = range_end;
+        if (info.key_range & kCausal) end = min(end, row - unit.tile * kKeyRows + 1);
+        if (info.key_range & kLower) {
+          int lower = 0;
+          if (visibility.first_key != nullptr) {
+            lower = visibility.first_key[static_cast<int64_t>(unit.batch) * chunk +
+                                         min(row, chunk - 1)];
+          }
+          if (visibility.window > 0) {
+            lower = static_cast<int>(
+                max(static_cast<int64_t>(lower), past_tokens + row - visibility.window + 1));
+          }
+          begin = max(begin, lower - unit.key_begin);
+        }
+        if (row0 < begin || row0 >= end) s[4 * j + e] = -INFINITY;
+        if (row0 + 8 < begin || row0 + 8 >= end) s[4 * j + 2 + e] = -INFINITY;
+      }
+    }
+  }
+
+  // Hands a dQ tile to the adding warp: boxes of 32 floats x 64 rows, swizzled.
+  __device__ void hand_over(const float (&dq)[kDim / 4], const StepInfo& info) {
+    barrier_wait(&shared.dq_empty[half], (dq_count & 1) ^ 1);
+    ++dq_count;
+    const Place at;
+    const int row = at.row();
+    char* base = reinterpret_cast<char*>(shared.dq[half]) + row * 128 + (at.lane & 1) * 8;
+    const int piece = at.lane % 4 / 2;
+#pragma unroll
+    for (int j = 0; j < kDim / 16; ++j) {
+      char* place = base + j / 4 * (kQueryRows * 128) +
+                    (((j % 4 * 2 + piece) ^ (row & 7)) << 4);
+      *reinterpret_cast<float2*>(place) = make_float2(dq[4 * j], dq[4 * j + 1]);
+      *reinterpret_cast<float2*>(place + 8 * 128) = make_float2(dq[4 * j + 2], dq[4 * j + 3]);
+    }
+    if (at.warp == 0 && at.lane == 0) shared.dq_info[half] = info;
+    fence_async_shared();
+    __syncwarp();
+    if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
+  }
+
+  // Writes this warpgroup's half of dS^T: 128 key rows of 64 queries, swizzled.
+  __device__ void share_ds(const uint32_t (&packed)[16], int stage) {
+    // Lane l writes row l % 8 of matrix l / 8; the matrices of a 16 x 16 block are (rows 0,
+    // columns 0), (8, 0), (0, 8), (8, 8).
+    const Place at;
+    const int row = half * 64 + at.warp * 16 + at.lane % 16;
+    const uint32_t target = shared_address(shared.ds[stage]) + row * 128;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      store_matrices(target + (((2 * i + at.lane / 16) ^ (at.lane & 7)) << 4), packed[4 * i],
+                     packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]);
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (at.lane == 0) barrier_arrive(&shared.ds_full[stage]);
+  }
+
+  __device__ void wait_ds(int step) {
+    barrier_wait(&shared.ds_full[step & (kDsStages - 1)], step / kDsStages & 1);
+  }
+
+  __device__ void run() {
+    float dk[kDim / 2];
+    float dv[kDim / 2];
+
+    const float scale_log2 = static_cast<float>(args.params.scale * 1.4426950408889634);
+    const uint64_t k_rows = operand_k_major(shared.k + half * 64 * 64);
+    const uint64_t v_rows = operand_k_major(shared.v + half * 64 * 64);
+
+    int step = 0;
+    for (int count = 0;; ++count) {
+      barrier_wait(&shared.k_full, count & 1);
+      const Unit& unit = shared.units[count & 1];
+      if (unit.own < 0) break;
+      barrier_wait(&shared.v_full, count & 1);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+
+      bool lagging = false;  // whether a dS waits to be multiplied
+      while (true) {
+        const int stage = step % kStages;
+        const uint32_t parity = step / kStages & 1;
+        barrier_wait(&shared.q_full[stage], parity);
+        const StepInfo& info = shared.steps[step % kSteps];
+        if (info.row < 0) break;
+
+        // Declared here, so that none of them lives on into the next step.
+        float s[32];
+        float dp[32];
+        float dq[kDim / 4];
+        uint32_t packed_p[16];
+        uint32_t packed_ds[16];
+
+        const uint64_t q_rows = operand_k_major(shared.q[stage]);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kDim; d += 16) {
+          wgmma_ss<64>(s, operand_advance(k_rows, operand_k_step(d, kKeyRows)),
+                       operand_advance(q_rows, operand_k_step(d, kQueryRows)), d > 0);
+        }
+        wgmma_commit();
+        barrier_wait(&shared.do_full[stage], parity);
+        const uint64_t do_rows = operand_k_major(shared.d_o[stage]);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kDim; d += 16) {
+          wgmma_ss<64>(dp, operand_advance(v_rows, operand_k_step(d, kKeyRows)),
+                       operand_advance(do_rows, operand_k_step(d, kQueryRows)), d > 0);
+        }
+        wgmma_commit();
+
+        wgmma_wait<1>();  // S, and dK of the step before
+        if (lagging && Place().lane == 0) barrier_arrive(&shared.q_empty[stage ^ 1]);
+        if (info.key_range & kMasked) mask(s, info, unit);
+        const int column0 = Place().column();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 lse =
+              *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
+          s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -lse.x));
+          s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -lse.y));
+          s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -lse.x));
+          s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -lse.y));
+          packed_p[2 * j] = pack_bf16(s[4 * j], s[4 * j + 1]);
+          packed_p[2 * j + 1] = pack_bf16(s[4 * j + 2], s[4 * j + 3]);
+        }
+        const uint64_t do_columns = operand_mn_major(shared.d_o[stage], kQueryRows * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          wgmma_rs<kDim, true>(dv, packed_p[4 * i], packed_p[4 * i + 1], packed_p[4 * i + 2],
+                               packed_p[4 * i + 3], operand_advance(do_columns, i * 2048), 1);
+        }
+        wgmma_commit();
+
+        wgmma_wait<1>();  // dP
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 delta =
+              *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
+          const float2 p0 = unpack_bf16(packed_p[2 * j]);
+          const float2 p1 = unpack_bf16(packed_p[2 * j + 1]);
+          packed_ds[2 * j] =
+              pack_bf16(p0.x * (dp[4 * j] - delta.x), p0.y * (dp[4 * j + 1] - delta.y));
+          packed_ds[2 * j + 1] =
+              pack_bf16(p1.x * (dp[4 * j + 2] - delta.x), p1.y * (dp[4 * j + 3] - delta.y));
+        }
+        share_ds(packed_ds, step % kDsStages);
+
+        // The first step has no dS before it; its product is not used.
+        if (lagging) wait_ds(step - 1);
+        const uint64_t q_columns = operand_mn_major(shared.q[stage], kQueryRows * 128);
+        wgmma_fence();
+        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          wgmma_rs<kDim, true>(dk, packed_ds[4 * i], packed_ds[4 * i + 1], packed_ds[4 * i + 2],
+                               packed_ds[4 * i + 3], operand_advance(q_columns, i * 2048), 1);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();  // dV, dQ
+        if (Place().lane == 0) barrier_arrive(&shared.do_empty[stage]);
+        if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
+
+        lagging = true;
+        ++step;
+      }
+
+      // End of the unit: V is free, the last dQ is due.
+      const int stage = step % kStages;
+      barrier_wait(&shared.do_full[stage], step / kStages & 1);
+      const int lane = Place().lane;
+      if (lane == 0) barrier_arrive(&shared.v_empty);
+      if (lagging) wait_ds(step - 1);
+      float dq[kDim / 4];
+      wgmma_fence();
+      multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (lane == 0) {
+        barrier_arrive(&shared.k_empty);
+        if (lagging) barrier_arrive(&shared.q_empty[stage ^ 1]);
+      }
+      if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
+      if (lane == 0) {
+        barrier_arrive(&shared.q_empty[stage]);
+        barrier_arrive(&shared.do_empty[stage]);
+        barrier_arrive(&shared.ds_full[step % kDsStages]);
+      }
+      ++step;
+
+      if (unit.own) {
+        write_own(unit, dk, dv);
+      } else if (lagging) {
+        add_page(unit, dk, dv);
+      }
+    }
+    barrier_wait(&shared.dq_empty[half], (dq_count & 1) ^ 1);
+    const Place at;
+    if (at.warp == 0 && at.lane == 0) shared.dq_info[half].row = -1;
+    __syncwarp();
+    if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
+  }
+
+  __device__ void write_own(const Unit& unit, const float (&dk)[kDim / 2],
+                            const float (&dv)[kDim / 2]) const {
+    const BackwardParams& params = args.params;
+    const float scale = static_cast<float>(params.scale);
+    const Place at;
+    const int row0 = half * 64 + at.row();
+    const int column0 = at.column();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t token = unit.tile * kKeyRows + row0 + 8 * i;
+      if (token >= params.shape.chunk) continue;
+      auto* dk_row = static_cast<__nv_bfloat16*>(params.dk) + unit.batch * params.dk_strides.batch +
+                     unit.kv_head * params.dk_strides.head + token * params.dk_strides.token;
+      auto* dv_row = static_cast<__nv_bfloat16*>(params.dv) + unit.batch * params.dv_strides.batch +
+                     unit.kv_head * params.dv_strides.head + token * params.dv_strides.token;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const int column = 8 * j + column0;
+        *reinterpret_cast<uint32_t*>(dk_row + column) =
+            pack_bf16(dk[4 * j + 2 * i] * scale, dk[4 * j + 2 * i + 1] * scale);
+        *reinterpret_cast<uint32_t*>(dv_row + column) =
+            pack_bf16(dv[4 * j + 2 * i], dv[4 * j + 2 * i + 1]);
+      }
+    }
+  }
+
+  __device__ void add_page(const Unit& unit, const float (&dk)[kDim / 2],
+                           const float (&dv)[kDim / 2]) const {
+    const BackwardParams& params = args.params;
+    const int page_size = static_cast<int>(params.shape.page_size);
+    // All rows of a warpgroup lie in one page.
+    const int page = (unit.key_begin + half * 64) / page_size;
+    if (half * 64 >= unit.row_end || half * 64 + 64 <= unit.row_begin) return;
+    const device::GradientPage dk_page(params.grads, params.past.table_stride, unit.batch, page, 0);
+    const device::GradientPage dv_page(params.grads, params.past.table_stride, unit.batch, page, 1);
+    if (dk_page.data != nullptr) {
+      add_half(dk_page, unit, dk, static_cast<float>(params.scale));
+    }
+    if (dv_page.data != nullptr) add_half(dv_page, unit, dv, 1.0f);
+  }
+
+  __device__ void add_half(const device::GradientPage& page, const Unit& unit,
+                           const float (&values)[kDim / 2], float scale) const {
+    const Place at;
+    const int row0 = half * 64 + at.row();
+    const int column0 = at.column();
+    const int page_size = static_cast<int>(args.params.shape.page_size);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = row0 + 8 * i;
+      if (row >= unit.row_end) continue;
+      const int element =
+          (unit.kv_head * page_size + (unit.key_begin + row) % page_size) * kDim + column0;
+      if (page.dtype == DType::kFloat32) {
+        float* target = static_cast<float*>(page.data) + element;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          reduce_add_pair(target + 8 * j, values[4 * j + 2 * i] * scale,
+                          values[4 * j + 2 * i + 1] * scale);
+        }
+      } else {
+        auto* target = static_cast<__nv_bfloat162*>(page.data) + element / 2;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          const float2 old = __bfloat1622float2(target[4 * j]);
+          const int first = element + 8 * j;
+          target[4 * j] = __halves2bfloat162(
+              device::round_stochastically(
+                  old.x + values[4 * j + 2 * i] * scale,
+                  device::rounding_counter(page.seed, page.batch, page.page, page.kind, first)),
+              device::round_stochastically(
+                  old.y + values[4 * j + 2 * i + 1] * scale,
+                  device::rounding_counter(page.seed, page.batch, page.page, page.kind,
+                                           first + 1)));
+        }
+      }
+    }
+  }
+};
+
+template <int kDim>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  using Shared = BackwardShared<kDim>;
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const int warpgroup = threadIdx.x / 128;
+  const int warp = threadIdx.x / 32;
+
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 8;  // of both computing warpgroups
+    barrier_init(&shared.k_full, 1);
+    barrier_init(&shared.v_full, 1);
+    barrier_init(&shared.k_empty, kWarps);
+    barrier_init(&shared.v_empty, kWarps);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&shared.q_full[i], 1);
+      barrier_init(&shared.do_full[i], 1);
+      barrier_init(&shared.q_empty[i], kWarps);
+      barrier_init(&shared.do_empty[i], kWarps);
+    }
+    for (int i = 0; i < kSteps; ++i) {
+      barrier_init(&shared.step_full[i], 1);
+      barrier_init(&shared.step_empty[i], 1);
+    }
+    for (int i = 0; i < kDsStages; ++i) barrier_init(&shared.ds_full[i], kWarps);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&shared.dq_full[i], 4);
+      barrier_init(&shared.dq_empty[i], 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    registers_shrink<24>();
+    if (warp == 0) {
+      Planner<kDim>(args, shared).run();
+    } else if (threadIdx.x % 32 == 0) {
+      if (warp == 1) {
+        load_queries<kDim>(args, shared);
+      } else {
+        add_queries<kDim>(args, shared, warp - 2);
+      }
+    }
+  } else {
+    registers_grow<240>();
+    // The same in all lanes, also to the compiler.
+    const int half = __shfl_sync(0xffffffff, warpgroup - 1, 0);
+    Computer<kDim>(args, shared, half).run();
+  }
+}
+
+template <int kDim>
+void launch_backward(const BackwardKernelArgs& args, int blocks) {
+  constexpr int kBytes = sizeof(BackwardShared<kDim>);
+  static_assert(kBytes <= 227 * 1024);
+  check_cuda(cudaFuncSetAttribute(backward_kernel<kDim>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+             "cudaFuncSetAttribute");
+  backward_kernel<kDim><<<blocks, kBackwardThreads, kBytes,
+                          static_cast<cudaStream_t>(args.params.stream)>>>(args);
+  check_launch("attention backward");
+}
+
+}  // namespace oomb::attention::sm90
