@@ -18,7 +18,7 @@ struct SlotPoolOptions {
   int64_t slot_bytes = 0;
   int64_t max_slots = 0;                  // hard cap
   int64_t step_bytes = int64_t{1} << 26;  // memory arrives in steps of about this size
-  std::optional<uint64_t> shuffle_seed;   // hand slots out in random order (tests)
+  std::optional<uint64_t> shuffle_seed = std::nullopt;  // hand slots out in random order (tests)
 };
 
 // Equal slots carved from one resource: slot s lies at base + s * slot_bytes. Slots freed first are

@@ -13,9 +13,9 @@ struct CpuPageManagerOptions {
   int64_t slot_bytes = 0;
   int64_t device_slots = 0;
   int64_t host_slots = 0;
-  std::optional<uint64_t> copy_delay_seed;
-  std::optional<uint64_t> shuffle_seed;
-  std::optional<paging::Wait> disabled_wait;
+  std::optional<uint64_t> copy_delay_seed = std::nullopt;
+  std::optional<uint64_t> shuffle_seed = std::nullopt;
+  std::optional<paging::Wait> disabled_wait = std::nullopt;
   bool poison = false;
 };
 

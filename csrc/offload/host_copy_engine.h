@@ -15,7 +15,7 @@ struct HostCopyOptions {
   std::byte* device_base = nullptr;  // of the tier that plays the device
   std::byte* host_base = nullptr;
   int64_t slot_bytes = 0;
-  std::optional<uint64_t> delay_seed;  // copies dawdle at random (tests)
+  std::optional<uint64_t> delay_seed = std::nullopt;  // copies dawdle at random (tests)
   int64_t max_delay_us = 200;
   // false: compute runs on the caller's thread, where waiting blocks the caller. true (tests): it
   // is a thread too, fed through enqueue_compute, so that every wait can be missed.

@@ -53,6 +53,7 @@ void Tiers::check_integrity() const {
   Ownership device("device", device_);
   Ownership host("host", host_);
   int64_t pinned = 0;
+  int64_t ahead = 0;
   int64_t queued = 0;
   for (PageIndex index = 0; index < static_cast<int64_t>(records_.size()); ++index) {
     const PageRecord& record = records_[at(index)];
@@ -76,6 +77,8 @@ void Tiers::check_integrity() const {
       if (record.host[at(i)] != kNoSlot) host.add(record.host[at(i)], problems);
     }
     if (record.pins > 0) pinned += slots_of(index);
+    if (record.ahead) ahead += slots_of(index);
+    if (record.ahead && (record.pins > 0 || !record.on_device())) complain("loaded ahead, or not?");
     if (record.on_device()) {
       const bool in_queue = victims_.contains(record.device[0]);
       if (in_queue) ++queued;
@@ -90,6 +93,9 @@ void Tiers::check_integrity() const {
   host.finish(problems);
   if (pinned != pinned_slots_) {
     problems += concat("\n  ", pinned, " slots pinned, counted ", pinned_slots_);
+  }
+  if (ahead != ahead_slots_) {
+    problems += concat("\n  ", ahead, " slots loaded ahead, counted ", ahead_slots_);
   }
   if (queued != victims_.size()) {
     problems += concat("\n  ", queued, " pages evictable, queue holds ", victims_.size());

@@ -24,11 +24,10 @@ enum class Wait : uint8_t {
   kLoadAfterStore,      // ... and after the store that still reads its old page
   kLoadAfterHostWrite,  // a host slot is read after the store that fills it
   kComputeAfterLoad,    // a kernel reads a page after its load
-  kWriteAfterStore,     // a kernel changes a page after the store that still reads it
-  kReuseAfterStore,     // a new page is written to a slot after the store of its old page
-  kReuseAfterLoad,      // ... and after a load into it that nobody waited for
+  kWriteAfterStore,     // a kernel writes to a slot after the store that still reads it
+  kWriteAfterLoad,      // ... and after a load into it that nobody waited for
 };
-constexpr int kNumWaits = 9;
+constexpr int kNumWaits = 8;
 
 struct WaitSite {
   const char* name;
@@ -44,8 +43,7 @@ constexpr std::array<WaitSite, kNumWaits> kWaitSites = {{
     {"load_after_host_write", Lane::kLoad, Lane::kStore},
     {"compute_after_load", Lane::kCompute, Lane::kLoad},
     {"write_after_store", Lane::kCompute, Lane::kStore},
-    {"reuse_after_store", Lane::kCompute, Lane::kStore},
-    {"reuse_after_load", Lane::kCompute, Lane::kLoad},
+    {"write_after_load", Lane::kCompute, Lane::kLoad},
 }};
 
 inline std::optional<Wait> wait_named(std::string_view name) {

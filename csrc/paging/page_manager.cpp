@@ -1,6 +1,7 @@
 #include "paging/page_manager.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/error.h"
 
@@ -8,9 +9,9 @@ namespace oomb::paging {
 
 namespace {
 
-// A stream window of this size hides the latency of a batch of copies many times over; more would
-// only take room from pages that stay.
-constexpr int64_t kWindowBytes = int64_t{256} << 20;
+// Copies of this size hide the latency of a batch many times over; more would only take room from
+// pages that stay.
+constexpr int64_t kStreamBytes = int64_t{128} << 20;
 
 constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
 
@@ -59,12 +60,20 @@ void PageManager::begin_call(CallPlan plan) {
   grad_slots_ = plan.grad_slots;
   smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward);
   if (device_slots() < smallest_slots_) throw_out_of_memory(smallest_slots_);
-  // Streaming needs room beside the pages in use; a pool too small for that works page by page.
-  window_ = std::min(device_slots() / 4, std::max(kWindowBytes / slot_bytes(), smallest_slots_));
-  if (window_ < smallest_slots_) {
-    window_ = device_slots() >= 2 * smallest_slots_ ? smallest_slots_ : 0;
+  // What does not fit streams through two buffers inside the pool: a wave brings at most
+  // stream_slots_ slots of pages that were not resident, and as much is loaded ahead while its
+  // kernels run.
+  //     |  pages that stay             | this wave's | next wave's |
+  stream_slots_ = std::min(device_slots() / 8, kStreamBytes / slot_bytes());
+  stream_slots_ = std::max(stream_slots_, smallest_slots_);
+  if (device_slots() < 3 * smallest_slots_) stream_slots_ = 0;  // page by page, nothing ahead
+  total_slots_ = 0;
+  for (int64_t b = 0; b < space_.batch(); ++b) {
+    total_slots_ += space_.num_layers() * space_.pages_of(b);
   }
-  now_ = next_visit_ = 0;
+  create_slots_ = 0;
+  now_ = -1;
+  next_visit_ = 0;
   next_page_ = 0;
   hits_ = misses_ = 0;
   device_.resource->reset();
@@ -109,16 +118,27 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
          concat("a range within 0 .. ", space_.max_pages()), concat(begin, " .. ", end));
 }
 
+// A visitor may return false to stop.
 template <typename Visitor>
 void PageManager::for_each_position(std::span<const int64_t> list, bool listed, int64_t begin,
                                     int64_t end, Visitor visitor) const {
+  const auto goes_on = [&visitor](int64_t position) {
+    if constexpr (std::is_void_v<std::invoke_result_t<Visitor, int64_t>>) {
+      visitor(position);
+      return true;
+    } else {
+      return visitor(position);
+    }
+  };
   if (listed) {
-    for (const int64_t position : schedule_.pages_between(list, begin, end)) visitor(position);
+    for (const int64_t position : schedule_.pages_between(list, begin, end)) {
+      if (!goes_on(position)) return;
+    }
     return;
   }
   for (int64_t page = begin; page < end; ++page) {
     for (int64_t b = 0; b < space_.batch(); ++b) {
-      if (page < space_.pages_of(b)) visitor(b * space_.max_pages() + page);
+      if (page < space_.pages_of(b) && !goes_on(b * space_.max_pages() + page)) return;
     }
   }
 }
@@ -192,7 +212,9 @@ void PageManager::create(int32_t layer, int64_t begin, int64_t end, void* stream
     if (tiers_[index].state != Residency::kFree) throw Error("a page was created twice");
     fresh_.push_back(index);
   });
-  require_room(static_cast<int64_t>(fresh_.size()));
+  const auto slots = static_cast<int64_t>(fresh_.size());
+  require_room(slots);
+  create_slots_ = std::max(create_slots_, slots);
   tiers_.create(fresh_, false);
   tiers_.order_compute();
 }
@@ -204,13 +226,15 @@ void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream
   for_each_position({}, false, begin, end, [&](int64_t position) {
     tiers_.unpin(space_.index(PageKind::kKeyValue, layer, position), written, true, now_);
   });
-  tiers_.store_ahead(window_);
+  store_ahead();
 }
 
 void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
   check_range(layer, begin, end);
   for_each_position({}, false, begin, end, [&](int64_t position) {
-    tiers_.want(space_.index(PageKind::kGradient, layer, position));
+    const PageIndex index = space_.index(PageKind::kGradient, layer, position);
+    if (!tiers_[index].wanted) total_slots_ += grad_slots_;
+    tiers_.want(index);
   });
 }
 
@@ -238,8 +262,8 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64
   check_visit(visit);
   gather(visit, begin, end, std::move(positions));
   const int64_t room = device_slots() - tiers_.pinned_slots();
-  const int64_t limit = std::max(room - window_, std::min(room, smallest_slots_));
-  const int64_t missing_limit = window_ > 0 ? window_ : limit;
+  const int64_t limit = std::max(room - stream_slots_, std::min(room, smallest_slots_));
+  const int64_t missing_limit = stream_slots_ > 0 ? stream_slots_ : limit;
 
   std::vector<std::pair<int64_t, int64_t>> result;
   int64_t first = begin;
@@ -252,7 +276,8 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64
     int64_t page_missing = 0;
     for (; i < gathered_.size() && space_.id(gathered_[i]).page == page; ++i) {
       page_slots += tiers_.slots_of(gathered_[i]);
-      if (!tiers_[gathered_[i]].on_device()) page_missing += tiers_.slots_of(gathered_[i]);
+      const PageRecord& record = tiers_[gathered_[i]];
+      if (!record.on_device() || record.ahead) page_missing += tiers_.slots_of(gathered_[i]);
     }
     if (page_slots > room) throw_out_of_memory(page_slots);
     if (slots > 0 && (slots + page_slots > limit || missing + page_missing > missing_limit)) {
@@ -312,7 +337,7 @@ void PageManager::acquire_gathered(bool will_write) {
       if (tiers_[index].on_device()) pin(index);
     }
     require_room(slots);
-    tiers_.load(missing_, now_ - 1);
+    tiers_.load(missing_, now_ - 1, false);
     for (const PageIndex index : missing_) pin(index);
     tiers_.create(fresh_, true);
   } catch (...) {
@@ -335,7 +360,8 @@ void PageManager::release(int32_t visit, int64_t begin, int64_t end, PageList po
     tiers_.unpin(index, used, accumulated && tiers_.is_gradient(index), visit);
   }
   tiers_.poll();
-  tiers_.store_ahead(window_);
+  store_ahead();
+  prefetch(now_, schedule_[visit].first);
 }
 
 void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream) {
@@ -400,10 +426,9 @@ void PageManager::prefetch(int32_t visit, int64_t page) {
     next_visit_ = visit;
     next_page_ = page;
   }
-  int64_t budget = window_;
   const int32_t last = std::min(schedule_.size() - 1, now_ + kVisitsAhead);
   try {
-    while (next_visit_ <= last && prefetch_visit(budget)) {
+    while (next_visit_ <= last && prefetch_visit()) {
       ++next_visit_;
       next_page_ = 0;
     }
@@ -414,36 +439,42 @@ void PageManager::prefetch(int32_t visit, int64_t page) {
 }
 
 // Goes on with the visit at the cursor. False when it must stop before the visit's end.
-bool PageManager::prefetch_visit(int64_t& budget) {
+bool PageManager::prefetch_visit() {
   const Visit& visit = schedule_[next_visit_];
   const bool listed = schedule_.has_pages(next_visit_);
   if (!exact_ && !listed) return true;  // a guess is not worth a copy
   missing_.clear();
+  const int64_t budget = stream_slots_ - tiers_.ahead_slots();
   int64_t slots = 0;
   int64_t stop = -1;
   const auto consider = [&](PageKind kind, int64_t position) {
     const PageIndex index = space_.index(kind, visit.layer, position);
-    if (stop >= 0 || !visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return;
+    if (!visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return true;
     if (slots + tiers_.slots_of(index) > budget ||
         !tiers_.make_room(slots + tiers_.slots_of(index), next_visit_)) {
       stop = space_.id(index).page;
-      return;
+      return false;
     }
     slots += tiers_.slots_of(index);
     missing_.push_back(index);
+    return true;
   };
   const int64_t first = std::max<int64_t>(visit.first, next_page_);
-  for_each_position(listed ? schedule_.pages(next_visit_) : std::span<const int64_t>(), listed,
-                    listed ? next_page_ : first, listed ? space_.max_pages() : visit.last,
-                    [&](int64_t position) {
-                      consider(PageKind::kKeyValue, position);
-                      consider(PageKind::kGradient, position);
-                    });
-  budget -= slots;
-  tiers_.load(missing_, next_visit_ - 1);
+  for_each_position(
+      listed ? schedule_.pages(next_visit_) : std::span<const int64_t>(), listed,
+      listed ? next_page_ : first, listed ? space_.max_pages() : visit.last, [&](int64_t position) {
+        return consider(PageKind::kKeyValue, position) && consider(PageKind::kGradient, position);
+      });
+  tiers_.load(missing_, next_visit_ - 1, true);
   if (stop < 0) return true;
   next_page_ = stop;
   return false;
+}
+
+// The next wave's new pages and the next chunk's should find slots that need no store any more.
+void PageManager::store_ahead() {
+  if (total_slots_ <= device_slots()) return;  // nothing will ever have to go
+  tiers_.store_ahead(std::min(stream_slots_ + create_slots_, device_slots() / 2));
 }
 
 // --- What is going on ---------------------------------------------------------------------------

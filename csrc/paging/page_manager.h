@@ -24,9 +24,9 @@ struct TierPool {
 };
 
 struct PageManagerOptions {
-  std::optional<Wait> disabled_wait;  // tests only
-  bool poison = false;                // fill freed slots with NaN
-  bool keep_host_memory = false;      // between calls; pinned memory is slow to get back
+  std::optional<Wait> disabled_wait = std::nullopt;  // tests only
+  bool poison = false;                               // fill freed slots with NaN
+  bool keep_host_memory = false;  // between calls; pinned memory is slow to get back
 };
 
 struct CallPlan {
@@ -116,7 +116,8 @@ class PageManager {
   void acquire_gathered(bool will_write);
   void require_room(int64_t slots);
   void prefetch(int32_t visit, int64_t page);
-  bool prefetch_visit(int64_t& budget);
+  bool prefetch_visit();
+  void store_ahead();
   [[noreturn]] void throw_out_of_memory(int64_t slots) const;
 
   TierPool device_;
@@ -132,7 +133,9 @@ class PageManager {
   bool exact_ = true;
   int grad_slots_ = 1;
   int64_t smallest_slots_ = 0;
-  int64_t window_ = 0;  // slots kept for pages that stream through
+  int64_t total_slots_ = 0;   // if every page that may exist did
+  int64_t stream_slots_ = 0;  // see begin_call
+  int64_t create_slots_ = 0;  // most slots that one create has taken
 
   int32_t now_ = 0;         // the visit under way
   int32_t next_visit_ = 0;  // where prefetching goes on: visit and logical page

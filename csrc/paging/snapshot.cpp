@@ -48,7 +48,8 @@ std::string PageManager::snapshot() const {
     ++all[state];
   }
   out << ", \"visit\": " << now_ << ", \"visits\": " << schedule_.size()
-      << ", \"pinned_slots\": " << tiers_.pinned_slots() << ", \"window_slots\": " << window_
+      << ", \"pinned_slots\": " << tiers_.pinned_slots() << ", \"stream_slots\": " << stream_slots_
+      << ", \"ahead_slots\": " << tiers_.ahead_slots()
       << ", \"in_flight\": {\"loads\": " << tiers_.in_flight_loads()
       << ", \"stores\": " << tiers_.in_flight_stores() << "}, \"pages\": ";
   write_states(out, all);

@@ -28,7 +28,7 @@ void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slo
   host_use_.clear();
   victims_.reset(device_.max_slots(), 2 * (int64_t{schedule.size()} + 1), ties);
   tables_ = BlockTables(space);
-  pinned_slots_ = 0;
+  pinned_slots_ = ahead_slots_ = 0;
   traffic_ = {};
   log_.clear();
 }
@@ -43,7 +43,7 @@ void Tiers::end(bool release_host) {
   host_.reset(release_host);
   space_ = nullptr;
   schedule_ = nullptr;
-  pinned_slots_ = 0;
+  pinned_slots_ = ahead_slots_ = 0;
 }
 
 void Tiers::move(PageIndex index, Residency to) {
@@ -102,6 +102,7 @@ void Tiers::pin(PageIndex index, bool will_write) {
   if (record.state == Residency::kLoading) move(index, Residency::kResident);
   // Its host copy is about to be outdated.
   if (record.state == Residency::kStoring && will_write) move(index, Residency::kResident);
+  clear_ahead(index);
   if (record.pins++ == 0) {
     if (victims_.contains(record.device[0])) victims_.remove(record.device[0]);
     pinned_slots_ += slots_of(index);
@@ -164,9 +165,9 @@ bool Tiers::take_host_slots(PageIndex index) {
   return true;
 }
 
-void Tiers::need_for_reuse(Slot slot) {
-  ordering_.need(Wait::kReuseAfterStore, device_use_[at(slot)].store);
-  ordering_.need(Wait::kReuseAfterLoad, device_use_[at(slot)].load);
+void Tiers::need_for_write(Slot slot) {
+  ordering_.need(Wait::kWriteAfterStore, device_use_[at(slot)].store);
+  ordering_.need(Wait::kWriteAfterLoad, device_use_[at(slot)].load);
 }
 
 void Tiers::free_device_slots(PageIndex index) {
@@ -174,7 +175,7 @@ void Tiers::free_device_slots(PageIndex index) {
   for (Slot& slot : record.device) {
     if (slot == kNoSlot) continue;
     if (poison_) {
-      need_for_reuse(slot);
+      need_for_write(slot);
       ordering_.issue(Lane::kCompute);
       device_use_[at(slot)].use = engine_.fill({&slot, 1}, 0xFF);
     }
@@ -199,7 +200,7 @@ void Tiers::create(std::span<const PageIndex> pages, bool zeroed) {
   int64_t count = 0;
   for (const PageIndex index : pages) count += slots_of(index);
   const std::vector<Slot> slots = take_device_slots(count);
-  for (const Slot slot : slots) need_for_reuse(slot);
+  for (const Slot slot : slots) need_for_write(slot);
   Ticket use = 0;
   if (zeroed) {
     try {
@@ -226,7 +227,7 @@ void Tiers::create(std::span<const PageIndex> pages, bool zeroed) {
   }
 }
 
-void Tiers::load(std::span<const PageIndex> pages, int32_t now) {
+void Tiers::load(std::span<const PageIndex> pages, int32_t now, bool ahead) {
   if (pages.empty()) return;
   int64_t count = 0;
   for (const PageIndex index : pages) count += slots_of(index);
@@ -266,7 +267,9 @@ void Tiers::load(std::span<const PageIndex> pages, int32_t now) {
     tables_.set(index, record.device[0], record.device[1]);
     enqueue(index, now);
     loads_.push_back({index, ticket});
+    record.ahead = ahead;
   }
+  if (ahead) ahead_slots_ += count;
   traffic_.loaded_pages += static_cast<int64_t>(pages.size());
   traffic_.loaded_slots += count;
 }
@@ -297,7 +300,14 @@ void Tiers::store(std::span<const PageIndex> pages) {
   traffic_.stored_slots += static_cast<int64_t>(copies.size());
 }
 
+void Tiers::clear_ahead(PageIndex index) {
+  PageRecord& record = records_[at(index)];
+  if (record.ahead) ahead_slots_ -= slots_of(index);
+  record.ahead = false;
+}
+
 void Tiers::evict(PageIndex index) {
+  clear_ahead(index);
   victims_.remove(records_[at(index)].device[0]);
   move(index, Residency::kHostOnly);
   free_device_slots(index);
@@ -345,6 +355,7 @@ void Tiers::drop(PageIndex index) {
   if (record.state == Residency::kFree) return;
   if (record.pins > 0) throw Error("a page was dropped while acquired");
   if (record.on_device()) {
+    clear_ahead(index);
     victims_.remove(record.device[0]);
     free_device_slots(index);
   }

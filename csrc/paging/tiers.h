@@ -25,6 +25,7 @@ namespace oomb::paging {
 struct PageRecord {
   Residency state = Residency::kFree;
   bool wanted = false;  // gradient page: takes part in the call, zero until first touched
+  bool ahead = false;   // loaded before it was asked for, and not asked for yet
   uint16_t pins = 0;    // acquired this many times: must stay where it is
   std::array<memory::Slot, 2> device = {memory::kNoSlot, memory::kNoSlot};
   std::array<memory::Slot, 2> host = {memory::kNoSlot, memory::kNoSlot};
@@ -69,8 +70,9 @@ class Tiers {
 
   // Gives pages that are nowhere their slots: new ones, with undefined bytes or zeroed.
   void create(std::span<const PageIndex> pages, bool zeroed);
-  // Starts loading host-only pages. At least the slots they need must be available.
-  void load(std::span<const PageIndex> pages, int32_t now);
+  // Starts loading host-only pages, on demand or ahead of it. The slots they need must be
+  // available.
+  void load(std::span<const PageIndex> pages, int32_t now, bool ahead);
 
   // Evicts until `slots` device slots are available; only pages whose next use is later than
   // `visit`
@@ -101,6 +103,7 @@ class Tiers {
 
   int64_t available_slots() const { return device_.available_slots(); }
   int64_t pinned_slots() const { return pinned_slots_; }
+  int64_t ahead_slots() const { return ahead_slots_; }
   int64_t in_flight_loads() const { return static_cast<int64_t>(loads_.size()); }
   int64_t in_flight_stores() const { return static_cast<int64_t>(stores_.size()); }
   std::array<int64_t, kNumResidencies> count_states() const;
@@ -132,9 +135,10 @@ class Tiers {
   void enqueue(PageIndex index, int32_t now);
   std::vector<memory::Slot> take_device_slots(int64_t count);
   bool take_host_slots(PageIndex index);
-  void need_for_reuse(memory::Slot slot);
+  void need_for_write(memory::Slot slot);
   void store(std::span<const PageIndex> pages);
   void evict(PageIndex index);
+  void clear_ahead(PageIndex index);
   void free_device_slots(PageIndex index);
   void free_host_slots(PageIndex index);
 
@@ -155,6 +159,7 @@ class Tiers {
   BlockTables tables_;
   std::deque<InFlight> loads_, stores_;
   int64_t pinned_slots_ = 0;
+  int64_t ahead_slots_ = 0;
   TrafficStatistics traffic_;
   TransitionLog log_;
   std::string host_error_;

@@ -1,0 +1,312 @@
+// Policy of the page manager, with copies that happen at once.
+
+#include "paging/page_manager.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "support/instant_copy_engine.h"
+#include "support/test_tiers.h"
+
+namespace oomb::paging {
+namespace {
+
+using testing::InstantCopyEngine;
+using testing::TestTiers;
+using testing::TestTiersOptions;
+
+constexpr int64_t kSlotBytes = 64;
+
+std::unique_ptr<CopyEngine> instant(std::byte* device, std::byte* host, int64_t slot_bytes) {
+  return std::make_unique<InstantCopyEngine>(device, host, slot_bytes);
+}
+
+struct Fixture {
+  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024)
+      : tiers({.slot_bytes = kSlotBytes, .device_slots = device_slots, .host_slots = host_slots},
+              instant),
+        manager(*tiers.manager) {}
+
+  // Creates and commits pages [begin, end) one by one.
+  void write(int32_t layer, int64_t begin, int64_t end) {
+    for (int64_t page = begin; page < end; ++page) {
+      manager.create(layer, page, page + 1, nullptr);
+      manager.commit(layer, page, page + 1, nullptr);
+    }
+  }
+  void visit(int32_t visit, int64_t begin, int64_t end) {
+    for (const auto& [first, last] : manager.waves(visit, begin, end)) {
+      manager.acquire(visit, first, last, std::nullopt, nullptr);
+      manager.release(visit, first, last, std::nullopt, nullptr);
+      manager.check_integrity();
+    }
+  }
+  InstantCopyEngine& engine() { return dynamic_cast<InstantCopyEngine&>(*tiers.engine); }
+
+  TestTiers tiers;
+  PageManager& manager;
+};
+
+CallPlan plan(int64_t layers, std::vector<int32_t> pages, std::vector<Visit> visits,
+              int grad_slots = 1) {
+  return {.num_layers = layers,
+          .pages_per_sequence = std::move(pages),
+          .grad_slots = grad_slots,
+          .visits = std::move(visits)};
+}
+
+template <typename Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+#define EXPECT_CONTAINS(text, part) \
+  EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
+
+TEST(PageManager, NothingIsCopiedWhileEverythingFits) {
+  Fixture f(8);
+  f.manager.begin_call(
+      plan(1, {4}, {{0, VisitKind::kRead, 0, 4}, {0, VisitKind::kAccumulate, 0, 4}}));
+  f.write(0, 0, 4);
+  f.manager.create_gradients(0, 0, 4);
+  f.visit(0, 0, 4);
+  f.visit(1, 0, 4);
+  EXPECT_TRUE(f.engine().batches.empty());
+  EXPECT_EQ(f.manager.statistics().hits, 8);
+  EXPECT_EQ(f.manager.statistics().misses, 0);
+}
+
+TEST(PageManager, KeysAndValuesGoToTheHostAtMostOnce) {
+  Fixture f(4);
+  std::vector<Visit> visits(10, Visit{0, VisitKind::kRead, 0, 12});
+  f.manager.begin_call(plan(1, {12}, visits));
+  f.write(0, 0, 12);
+  for (int32_t t = 0; t < 10; ++t) f.visit(t, 0, 12);
+  EXPECT_LE(f.manager.statistics().d2h_bytes, 12 * kSlotBytes);
+  EXPECT_GE(f.manager.statistics().d2h_bytes, 8 * kSlotBytes);
+}
+
+// A cyclic scan of n pages with c slots: the optimum misses about (n - c) / n of it, LRU
+// everything.
+TEST(PageManager, CyclicScanKeepsMostOfWhatFits) {
+  Fixture f(64);
+  const int rounds = 20;
+  f.manager.begin_call(plan(1, {80}, std::vector<Visit>(rounds, {0, VisitKind::kRead, 0, 80})));
+  f.write(0, 0, 80);
+  for (int32_t t = 0; t < rounds; ++t) f.visit(t, 0, 80);
+  const double per_round =
+      static_cast<double>(f.manager.statistics().h2d_bytes) / kSlotBytes / rounds;
+  EXPECT_LE(per_round, 80 - 64 + 16 + 1) << "16 slots are the window through which pages stream";
+  EXPECT_GE(per_round, 80 - 64 - 1);
+}
+
+TEST(PageManager, PagesThatComeNextAreThereWhenAcquired) {
+  Fixture f(32);
+  std::vector<Visit> visits;
+  for (int round = 0; round < 5; ++round) {
+    for (int32_t layer = 0; layer < 4; ++layer) visits.push_back({layer, VisitKind::kRead, 0, 16});
+  }
+  f.manager.begin_call(plan(4, {16}, visits));
+  for (int32_t layer = 0; layer < 4; ++layer) f.write(layer, 0, 16);
+  for (int32_t t = 0; t < static_cast<int32_t>(visits.size()); ++t) f.visit(t, 0, 16);
+  const PageStatistics s = f.manager.statistics();
+  EXPECT_GT(s.h2d_bytes, 0);
+  EXPECT_GE(static_cast<double>(s.hits) / static_cast<double>(s.hits + s.misses), 0.95);
+}
+
+TEST(PageManager, GradientStartsAtZeroAndIsNotLoadedBeforeItExists) {
+  Fixture f(3);
+  f.manager.begin_call(plan(1, {6}, {{0, VisitKind::kAccumulate, 0, 6}}, 2));
+  f.write(0, 0, 6);
+  f.manager.create_gradients(0, 0, 6);
+  for (int64_t page = 0; page < 6; ++page) {
+    f.manager.acquire(0, page, page + 1, std::nullopt, nullptr);
+    const int64_t entry = f.manager.tables().gradient_entry(0) + 2 * page;
+    for (const int64_t half : {entry, entry + 1}) {
+      std::byte* data = f.manager.pool_address() + f.manager.tables()[half] * kSlotBytes / 2;
+      for (int64_t i = 0; i < kSlotBytes; ++i) ASSERT_EQ(data[i], std::byte{0});
+      std::memset(data, 0x77, kSlotBytes);
+    }
+    f.manager.release(0, page, page + 1, std::nullopt, nullptr);
+    f.manager.check_integrity();
+  }
+  // Six KV pages and those gradients that made room for others, never an untouched gradient.
+  EXPECT_LE(f.manager.statistics().h2d_bytes, 6 * kSlotBytes);
+}
+
+TEST(PageManager, DroppedPagesAreNeverWrittenBack) {
+  Fixture f(8);
+  f.manager.begin_call(plan(1, {64}, {}));
+  for (int64_t page = 0; page < 64; ++page) {
+    f.write(0, page, page + 1);
+    f.manager.drop(0, page, page + 1, true, true, nullptr);
+    f.manager.check_integrity();
+  }
+  EXPECT_EQ(f.manager.statistics().d2h_bytes, 0);
+}
+
+TEST(PageManager, PageWithoutWantedGradientHasNone) {
+  Fixture f(8);
+  f.manager.begin_call(plan(1, {2}, {{0, VisitKind::kAccumulate, 0, 2}}));
+  f.write(0, 0, 2);
+  f.manager.create_gradients(0, 1, 2);
+  f.manager.acquire(0, 0, 2, std::nullopt, nullptr);
+  const int64_t entry = f.manager.tables().gradient_entry(0);
+  EXPECT_EQ(f.manager.tables()[entry], -1);
+  EXPECT_EQ(f.manager.tables()[entry + 1], -1);
+  EXPECT_EQ(f.manager.tables()[entry + 3], f.manager.tables()[entry + 2] + 1);
+}
+
+TEST(PageManager, TablesBuiltFromChangesEqualTheTables) {
+  Fixture f(6);
+  std::vector<Visit> visits;
+  for (int32_t t = 0; t < 12; ++t) visits.push_back({t % 2, VisitKind::kAccumulate, 0, 5});
+  f.manager.begin_call(plan(2, {5, 3}, visits));
+  for (int32_t layer : {0, 1}) {
+    f.write(layer, 0, 5);
+    f.manager.create_gradients(layer, 0, 5);
+  }
+  for (int32_t t = 0; t < 12; ++t) {
+    for (const auto& [first, last] : f.manager.waves(t, 0, 5)) {
+      f.manager.acquire(t, first, last, std::nullopt, nullptr);
+      for (int64_t b = 0; b < 2; ++b) {
+        for (int64_t page = first; page < std::min<int64_t>(last, b == 0 ? 5 : 3); ++page) {
+          const int64_t entry = f.manager.tables().kv_entry(t % 2) + b * 5 + page;
+          ASSERT_GE(f.engine().table[static_cast<size_t>(entry)], 0);
+          ASSERT_EQ(f.engine().table[static_cast<size_t>(entry)], f.manager.tables()[entry]);
+        }
+      }
+      f.manager.release(t, first, last, std::nullopt, nullptr);
+    }
+  }
+}
+
+TEST(PageManager, WavesCoverTheVisitAndFit) {
+  for (int64_t slots : {4, 5, 8, 13, 40, 200}) {
+    Fixture f(slots);
+    f.manager.begin_call(plan(1, {20, 17}, {{0, VisitKind::kAccumulate, 0, 20}}));
+    f.write(0, 0, 20);
+    f.manager.create_gradients(0, 0, 20);
+    int64_t expected = 0;
+    for (const auto& [first, last] : f.manager.waves(0, 0, 20)) {
+      EXPECT_EQ(first, expected);
+      EXPECT_LT(first, last);
+      expected = last;
+      f.manager.acquire(0, first, last, std::nullopt, nullptr);
+      f.manager.release(0, first, last, std::nullopt, nullptr);
+    }
+    EXPECT_EQ(expected, 20);
+  }
+}
+
+TEST(PageManager, ExactListsAreAllThatIsLoaded) {
+  Fixture f(4);
+  f.manager.begin_call({.num_layers = 1,
+                        .pages_per_sequence = {32},
+                        .grad_slots = 1,
+                        .visits = {{0, VisitKind::kRead, 0, 32}, {0, VisitKind::kRead, 0, 32}},
+                        .exact = false});
+  f.write(0, 0, 32);
+  f.manager.set_visit_pages(0, {3, 9, 30});
+  f.manager.set_visit_pages(1, {3, 9, 31});
+  for (int32_t t = 0; t < 2; ++t) f.visit(t, 0, 32);
+  EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
+}
+
+TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
+  Fixture f(5);
+  const CallPlan backward = plan(1, {4, 4}, {{0, VisitKind::kAccumulate, 0, 4}}, 2);
+  const std::string message = message_of([&] { f.manager.begin_call(backward); });
+  EXPECT_EQ(PageManager::smallest_device_slots(2, 2, true), 6);
+  EXPECT_CONTAINS(message, "device_memory");
+  EXPECT_CONTAINS(message, std::to_string(6 * kSlotBytes));
+  EXPECT_THROW(f.manager.begin_call(backward), OutOfMemory);
+
+  Fixture smallest(6);
+  smallest.manager.begin_call(backward);
+  smallest.write(0, 0, 4);
+  smallest.manager.create_gradients(0, 0, 4);
+  smallest.visit(0, 0, 4);
+}
+
+TEST(PageManager, AcquiringMoreThanFitsFailsAndChangesNothing) {
+  Fixture f(4);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.write(0, 0, 8);
+  const std::string message =
+      message_of([&] { f.manager.acquire(0, 0, 8, std::nullopt, nullptr); });
+  EXPECT_CONTAINS(message, "device_memory");
+  f.manager.check_integrity();
+  f.visit(0, 0, 8);
+}
+
+TEST(PageManager, FullHostTierNamesItsSetting) {
+  Fixture f(4, 2);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  const std::string message = message_of([&] { f.write(0, 0, 8); });
+  EXPECT_CONTAINS(message, "host_memory");
+  EXPECT_CONTAINS(message, std::to_string(2 * kSlotBytes));
+  f.manager.check_integrity();
+}
+
+TEST(PageManager, MisuseIsRefused) {
+  Fixture f(8);
+  EXPECT_CONTAINS(message_of([&] { f.manager.create(0, 0, 1, nullptr); }), "no call has begun");
+  f.manager.begin_call(plan(1, {4}, {{0, VisitKind::kRead, 0, 4}}));
+  EXPECT_CONTAINS(message_of([&] { f.manager.begin_call(plan(1, {4}, {})); }), "in use");
+  EXPECT_CONTAINS(message_of([&] { f.manager.acquire(0, 0, 1, std::nullopt, nullptr); }),
+                  "holds nothing");
+  f.write(0, 0, 4);
+  EXPECT_CONTAINS(message_of([&] { f.manager.create(0, 0, 1, nullptr); }), "twice");
+  EXPECT_CONTAINS(message_of([&] { f.manager.release(0, 0, 1, std::nullopt, nullptr); }),
+                  "had not been acquired");
+  EXPECT_THROW(f.manager.acquire(1, 0, 1, std::nullopt, nullptr), InvalidArgument);
+  EXPECT_THROW(f.manager.acquire(0, 0, 5, std::nullopt, nullptr), InvalidArgument);
+  EXPECT_THROW(f.manager.acquire(0, 0, 1, std::vector<int64_t>{4}, nullptr), InvalidArgument);
+  f.manager.acquire(0, 0, 1, std::nullopt, nullptr);
+  EXPECT_CONTAINS(message_of([&] { f.manager.drop(0, 0, 1, true, true, nullptr); }), "acquired");
+  f.manager.check_integrity();
+  f.manager.close();
+  EXPECT_CONTAINS(message_of([&] { f.manager.begin_call(plan(1, {4}, {})); }), "closed");
+  EXPECT_CONTAINS(message_of([&] { f.manager.create(0, 0, 1, nullptr); }), "closed");
+  f.manager.close();
+}
+
+TEST(PageManager, EveryPageDiesWithTheCall) {
+  Fixture f(4);
+  for (int call = 0; call < 3; ++call) {
+    f.manager.begin_call(plan(2, {8}, {{0, VisitKind::kRead, 0, 8}}));
+    f.write(0, 0, 8);
+    f.write(1, 0, 3);
+    f.manager.acquire(0, 0, 1, std::nullopt, nullptr);
+    EXPECT_EQ(f.manager.statistics().device_peak_bytes, 4 * kSlotBytes);
+    f.manager.end_call();
+    f.manager.end_call();
+    EXPECT_EQ(f.manager.mapped_device_slots(), 0);
+  }
+}
+
+TEST(PageManager, SnapshotTellsWhatIsWhere) {
+  Fixture f(4);
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"active\": false");
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.write(0, 0, 8);
+  const std::string text = f.manager.snapshot();
+  EXPECT_CONTAINS(text, "\"host-only\": 4");
+  EXPECT_CONTAINS(text, "\"taken_slots\": 4");
+  EXPECT_CONTAINS(text, "\"transitions\"");
+}
+
+}  // namespace
+}  // namespace oomb::paging

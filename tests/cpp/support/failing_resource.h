@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "common/error.h"
+#include "memory/wrapped_resource.h"
+
+namespace oomb::testing {
+
+// Fails a growth on demand. The switch lives outside, where the test can reach it.
+struct FailureSwitch {
+  int64_t countdown = -1;  // growths to let pass before one fails; -1: none fails
+  int64_t failures = 0;
+};
+
+class FailingResource final : public memory::WrappedResource {
+ public:
+  FailingResource(std::unique_ptr<memory::MemoryResource> upstream,
+                  std::shared_ptr<FailureSwitch> control)
+      : WrappedResource(std::move(upstream)), control_(std::move(control)) {}
+
+  void commit(int64_t bytes) override {
+    if (bytes > committed() && control_->countdown >= 0 && control_->countdown-- == 0) {
+      ++control_->failures;
+      throw OutOfMemory("injected failure", bytes, committed());
+    }
+    WrappedResource::commit(bytes);
+  }
+
+ private:
+  std::shared_ptr<FailureSwitch> control_;
+};
+
+}  // namespace oomb::testing

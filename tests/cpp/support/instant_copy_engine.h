@@ -1,0 +1,69 @@
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "paging/copy_engine.h"
+
+namespace oomb::testing {
+
+// Copies at once on the caller's thread and remembers what it copied: for tests of policy, where
+// ordering does not matter.
+class InstantCopyEngine final : public paging::CopyEngine {
+ public:
+  InstantCopyEngine(std::byte* device, std::byte* host, int64_t slot_bytes)
+      : device_(device), host_(host), slot_bytes_(slot_bytes) {}
+
+  void set_compute_stream(void*) override {}
+
+  paging::Ticket copy(paging::Lane lane, std::span<const paging::PageCopy> pages) override {
+    for (const paging::PageCopy& page : pages) {
+      std::byte* device = device_ + page.device_slot * slot_bytes_;
+      std::byte* host = host_ + page.host_slot * slot_bytes_;
+      const bool store = lane == paging::Lane::kStore;
+      std::memcpy(store ? host : device, store ? device : host, static_cast<size_t>(slot_bytes_));
+    }
+    batches.push_back({lane, static_cast<int64_t>(pages.size())});
+    return ++tickets_[static_cast<size_t>(lane)];
+  }
+
+  paging::Ticket fill(std::span<const memory::Slot> slots, uint8_t value) override {
+    for (const memory::Slot slot : slots) {
+      std::memset(device_ + slot * slot_bytes_, value, static_cast<size_t>(slot_bytes_));
+    }
+    return mark_compute();
+  }
+  void update_tables(std::span<const paging::TableChange> changes) override {
+    for (const paging::TableChange& change : changes) {
+      if (table.size() <= static_cast<size_t>(change.entry)) {
+        table.resize(static_cast<size_t>(change.entry) + 1, -1);
+      }
+      table[static_cast<size_t>(change.entry)] = change.value;
+    }
+  }
+  paging::Ticket mark_compute() override { return ++tickets_[0]; }
+  void wait(paging::Lane, paging::Lane, paging::Ticket) override {}
+  paging::Ticket completed(paging::Lane lane) override {
+    return tickets_[static_cast<size_t>(lane)];
+  }
+  void drain() override {}
+  double exposed_seconds() override { return 0; }
+  void reset_statistics() override {}
+
+  struct Batch {
+    paging::Lane lane;
+    int64_t pages;
+  };
+  std::vector<Batch> batches;
+  std::vector<int32_t> table;  // what kernels would read, built from the changes alone
+
+ private:
+  std::byte* device_;
+  std::byte* host_;
+  int64_t slot_bytes_;
+  std::array<paging::Ticket, paging::kNumLanes> tickets_{};
+};
+
+}  // namespace oomb::testing

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "paging/page_manager.h"
+#include "support/page_oracle.h"
+#include "support/test_tiers.h"
+
+namespace oomb::testing {
+
+// Drives a page manager through random calls. Each is made up beforehand as a script (creations,
+// visits over ranges and lists, gradients read and dropped), because the manager wants to know its
+// visits; then it is played, some growths failing on the way. After every operation `check` runs.
+class RandomCalls {
+ public:
+  RandomCalls(TestTiers& tiers, PageOracle& oracle, uint64_t seed, bool inject_failures,
+              std::function<void()> check);
+
+  // Plays until this many operations are done.
+  void run(int64_t operations);
+
+  int64_t operations() const { return operations_; }
+  int64_t injected() const { return injected_; }
+
+ private:
+  struct Step {
+    enum class Kind : uint8_t { kCreate, kVisit, kReadGradients, kDrop } kind = Kind::kCreate;
+    int32_t layer = 0;
+    int64_t begin = 0;
+    int64_t end = 0;
+    int32_t visit = -1;
+    paging::PageManager::PageList list = std::nullopt;
+    bool announced = false;  // list set beforehand, not given with the acquire
+  };
+
+  int64_t below(int64_t limit) {
+    return static_cast<int64_t>(random_() % static_cast<uint64_t>(limit));
+  }
+  void begin_call();
+  void play(const Step& step);
+  void visit(const Step& step);
+  // Runs one operation; if an injected failure hits it, checks and runs it again without.
+  void operate(const std::function<void()>& operation);
+  template <typename Visitor>
+  void for_each(int64_t begin, int64_t end, Visitor visitor) const;
+
+  TestTiers& tiers_;
+  PageOracle& oracle_;
+  std::mt19937_64 random_;
+  bool inject_failures_;
+  std::function<void()> check_;
+  int64_t operations_ = 0;
+  int64_t injected_ = 0;
+
+  paging::PageSpace space_;
+  int grad_slots_ = 1;
+  std::vector<paging::Visit> visits_;
+  std::vector<Step> script_;
+};
+
+}  // namespace oomb::testing
