@@ -10,19 +10,9 @@
 #if OOMB_WITH_CUDA
 #include "attention/pages/pages.h"
 #include "attention/plain/plain.h"
+#include "attention/sm80/sm80.h"
 #include "attention/sm90/forward.h"
 #include "common/cuda_check.h"
-#if __has_include("attention/sm80/sm80.h")
-#include "attention/sm80/sm80.h"
-#else
-namespace oomb::attention::sm80 {
-static bool forward_supported(const ForwardParams&) { return false; }
-static bool backward_supported(const BackwardParams&) { return false; }
-static void forward(const ForwardParams&) {}
-static void backward(const BackwardParams&) {}
-static int64_t backward_workspace_bytes(const BackwardParams&) { return 0; }
-}  // namespace oomb::attention::sm80
-#endif
 #if __has_include("attention/sm90/backward_cuda.cpp")
 #include "attention/sm90/backward.h"
 #else
@@ -142,7 +132,7 @@ void warn_once(const Shape& shape, DType dtype) {
   if (hook) {
     hook(concat("attention with ", describe(shape, dtype),
                 " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
-                "Fast ones take bfloat16 or float16, head dim 64 or 128, and pages of 64 or 128 "
+                "Fast ones take bfloat16 or float16, head dim 64, 96 or 128, and pages of 64 or 128 "
                 "tokens"));
   }
 }

@@ -72,6 +72,23 @@ struct GradientPage {
     }
   }
 
+  // Two neighbouring elements, the first of them even. Not for kFloat64.
+  __device__ void add_pair(int64_t element, float x, float y) const {
+    if (data == nullptr) return;
+    if (dtype == DType::kFloat32) {
+      float2* place = reinterpret_cast<float2*>(static_cast<float*>(data) + element);
+      const float2 sum = *place;
+      *place = make_float2(sum.x + x, sum.y + y);
+    } else {
+      __nv_bfloat162* place =
+          reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(data) + element);
+      const float2 sum = __bfloat1622float2(*place);
+      *place = __nv_bfloat162(
+          round_stochastically(sum.x + x, rounding_counter(seed, batch, page, kind, element)),
+          round_stochastically(sum.y + y, rounding_counter(seed, batch, page, kind, element + 1)));
+    }
+  }
+
  private:
   __device__ void add_bfloat16(int64_t element, float value) const {
     __nv_bfloat16* place = static_cast<__nv_bfloat16*>(data) + element;

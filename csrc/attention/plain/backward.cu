@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(C::kThreads) dq_kernel(const BackwardParams p)
                  kv_head * p.k_strides.head;
     const T* v = static_cast<const T*>(p.v) + batch * p.v_strides.batch +
                  kv_head * p.v_strides.head;
-    const int end = query.first + query.rows;
+    const int end = own_key_end(p.visibility, num_past, batch, query);
     for (int key = 0; key < end; key += C::kTile) {
       add(k + key * p.k_strides.token, v + key * p.v_strides.token, p.k_strides.token,
           p.v_strides.token, num_past + key, min(C::kTile, end - key));
@@ -231,6 +231,9 @@ __global__ void __launch_bounds__(C::kThreads) dkv_kernel(const BackwardParams p
     row0 = blockIdx.x * C::kTile;
     first = num_past + row0;
     count = static_cast<int>(min(int64_t{C::kTile}, p.shape.chunk - row0));
+    if (p.visibility.num_keys != nullptr) {
+      count = max(0, min(count, p.visibility.num_keys[batch] - first));
+    }
     k_stride = p.k_strides.token;
     v_stride = p.v_strides.token;
     k = static_cast<const T*>(p.k) + batch * p.k_strides.batch + kv_head * p.k_strides.head +
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(C::kThreads) dkv_kernel(const BackwardParams p
   const A scale = static_cast<A>(p.scale);
   for (int i = 0; i < C::kRows; ++i) {
     const int key = y + i * C::kWidth;
-    if (key >= count) continue;
+    if (kOwn ? row0 + key >= p.shape.chunk : key >= count) continue;
 #pragma unroll
     for (int c = 0; c < C::kColumns; ++c) {
       const int d = x + c * C::kWidth;

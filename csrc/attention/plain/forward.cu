@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(C::kThreads) forward_kernel(const ForwardParam
                  kv_head * p.k_strides.head;
     const T* v = static_cast<const T*>(p.v) + batch * p.v_strides.batch +
                  kv_head * p.v_strides.head;
-    const int end = query.first + query.rows;  // causal
+    const int end = own_key_end(p.visibility, num_past, batch, query);
     for (int key = 0; key < end; key += C::kTile) {
       const int count = min(C::kTile, end - key);
       if (num_past + key + count <= first_visible) continue;

@@ -1,0 +1,19 @@
+#pragma once
+
+// The stages of the backward, each compiled on its own; sm80_cuda.cpp strings them together.
+
+#include "attention/params.h"
+#include "attention/sm80/backward_plan.h"
+
+namespace oomb::attention::sm80 {
+
+void delta_bfloat16(const BackwardParams& params);
+void delta_float16(const BackwardParams& params);
+
+void dq_bfloat16(const BackwardParams& params);
+void dq_float16(const BackwardParams& params);
+
+void dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
+void dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
+
+}  // namespace oomb::attention::sm80

@@ -1,0 +1,17 @@
+#include "attention/device/delta.cuh"
+#include "attention/sm80/backward.h"
+#include "attention/sm80/backward_dq_kernel.cuh"
+
+namespace oomb::attention::sm80 {
+
+void delta_float16(const BackwardParams& params) { device::compute_delta<__half>(params); }
+
+void dq_float16(const BackwardParams& params) {
+  switch (params.shape.head_dim) {
+    case 64: return launch_dq<__half, 64>(params);
+    case 96: return launch_dq<__half, 96>(params);
+    default: return launch_dq<__half, 128>(params);
+  }
+}
+
+}  // namespace oomb::attention::sm80

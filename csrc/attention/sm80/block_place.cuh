@@ -1,0 +1,19 @@
+#pragma once
+
+namespace oomb::attention::sm80 {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Which tile, head and sequence a block works on. Read from the special registers anew each time, so
+// that nothing of it stays in registers through a main loop that has none to spare.
+struct BlockPlace {
+  int x, head, batch;
+
+  __device__ BlockPlace() {
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(head));
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(batch));
+  }
+};
+
+}  // namespace oomb::attention::sm80

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "attention/params.h"
+
+namespace oomb::attention::sm80 {
+
+void forward_bfloat16(const ForwardParams& params);
+void forward_float16(const ForwardParams& params);
+
+}  // namespace oomb::attention::sm80

@@ -1,0 +1,8 @@
+#include "attention/sm80/forward.h"
+#include "attention/sm80/forward_kernel.cuh"
+
+namespace oomb::attention::sm80 {
+
+void forward_bfloat16(const ForwardParams& params) { launch_forward<__nv_bfloat16>(params); }
+
+}  // namespace oomb::attention::sm80

@@ -1,0 +1,8 @@
+#include "attention/sm80/forward.h"
+#include "attention/sm80/forward_kernel.cuh"
+
+namespace oomb::attention::sm80 {
+
+void forward_float16(const ForwardParams& params) { launch_forward<__half>(params); }
+
+}  // namespace oomb::attention::sm80

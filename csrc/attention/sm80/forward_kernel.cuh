@@ -1,0 +1,315 @@
+#pragma once
+
+// Forward. A block of four warps owns kRowTiles * 64 queries of one head, a warp kRowTiles * 16 of
+// them. Keys and values stream through two stages of shared memory, 64 keys at a time:
+//
+//   shared: | Q | K0 V0 | K1 V1 |          one barrier per tile: tile j has arrived and tile j - 1 is
+//   tile j: wait, start copying j + 1,     done with, so its stage may be overwritten
+//           S = Q K^T, softmax, O += P V
+//
+// The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P V.
+
+#include "attention/device/numeric.cuh"
+#include "attention/device/ptx.cuh"
+#include "attention/device/tile.cuh"
+#include "attention/sm80/block_place.cuh"
+#include "attention/sm80/key_tiles.cuh"
+#include "attention/sm80/loads.cuh"
+#include "common/cuda_check.h"
+
+namespace oomb::attention::sm80 {
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: finite, see softmax
+
+template <int kDim, int kRowTiles>
+struct ForwardShape {
+  using Tile = device::Tile<kDim>;
+  static constexpr int kRows = kRowTiles * 64;
+  static constexpr int kMatrixBytes = Tile::bytes(kKeys);
+  static constexpr int kQueryBytes = Tile::bytes(kRows);
+  static constexpr int kStageBytes = 2 * kMatrixBytes;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
+};
+
+// Grid: (query tiles, query heads, batch).
+template <typename T, int kDim, int kRowTiles>
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParams p) {
+  using F = ForwardShape<kDim, kRowTiles>;
+  using Tile = device::Tile<kDim>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  __shared__ KeyTiles tiles;
+  const uint32_t shared = device::shared_address(shared_memory);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int batch = blockIdx.z, head = blockIdx.y;
+  const int kv_head = head / static_cast<int>(p.shape.query_heads / p.shape.kv_heads);
+  const int chunk = static_cast<int>(p.shape.chunk);
+  const int query_first = blockIdx.x * F::kRows;
+
+  load_rows<kDim, F::kRows>(shared,
+                            static_cast<const T*>(p.q) + batch * p.q_strides.batch +
+                                head * p.q_strides.head + query_first * p.q_strides.token,
+                            p.q_strides.token, chunk - query_first);
+  tiles.start(p, batch, kv_head, query_first, F::kRows);
+
+  // Lane's rows: row(m, r) = row0 + m * 16 + r * 8 of the tile.
+  float acc[kRowTiles][kDim / 8][4];
+  float highest[kRowTiles][2], total[kRowTiles][2];
+  if (p.first_wave) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) highest[m][r] = kLowest, total[m][r] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[m][n][c] = 0.0f;
+      }
+    }
+  } else {
+    const int row0 = warp * kRowTiles * 16 + lane / 4;
+    const int64_t state_row = (int64_t{batch} * p.shape.query_heads + head) * chunk + query_first;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row0 + m * 16 + r * 8;
+        const bool inside = query_first + row < chunk;
+        const int64_t index = state_row + (inside ? row : 0);
+        highest[m][r] = static_cast<const float*>(p.state.max)[index];
+        total[m][r] = static_cast<const float*>(p.state.sum)[index];
+        const float* source =
+            static_cast<const float*>(p.state.acc) + index * kDim + (lane % 4) * 2;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          const float2 pair = *reinterpret_cast<const float2*>(source + n * 8);
+          acc[m][n][2 * r] = pair.x;
+          acc[m][n][2 * r + 1] = pair.y;
+        }
+      }
+    }
+  }
+
+  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const auto start_copies = [&](int index) {
+    const KeyTile& tile = tiles.ring[index % 4];
+    if (tile.rows == 0) return;
+    const uint32_t target = shared + F::kQueryBytes + index % 2 * F::kStageBytes;
+    load_rows<kDim, kKeys>(target, static_cast<const T*>(tile.k), tile.k_stride, tile.rows);
+    load_rows<kDim, kKeys>(target + F::kMatrixBytes, static_cast<const T*>(tile.v), tile.v_stride,
+                           tile.rows);
+  };
+
+  start_copies(0);
+  device::commit_copies();
+  for (int index = 0; tiles.ring[index % 4].rows > 0; ++index) {
+    device::wait_copies<0>();
+    __syncthreads();
+    start_copies(index + 1);
+    if (lane == 0 && warp == index % 4) tiles.describe<true>(p, index + 2);
+    device::commit_copies();
+    const uint32_t stage = shared + F::kQueryBytes + index % 2 * F::kStageBytes;
+
+    // S = Q K^T
+    float scores[kRowTiles][kKeys / 8][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[m][n][c] = 0.0f;
+      }
+    }
+    const uint32_t query_base = shared + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
+    const uint32_t key_base = stage + Tile::block_b(lane);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        device::load_matrices(a[m], (query_base ^ (k * 32)) + m * 16 * Tile::kRowBytes);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];
+        device::load_matrices(b, (key_base ^ (k * 32)) + n * 16 * Tile::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          device::multiply<T>(scores[m][2 * n], a[m], b[0], b[1]);
+          device::multiply<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+
+    // What a row must not see. Most tiles need nothing.
+    if (tiles.ring[index % 4].masked) {
+      const int first = tiles.ring[index % 4].first, end = tiles.ring[index % 4].end;
+      const BlockPlace place;
+      const int row0 = place.x * F::kRows + warp * kRowTiles * 16 + lane / 4;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const auto keys = device::visible_keys(
+              p.shape, p.visibility, static_cast<int>(p.past.num_tokens), place.batch,
+              row0 + m * 16 + r * 8);
+          const int low = keys.begin - first - (lane % 4) * 2;
+          const int high = min(keys.end, end) - first - (lane % 4) * 2;
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              if (n * 8 + c < low || n * 8 + c >= high) scores[m][n][2 * r + c] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+
+    // Online softmax in base 2. A row without a key so far has the finite maximum kLowest, so that
+    // differences are never -inf - -inf, and 2^(-inf - kLowest) = 0.
+    bool moved = false;
+    float factor[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float top = scores[m][0][2 * r];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          top = fmaxf(top, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        top = fmaxf(top * scale, highest[m][r]);
+        factor[m][r] = device::exp2_fast(highest[m][r] - top);
+        moved |= top != highest[m][r];
+        highest[m][r] = top;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& score = scores[m][n][2 * r + c];
+            score = device::exp2_fast(fmaf(score, scale, -top));
+            sum += score;
+          }
+        }
+        // Summed over the row's four lanes here, not at the end: the carried sum must not depend on
+        // where a wave ends.
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        total[m][r] = fmaf(total[m][r], factor[m][r], sum);
+      }
+    }
+    // Multiplying by one changes nothing, so a warp whose maxima all stay may skip it.
+    if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[m][n][c] *= factor[m][c / 2];
+        }
+      }
+    }
+
+    // O += P V
+    const uint32_t value_base = stage + F::kMatrixBytes + Tile::block_a(lane);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        a[m][0] = device::pack<T>(scores[m][2 * k][0], scores[m][2 * k][1]);
+        a[m][1] = device::pack<T>(scores[m][2 * k][2], scores[m][2 * k][3]);
+        a[m][2] = device::pack<T>(scores[m][2 * k + 1][0], scores[m][2 * k + 1][1]);
+        a[m][3] = device::pack<T>(scores[m][2 * k + 1][2], scores[m][2 * k + 1][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n) {
+        uint32_t b[4];
+        device::load_matrices_transposed(b,
+                                         (value_base ^ (n * 32)) + k * 16 * Tile::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          device::multiply<T>(acc[m][2 * n], a[m], b[0], b[1]);
+          device::multiply<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  const BlockPlace place;
+  const int row0 = place.x * F::kRows + warp * kRowTiles * 16 + lane / 4;
+  const int64_t state_row = (place.batch * p.shape.query_heads + place.head) * p.shape.chunk;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0 + m * 16 + r * 8;
+      if (row >= p.shape.chunk) continue;
+      if (p.last_wave) {
+        const float sum = total[m][r];
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        T* o = static_cast<T*>(p.o) + place.batch * p.o_strides.batch + place.head * p.o_strides.head +
+               row * p.o_strides.token + (lane % 4) * 2;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          *reinterpret_cast<uint32_t*>(o + n * 8) =
+              device::pack<T>(acc[m][n][2 * r] * inverse, acc[m][n][2 * r + 1] * inverse);
+        }
+        if (lane % 4 == 0) {
+          static_cast<float*>(p.lse)[state_row + row] =
+              sum > 0.0f ? highest[m][r] * kLn2 + logf(sum) : -INFINITY;
+        }
+      } else {
+        float* target = static_cast<float*>(p.state.acc) + (state_row + row) * kDim + (lane % 4) * 2;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          *reinterpret_cast<float2*>(target + n * 8) =
+              make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
+        }
+        if (lane % 4 == 0) {
+          static_cast<float*>(p.state.max)[state_row + row] = highest[m][r];
+          static_cast<float*>(p.state.sum)[state_row + row] = total[m][r];
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int kDim, int kRowTiles>
+void launch_forward(const ForwardParams& params) {
+  using F = ForwardShape<kDim, kRowTiles>;
+  const auto kernel = forward_kernel<T, kDim, kRowTiles>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  F::kSharedBytes),
+             "cudaFuncSetAttribute");
+  const dim3 grid(ceil_div(params.shape.chunk, F::kRows), params.shape.query_heads,
+                  params.shape.batch);
+  kernel<<<grid, kThreads, F::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(params);
+  check_launch("attention_forward (sm80)");
+}
+
+// A tile of queries must not cross a query block where each block has its own page list.
+template <typename T, int kDim>
+void launch_forward(const ForwardParams& params) {
+  if (params.past.selection != nullptr && params.shape.page_size < 128) {
+    launch_forward<T, kDim, 1>(params);
+  } else {
+    launch_forward<T, kDim, 2>(params);
+  }
+}
+
+template <typename T>
+void launch_forward(const ForwardParams& params) {
+  switch (params.shape.head_dim) {
+    case 64: return launch_forward<T, 64>(params);
+    case 96: return launch_forward<T, 96>(params);
+    default: return launch_forward<T, 128>(params);
+  }
+}
+
+}  // namespace oomb::attention::sm80

@@ -1,0 +1,65 @@
+#include "attention/sm80/sm80.h"
+
+#include "attention/sm80/backward.h"
+#include "attention/sm80/forward.h"
+#include "common/error.h"
+
+namespace oomb::attention::sm80 {
+namespace {
+
+// Copies are 16 bytes wide: every row must start at a multiple of that.
+bool aligned(const void* pointer, const Strides& strides) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && strides.batch % 8 == 0 &&
+         strides.head % 8 == 0 && strides.token % 8 == 0;
+}
+
+template <typename Params>
+bool supported(const Params& p) {
+  const bool type = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
+  const int64_t dim = p.shape.head_dim, page = p.shape.page_size;
+  return type && (dim == 64 || dim == 96 || dim == 128) && (page == 64 || page == 128) &&
+         aligned(p.q, p.q_strides) && aligned(p.k, p.k_strides) && aligned(p.v, p.v_strides) &&
+         aligned(p.o, p.o_strides) && reinterpret_cast<uintptr_t>(p.past.kv_pool) % 16 == 0 &&
+         p.past.kv_slot_bytes % 16 == 0;
+}
+
+}  // namespace
+
+bool forward_supported(const ForwardParams& params) { return supported(params); }
+
+bool backward_supported(const BackwardParams& params) {
+  const DType gradients = params.grads.dtype;
+  return supported(params) && aligned(params.d_o, params.do_strides) &&
+         aligned(params.dq, params.dq_strides) && aligned(params.dk, params.dk_strides) &&
+         aligned(params.dv, params.dv_strides) &&
+         (gradients == DType::kFloat32 || gradients == DType::kBFloat16) &&
+         reinterpret_cast<uintptr_t>(params.grads.dkv_pool) % 16 == 0 &&
+         params.grads.dkv_unit_bytes % 16 == 0;
+}
+
+void forward(const ForwardParams& params) {
+  if (params.shape.batch == 0 || params.shape.chunk == 0) return;
+  if (params.dtype == DType::kFloat16) {
+    forward_float16(params);
+  } else {
+    forward_bfloat16(params);
+  }
+}
+
+int64_t backward_workspace_bytes(const BackwardParams& params) {
+  return BackwardPlan(params, nullptr).bytes;
+}
+
+void backward(const BackwardParams& params) {
+  if (params.shape.batch == 0 || params.shape.chunk == 0) return;
+  const BackwardPlan plan(params, params.workspace);
+  expect(params.workspace_bytes >= plan.bytes, "workspace",
+         concat("at least ", plan.bytes, " bytes"), params.workspace_bytes);
+  const bool half = params.dtype == DType::kFloat16;
+  if (params.first_wave) half ? delta_float16(params) : delta_bfloat16(params);
+  make_plan(params, plan);
+  half ? dkv_float16(params, plan) : dkv_bfloat16(params, plan);
+  half ? dq_float16(params) : dq_bfloat16(params);
+}
+
+}  // namespace oomb::attention::sm80

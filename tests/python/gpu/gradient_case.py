@@ -1,0 +1,308 @@
+"""A paged attention problem with gradients: pools, the reference in float64, PyTorch's own error."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomb import _C
+
+NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    batch: int = 1
+    kv_heads: int = 2
+    group: int = 3
+    chunk: int = 200
+    head_dim: int = 128
+    page_size: int = 128
+    past: int = 0
+    lists: str = "dense"  # "dense", "shared": one list for all heads, "per_head": one per kv head
+    budget: int = 3
+    window: int = 0
+    documents: bool = False
+    padding: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    dkv_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def pages(self) -> int:
+        return -(-self.past // self.page_size)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.chunk // self.page_size)
+
+    @property
+    def real(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+@dataclasses.dataclass
+class Result:
+    """What attention and its gradient give; dk and dv of past and chunk together."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+class Problem:
+    """Random inputs. Pages lie in shuffled slots, spare slots and padding hold NaN."""
+
+    def __init__(self, case: Case, slot_seed: int = 0, spare_slots: int = 3) -> None:
+        self.case = c = case
+        generator = torch.Generator("cuda").manual_seed(c.seed)
+
+        def normal(heads: int, tokens: int) -> Tensor:
+            shape = (c.batch, tokens, heads, c.head_dim)
+            values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64)
+            return values.to(c.dtype).transpose(1, 2)
+
+        heads = c.kv_heads * c.group
+        self.q, self.d_o = normal(heads, c.chunk), normal(heads, c.chunk)
+        self.k_all = normal(c.kv_heads, c.past + c.chunk)
+        self.v_all = normal(c.kv_heads, c.past + c.chunk)
+        self.d_lse = normal(heads, c.chunk)[..., 0].to(c.real).contiguous()
+        self.scale = c.head_dim**-0.5
+        self.first_key = self.num_keys = None
+        if c.documents:
+            rows = torch.arange(c.chunk, device="cuda")
+            starts = torch.full((c.batch, c.chunk), c.past // 3, device="cuda", dtype=torch.int32)
+            starts[:, rows >= c.chunk // 3] = c.past + c.chunk // 3
+            starts[:, rows >= 2 * c.chunk // 3] = c.past + 2 * c.chunk // 3
+            self.first_key = starts
+        if c.padding:
+            lengths = [c.past + c.chunk - 37 * (b + 1) for b in range(c.batch)]
+            self.num_keys = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            for b, length in enumerate(lengths):
+                self.k_all[b, :, length:] = self.v_all[b, :, length:] = float("nan")
+        self.k, self.v = self.k_all[:, :, c.past :], self.v_all[:, :, c.past :]
+        self._fill_pools(slot_seed, spare_slots)
+        self._choose_pages(generator)
+
+    def _fill_pools(self, slot_seed: int, spare_slots: int) -> None:
+        c = self.case
+        slots = c.batch * c.pages + spare_slots
+        tile = (c.kv_heads, c.page_size, c.head_dim)
+        self.pool = torch.full((slots, 2, *tile), float("nan"), device="cuda", dtype=c.dtype)
+        self.dkv_pool = torch.zeros(2 * slots, *tile, device="cuda", dtype=c.dkv_dtype)
+        shuffle = torch.Generator().manual_seed(slot_seed)
+        shape = (c.batch, c.pages)
+        order = torch.randperm(slots, generator=shuffle)[: c.batch * c.pages]
+        self.block_table = order.to(torch.int32).view(shape).cuda()
+        units = torch.randperm(2 * slots, generator=shuffle)[: 2 * c.batch * c.pages]
+        self.dkv_table = units.to(torch.int32).view(*shape, 2).contiguous().cuda()
+        for b, page in itertools.product(range(c.batch), range(c.pages)):
+            begin, end = page * c.page_size, min((page + 1) * c.page_size, c.past)
+            slot = self.pool[int(self.block_table[b, page])]
+            slot[:] = 0
+            slot[0, :, : end - begin] = self.k_all[b, :, begin:end]
+            slot[1, :, : end - begin] = self.v_all[b, :, begin:end]
+
+    def _choose_pages(self, generator: torch.Generator) -> None:
+        c = self.case
+        self.selection = None
+        if c.lists == "dense" or c.pages == 0:
+            return
+        shape = (c.batch, c.blocks, 1 if c.lists == "shared" else c.kv_heads)
+        count = min(c.budget, c.pages)
+        scores = torch.rand(*shape, c.pages, generator=generator, device="cuda")
+        chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+        self.selection = torch.full((*shape, c.budget), -1, device="cuda", dtype=torch.int32)
+        self.selection[..., :count] = chosen.to(torch.int32)
+
+    def visible(self) -> Tensor:
+        """[batch, query heads, chunk, past + chunk]: may the row see the key."""
+        c = self.case
+        rows = torch.arange(c.chunk, device="cuda")[:, None]
+        keys = torch.arange(c.past + c.chunk, device="cuda")[None, :]
+        seen = keys <= c.past + rows
+        if c.window > 0:
+            seen = seen & (keys > c.past + rows - c.window)
+        seen = seen[None, None].expand(c.batch, c.kv_heads, -1, -1).clone()
+        if self.first_key is not None:
+            seen &= (keys >= self.first_key[:, :, None])[:, None]
+        if self.num_keys is not None:
+            seen &= (keys < self.num_keys[:, None, None])[:, None]
+        if self.selection is not None:
+            listed = torch.zeros(*self.selection.shape[:3], c.pages + 1, device="cuda")
+            index = self.selection.long().masked_fill(self.selection < 0, c.pages)
+            listed = listed.scatter(-1, index, 1.0).bool()[..., : c.pages]
+            by_row = listed.repeat_interleave(c.page_size, dim=1)[:, : c.chunk]
+            by_key = by_row.repeat_interleave(c.page_size, dim=3)[..., : c.past]
+            seen[..., : c.past] &= by_key.transpose(1, 2)
+        return seen.repeat_interleave(c.group, dim=1)
+
+    def dense(self, dtype: torch.dtype) -> Result:
+        """The same by plain torch in `dtype`, gradients by autograd."""
+        c = self.case
+        leaves = [self.q, self.k_all, self.v_all]
+        q, k, v = (
+            t.nan_to_num(0.0).to(dtype).contiguous().requires_grad_() for t in leaves
+        )
+        seen = self.visible()
+        scores = (q @ k.repeat_interleave(c.group, dim=1).transpose(-1, -2)) * self.scale
+        scores = scores.masked_fill(~seen, float("-inf"))
+        empty = ~seen.any(dim=-1, keepdim=True)
+        lse = torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1)
+        p = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+        o = p @ v.repeat_interleave(c.group, dim=1)
+        d_lse = self.d_lse.to(dtype).masked_fill(empty[..., 0], 0.0)
+        grads = torch.autograd.grad([o, lse], [q, k, v], [self.d_o.to(dtype), d_lse.to(lse.dtype)])
+        return Result(o.detach(), lse.detach().masked_fill(empty[..., 0], float("-inf")), *grads)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that forward and backward share in all waves."""
+        c = self.case
+        return dict(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            scale=self.scale,
+            page_size=c.page_size,
+            window=c.window,
+            first_key=self.first_key,
+            num_keys=self.num_keys,
+            kv_pool=self.pool.data_ptr(),
+            kv_slot_bytes=self.pool[0].numel() * self.pool.element_size(),
+            kv_num_slots=self.pool.shape[0],
+            block_table=self.block_table,
+            num_past=c.past,
+            selection=self.selection,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+
+    def _waves(self, borders: tuple[int, ...]) -> list[dict[str, Any]]:
+        edges = [0, *borders, self.case.pages]
+        count = len(edges) - 1
+        return [
+            dict(
+                page_begin=begin,
+                page_end=end,
+                own_chunk=i == 0,
+                first_wave=i == 0,
+                last_wave=i == count - 1,
+            )
+            for i, (begin, end) in enumerate(itertools.pairwise(edges))
+        ]
+
+    def forward(self, borders: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        c = self.case
+        o = torch.full_like(self.q, float("nan"))
+        rows = self.q.shape[:3]
+        lse = torch.full(rows, float("nan"), device="cuda", dtype=c.real)
+        state = dict(
+            acc=torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real),
+            max=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
+            sum=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
+        )
+        for wave in self._waves(borders):
+            _C.attention_forward(**self.arguments(), **state, **wave, o=o, lse=lse)
+        return o, lse
+
+    def backward(
+        self, o: Tensor, lse: Tensor, borders: tuple[int, ...] = (), rounding_seed: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq and the chunk's dk, dv; the pages' are added to dkv_pool."""
+        c = self.case
+        dq = torch.full_like(self.q, float("nan"))
+        dk, dv = torch.full_like(self.k, float("nan")), torch.full_like(self.v, float("nan"))
+        dq_acc = torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real)
+        delta = torch.full(self.q.shape[:3], float("nan"), device="cuda", dtype=c.real)
+        for wave in self._waves(borders):
+            _C.attention_backward(
+                **self.arguments(),
+                **wave,
+                o=o,
+                d_o=self.d_o,
+                lse=lse,
+                d_lse=self.d_lse,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                dkv_pool=self.dkv_pool.data_ptr(),
+                dkv_unit_bytes=self.dkv_pool[0].numel() * self.dkv_pool.element_size(),
+                dkv_table=self.dkv_table if c.pages else None,
+                dkv_dtype=NAMES[c.dkv_dtype],
+                rounding_seed=rounding_seed,
+                dq_acc=dq_acc,
+                delta=delta,
+                workspace=lambda size: torch.empty(size, device="cuda", dtype=torch.uint8),
+            )
+        return dq, dk, dv
+
+    def page_gradients(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of the past, gathered from the gradient pages."""
+        c = self.case
+        pages = self.dkv_pool[self.dkv_table.long()]  # [B, pages, 2, Hkv, P, D]
+        pages = pages.movedim(2, 0).transpose(2, 3).reshape(
+            2, c.batch, c.kv_heads, c.pages * c.page_size, c.head_dim
+        )
+        return pages[0, :, :, : c.past], pages[1, :, :, : c.past]
+
+    def run(self, borders: tuple[int, ...] = ()) -> Result:
+        """Ours. Gradient pages start at zero."""
+        self.dkv_pool.zero_()
+        o, lse = self.forward(borders)
+        dq, dk, dv = self.backward(o, lse, borders)
+        past_dk, past_dv = self.page_gradients()
+        return Result(
+            o,
+            lse,
+            dq,
+            torch.cat([past_dk.to(self.case.real), dk.to(self.case.real)], dim=2),
+            torch.cat([past_dv.to(self.case.real), dv.to(self.case.real)], dim=2),
+        )
+
+
+def check(case: Case) -> None:
+    """Against float64: for 16-bit types at most twice PyTorch's own error, else absolutely."""
+    problem = Problem(case)
+    ours = problem.run().tensors()
+    expected = problem.dense(torch.float64).tensors()
+    theirs = problem.dense(case.dtype).tensors()
+    for name, value in expected.items():
+        if name == "lse":
+            empty = value == float("-inf")
+            assert torch.equal(ours["lse"] == float("-inf"), empty)
+            assert (ours["o"][empty] == 0).all() and (ours["dq"][empty] == 0).all()
+            error = (ours["lse"].double() - value)[~empty].abs().max().item()
+            assert error <= (1e-12 if case.dtype == torch.float64 else 1e-3), f"lse: {error}"
+            continue
+        assert not ours[name].isnan().any(), f"{name} has NaN"
+        error = (ours[name].double() - value).abs().max().item()
+        largest = value.abs().max().item()
+        if case.dtype == torch.float64:
+            assert error <= 1e-11 * max(largest, 1.0), f"{name}: {error}"
+        elif case.dtype == torch.float32:
+            assert error <= 1e-5 * max(largest, 1.0), f"{name}: {error}"
+        else:
+            own = (theirs[name].double() - value).abs().max().item()
+            assert error <= 2 * own + 1e-6, f"{name}: error {error}, PyTorch's {own}"
+            x, y = ours[name].double().flatten(), value.flatten()
+            assert x @ y >= (1 - 1e-5) * x.norm() * y.norm(), f"{name}: {x @ y / x.norm() / y.norm()}"
+
+
+def check_bits(case: Case, borders: tuple[int, ...]) -> None:
+    """Neither waves, nor slots, nor a second run change a bit."""
+    problem = Problem(case)
+    once = problem.run().tensors()
+    for other in (problem.run(borders), problem.run(), Problem(case, slot_seed=7).run()):
+        for name, value in other.tensors().items():
+            assert torch.equal(value, once[name]), name
