@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from oomb.cli import bench
 from oomb.cli.doctor import doctor
 
 app = typer.Typer(
@@ -20,3 +21,4 @@ def main() -> None:
 
 
 app.command()(doctor)
+app.add_typer(bench.app, name="bench")

@@ -60,6 +60,7 @@ class Engine:
         self._closed = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
         self._test_switches: dict[str, object] = {}
+        self.selector_type: type[Selector] = Selector  # benches replace the choice
         self._probe()
 
     # Calls ----------------------------------------------------------------------------------------
@@ -158,6 +159,11 @@ class Engine:
             with loop.running():
                 seconds = loop.evaluate()
             return self._result(inputs, loss, attention, seconds, 0.0)
+
+    @property
+    def layer_windows(self) -> list[int]:
+        """Sliding window of each layer; 0: none."""
+        return [shape.window for shape in self._shapes]
 
     # Around calls ---------------------------------------------------------------------------------
 
@@ -320,7 +326,7 @@ class Engine:
         selector: Selector | None = None
         summaries: list[torch.Tensor | None] = [None] * len(windows)
         if isinstance(self.config.attention, TopKPages):
-            selector = Selector(self.config.attention, chunks, len(windows), max_pages)
+            selector = self.selector_type(self.config.attention, chunks, len(windows), max_pages)
             summaries = self._summaries(inputs.batch, max_pages, layout)
         pages = CallPages(
             manager=manager,

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from oomb.engine.inputs import IGNORED, CallInputs
 from oomb.hf.head import Head
 
-_SLICE_BYTES = 128 * 2**20  # of one slice's logits in fp32
+# Logits of one slice in fp32: small beside a chunk's activations, large enough for a fast product.
+_SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
 
 
 @dataclass
@@ -61,7 +62,7 @@ class ChunkLoss:
         weights = self.inputs.weights
         if weights is not None:
             weights = weights[:, begin:end].reshape(-1)
-        step = max(1, _SLICE_BYTES // (4 * self.vocab_size))
+        step = max(1, _SLICE_BYTES[hidden.device.type] // (4 * self.vocab_size))
         for part in rows.split(step):
             logits = self.head.logits(flat[part])
             if logits.dtype != torch.float64:

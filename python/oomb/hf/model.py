@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
+from oomb.hf.fused import fused_forwards, fused_layers
 from oomb.hf.head import Head
 from oomb.hf.interface import Handler, attention_handler, placeholder_mask
 from oomb.hf.rope import angles_of_call
@@ -43,12 +44,14 @@ class CausalModel:
         self.layers = _decoder_layers(self.decoder)
         self.layer_names = _names(self.decoder, self.layers)
         self.head = Head(self.causal, self.decoder)
-        self.vocab_size = int(self.causal.get_input_embeddings().weight.shape[0])
+        embedding: Any = self.causal.get_input_embeddings()
+        self.vocab_size = int(embedding.weight.shape[0])
         self._attention_layer: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for module in layer.modules():
                 self._attention_layer[id(module)] = index
         _refuse_routing(self.causal)
+        self._fused = fused_forwards(self.decoder, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +96,7 @@ class CausalModel:
         with ExitStack() as stack:
             stack.enter_context(attention_handler(self.decoder, handler))
             stack.enter_context(_without_checkpointing(self.causal))
+            stack.enter_context(fused_layers(self._fused))
             stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
             if run_layer is not None:
                 stack.enter_context(self._layers_through(run_layer))

@@ -1,0 +1,155 @@
+"""``oomb bench step``: what one training step costs, for model shapes by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from oomb import AllChunks, Config, Dense, Engine, SampledChunks, TopKPages
+from oomb.engine.results import Step
+from oomb.engine.selection import Selector
+from oomb.testing.selection import SyntheticSelector, UniformSelector
+from oomb.testing.shapes import SHAPES, ModelShape, random_model
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+_SELECTORS = {"model": Selector, "synthetic": SyntheticSelector, "uniform": UniformSelector}
+_PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, by the vendor's datasheet
+
+
+@app.callback()
+def main() -> None:
+    """Measure this machine."""
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "qwen2.5-7b",
+    tokens: Annotated[str, typer.Option(help="Lengths, such as 64K,128K.")] = "64K",
+    attention: Annotated[str, typer.Option(help="dense or topk.")] = "dense",
+    budget: Annotated[int, typer.Option(help="Pages per query block with topk.")] = 64,
+    selection: Annotated[str, typer.Option(help="model, synthetic or uniform.")] = "model",
+    keep: Annotated[float, typer.Option(help="Share of chunks swept (SpaCO); 1: all.")] = 1.0,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    device_memory: Annotated[str, typer.Option(help="Cap of the device tier; '' for none.")] = "",
+    host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
+    kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
+    layers: Annotated[int, typer.Option(help="Build fewer layers; 0: all.")] = 0,
+    steps: Annotated[int, typer.Option(help="Timed steps per length, after one to warm up.")] = 1,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
+) -> None:
+    """Time one step per length on random weights and tokens, warm-up excluded."""
+    if model not in SHAPES:
+        raise typer.BadParameter(f"model: expected one of {', '.join(SHAPES)}, got {model!r}")
+    if selection not in _SELECTORS:
+        raise typer.BadParameter(f"selection: expected {', '.join(_SELECTORS)}, got {selection!r}")
+    shape, lengths = SHAPES[model], [_length(text) for text in tokens.split(",")]
+    config = Config(
+        chunk_size=chunk_size,
+        page_size=page_size,
+        attention=Dense() if attention == "dense" else TopKPages(budget=budget),
+        backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
+        device_memory=device_memory or None,
+        host_memory=host_memory or None,
+        kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    network = random_model(
+        shape, device=device, dtype=dtype, positions=max(lengths), layers=layers or None
+    )
+    rows = []
+    with Engine(network, config) as engine:
+        engine.selector_type = _SELECTORS[selection]
+        _timed(engine, network, shape, 2 * chunk_size + 1)  # compile, load and tune kernels
+        for length in lengths:
+            for _ in range(steps):
+                row = _timed(engine, network, shape, length)
+                row |= {"model": model, "attention": attention, "selection": selection}
+                row |= {"device_memory": device_memory, "kv_grad_dtype": kv_grad_dtype}
+                rows.append(row)
+                _print(rows[-1:])
+                if out is not None:
+                    out.write_text(json.dumps({"formula": _FORMULA, "rows": rows}, indent=1))
+    _print(rows)
+
+
+_FORMULA = (
+    "MFU = (6 * linear weights * tokens + 3 * attention forward FLOP) / seconds / 989e12; "
+    "attention forward = 4 * query heads * head_dim * (query, key) pairs seen, per layer"
+)
+
+
+def _timed(engine: Engine, network: Any, shape: ModelShape, length: int) -> dict[str, Any]:
+    device = next(network.parameters()).device
+    ids = torch.randint(shape.vocabulary, (1, length), device=device)
+    network.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    result = engine.forward_backward(ids, ids)
+    loss = float(result.loss)
+    seconds = time.perf_counter() - began
+    row = _row(engine, shape, length, result, seconds) | {"loss": loss}
+    if device.type == "cuda":
+        row["torch_peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        free, total = torch.cuda.mem_get_info()
+        row["driver_used_bytes"] = total - free
+    return row
+
+
+def _row(
+    engine: Engine, shape: ModelShape, length: int, result: Step, seconds: float
+) -> dict[str, Any]:
+    layers = len(engine.layer_windows)
+    pairs = length * (length + 1) / 2
+    rule = engine.config.attention
+    if isinstance(rule, TopKPages):
+        own = engine.config.chunk_size / 2
+        pairs = min(pairs, length * (own + rule.budget * engine.config.page_size))
+    linear = shape.linear_weights * layers / shape.layers
+    flops = 6 * linear * length + 3 * 4 * shape.heads * shape.head_dim * pairs * layers
+    stats = vars(result.stats)
+    return {"tokens": length, "seconds": seconds, **stats} | {
+        "tokens_per_second": length / seconds,
+        "mfu": flops / seconds / _PEAK_FLOPS,
+    }
+
+
+def _length(text: str) -> int:
+    units = {"K": 1024, "M": 1024 * 1024}
+    text = text.strip().upper()
+    return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "tokens", "seconds", "fill", "sweep", "tok/s", "MFU", "device", "host", "H2D", "exposed"
+    )
+    for row in rows:
+        table.add_row(
+            f"{row['tokens']:,}",
+            f"{row['seconds']:.2f}",
+            f"{row['fill_seconds']:.2f}",
+            f"{row['sweep_seconds']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['mfu']:.3f}",
+            f"{row['device_peak_bytes'] / 2**30:.2f} GiB",
+            f"{row['host_peak_bytes'] / 2**30:.2f} GiB",
+            f"{row['h2d_bytes'] / 2**30:.2f} GiB",
+            f"{row['exposed_copy_seconds']:.2f} s",
+        )
+    Console(width=140).print(table)

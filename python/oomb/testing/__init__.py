@@ -1,0 +1,1 @@
+"""What tests, benches and examples share."""
