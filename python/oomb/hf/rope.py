@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,8 @@ from torch import nn
 from oomb.errors import UnsupportedModelError
 
 _CosSin = tuple[torch.Tensor, torch.Tensor]
+
+_FAR = 1_000_000  # positions beyond which fp32 angles are worth a warning
 
 
 def rotary_modules(decoder: nn.Module) -> list[nn.Module]:
@@ -97,3 +101,16 @@ def check_float64_angles(decoder: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{type(module).__name__}: rope_angles='float64' does not know its layout"
                 )
+
+
+def warn_of_far_positions(largest_position: int) -> bool:
+    """Warn where fp32 products of position and frequency are off by much; returns whether so."""
+    if largest_position <= _FAR:
+        return False
+    error = 2.0 ** (math.floor(math.log2(largest_position)) - 24)  # half a unit of the last place
+    warnings.warn(
+        f"position {largest_position}: the model computes rotary angles in fp32, off by up to "
+        f"{error:.2f} rad here; rope_angles='float64' computes them exactly",
+        stacklevel=5,
+    )
+    return True

@@ -114,8 +114,10 @@ def spread_weights(model: nn.Module, seed: int = 1) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator)
         with torch.no_grad():
-            if parameter.ndim == 1 or "norm" in name:
-                parameter.add_(0.2 * noise)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.2 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
             else:
