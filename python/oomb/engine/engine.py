@@ -28,7 +28,7 @@ from oomb.errors import Error
 from oomb.hf.interface import AttentionCall
 from oomb.hf.model import CausalModel
 from oomb.hf.probe import attention_shapes, check_against_stock
-from oomb.hf.rope import check_float64_angles
+from oomb.hf.rope import check_float64_angles, warn_of_far_positions
 
 _ACTIVATION_SHARE = (
     0.4  # of free memory that a chunk's activations may take before layers recompute
@@ -58,6 +58,7 @@ class Engine:
         self._recompute: bool | None = None
         self._step = 0
         self._closed = False
+        self._warned_of_positions = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
         self._test_switches: dict[str, object] = {}
         self.selector_type: type[Selector] = Selector  # benches replace the choice
@@ -239,13 +240,16 @@ class Engine:
     def _checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
         if self._closed:
             raise Error("engine: expected an open engine, got one that was closed")
-        return check_inputs(
+        inputs = check_inputs(
             input_ids,
             labels,
             vocab_size=self._model.vocab_size,
             device=self._model.device,
             **others,
         )
+        if self.config.rope_angles == "model" and not self._warned_of_positions:
+            self._warned_of_positions = warn_of_far_positions(inputs.largest_position)
+        return inputs
 
     def _chunks(self, tokens: int) -> Chunks:
         return Chunks(tokens, self.config.chunk_size, self.config.page_size)
@@ -497,7 +501,9 @@ class Engine:
             finally:
                 self.config = own
 
-        check_against_stock(self._model, tokens, chunked_logits)
+        # Under the caller's autocast the two would differ by its rounding.
+        with torch.autocast(self._model.device.type, enabled=False):
+            check_against_stock(self._model, tokens, chunked_logits)
         if self._manager is not None:
             self._manager.close()
             self._manager = None
