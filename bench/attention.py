@@ -1,13 +1,13 @@
 """Attention kernels beside the alternatives, in one process: TFLOP/s and ratios.
 
-    python bench/attention.py                     # Qwen2.5-7B heads, the shapes of docs/performance.md
-    python bench/attention.py --grid              # chunks, pasts, budgets, groups, head dims
+    python bench/attention.py              # Qwen2.5-7B heads, the shapes of docs/performance.md
+    python bench/attention.py --grid       # chunks, pasts, budgets, groups, head dims
     python bench/attention.py --json result.json
 
 Forward FLOPs are 4 * query_heads * head_dim per visible (query, key) pair, the causal part of the
-chunk counted half; backward 2.5 times that. Medians of CUDA-event times; inputs are random. SDPA has
-no causal mask for queries at the end of longer keys on every backend: there it runs unmasked over all
-keys and all pairs it computes are counted, which flatters it.
+chunk counted half; backward 2.5 times that. Medians of CUDA-event times; inputs are random. Not
+every SDPA backend has a causal mask for queries at the end of longer keys: SDPA runs unmasked over
+all keys, and all pairs it computes are counted, which flatters it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class Shape:
         return self.past // self.page_size
 
 
-HEADLINE = [
-    Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk in (4096, 8192)
-]
+HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk in (4096, 8192)]
 
 
 def grid() -> list[Shape]:

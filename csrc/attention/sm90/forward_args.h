@@ -24,11 +24,12 @@ struct ForwardArgs {
 
   int32_t batch, query_heads, kv_heads, group;
   int32_t chunk, num_past;
+  int32_t num_pages;             // ceil(num_past / page size)
   int32_t page_begin, page_end;  // of this wave, within the past
   int32_t window;
 
-  int32_t row_tiles;  // ceil(chunk / 128)
-  int32_t units;      // row_tiles * batch * query_heads
+  int32_t blocks;  // query blocks: ceil(chunk / page size)
+  int32_t units;   // set by the launcher
   bool heads_outermost;
   bool own_chunk, first_wave, last_wave;
 

@@ -12,11 +12,11 @@
 namespace oomb::attention::sm90 {
 namespace {
 
-constexpr int64_t kTileRows = 128;
+constexpr int kTaskRows = 64;  // of the kernel: query rows per warpgroup
 
 void expect_fits(const char* argument, int64_t value) {
-  expect(value >= 0 && value <= std::numeric_limits<int32_t>::max() / 2, argument,
-         "0 to 2^30 - 1", value);
+  expect(value >= 0 && value <= std::numeric_limits<int32_t>::max() / 2, argument, "0 to 2^30 - 1",
+         value);
 }
 
 void check(const ForwardParams& params) {
@@ -34,11 +34,12 @@ void check(const ForwardParams& params) {
   expect_fits("chunk", shape.chunk);
   const int64_t pages = ceil_div(past.num_tokens, shape.page_size);
   expect(past.page_begin >= 0 && past.page_end <= pages, "page_begin, page_end",
-         concat("pages of the past, 0 to ", pages),
-         concat(past.page_begin, " to ", past.page_end));
+         concat("pages of the past, 0 to ", pages), concat(past.page_begin, " to ", past.page_end));
   if (past.selection != nullptr) {
     expect(past.selection_heads == 1 || past.selection_heads == shape.kv_heads, "selection",
            concat("1 or ", shape.kv_heads, " heads"), past.selection_heads);
+    expect_fits("selection", shape.batch * ceil_div(shape.chunk, shape.page_size) *
+                                 past.selection_heads * past.budget);
   }
   for (const int64_t stride :
        {params.o_strides.batch, params.o_strides.head, params.o_strides.token}) {
@@ -46,8 +47,8 @@ void check(const ForwardParams& params) {
   }
   expect(reinterpret_cast<uintptr_t>(params.o) % 16 == 0, "o", "data aligned to 16 bytes",
          params.o);
-  const bool carried = params.state.acc != nullptr && params.state.max != nullptr &&
-                       params.state.sum != nullptr;
+  const bool carried =
+      params.state.acc != nullptr && params.state.max != nullptr && params.state.sum != nullptr;
   expect(carried || (params.first_wave && params.last_wave), "acc, max, sum",
          "a state to carry between waves", "none");
 }
@@ -70,7 +71,7 @@ void forward(const ForwardParams& params) {
 
   ForwardArgs args = {};
   args.q_map = make_token_map("q", params.q, params.q_strides, shape.batch, shape.query_heads,
-                              shape.chunk, shape.head_dim, kTileRows);
+                              shape.chunk, shape.head_dim, kTaskRows);
   if (params.own_chunk) {
     args.k_map = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
                                 shape.chunk, shape.head_dim, page);
@@ -98,12 +99,12 @@ void forward(const ForwardParams& params) {
   args.group = args.query_heads / args.kv_heads;
   args.chunk = static_cast<int32_t>(shape.chunk);
   args.num_past = static_cast<int32_t>(past.num_tokens);
+  args.num_pages = static_cast<int32_t>(ceil_div(past.num_tokens, shape.page_size));
   args.page_begin = static_cast<int32_t>(past.page_begin);
   args.page_end = static_cast<int32_t>(past.page_end);
-  args.row_tiles = static_cast<int32_t>(ceil_div(shape.chunk, kTileRows));
-  args.units = args.row_tiles * args.batch * args.query_heads;
-  // A long dense past should stream one kv head at a time; short units balance better if the longest
-  // of all heads come first.
+  args.blocks = static_cast<int32_t>(ceil_div(shape.chunk, shape.page_size));
+  // A long dense past should stream one kv head at a time; short units balance better if the
+  // longest of all heads come first.
   args.heads_outermost = past.selection == nullptr;
   args.own_chunk = params.own_chunk;
   args.first_wave = params.first_wave;

@@ -2,19 +2,29 @@
 
 // Attention forward on sm_90a.
 //
-// A thread block works through units; a unit is 128 query rows of one head against every tile of keys
-// they may see: the own chunk from right to left, then past pages in ascending order, one page a
-// tile. The order and the tiles depend on absolute positions alone, and the state after a tile is
-// exactly what a wave carries (acc, max, sum in fp32), so waves may end at any page.
+// A task is 64 query rows of one head against every tile of keys they may see: the own chunk from
+// right to left, then past pages in ascending order, one page a tile. The order and the tiles
+// depend on absolute positions alone, and the state after a tile is exactly what a wave carries
+// (acc, max, sum in fp32), so waves may end at any page.
 //
-//   warp 0           finds the tiles, loads Q, K, V       (warps 1-3 only give their registers away)
-//   warpgroup 1, 2   rows 0-63, 64-127 of the unit
+// A thread block works through units. A unit is one task per consumer warpgroup, all of one kv
+// head, and as tasks are ordered by query block, nearly always of one query block, thus of one page
+// list:
 //
-//   warpgroup 1   | S1 PV0 |  softmax 1  | S2 PV1 |  softmax 2  | ...     S = Q K^T, PV = P V
-//   warpgroup 2            | S1 PV0 |  softmax 1  | S2 PV1 |  ...
+//   pages of 128, group of 7, 2 consumers     block 0: [head 0 rows 0-63, 64-127] [head 1 ...] ...
+//   pages of 64,  group of 7, 2 consumers     block 0: [head 0, head 1] [2, 3] [4, 5] [6, block 1's
+//   0]
+//
+// A unit across two lists visits their union; each consumer passes over what it does not see.
+//
+//   warp 0             finds the tiles, loads Q, K, V     (warps 1-3 only give their registers
+//   away) warpgroup 1, 2..   consumers
+//
+//   consumer 0   | S1 PV0 |  softmax 1  | S2 PV1 |  softmax 2  | ...      S = Q K^T, PV = P V
+//   consumer 1            | S1 PV0 |  softmax 1  | S2 PV1 |  ...
 //
 // S of a tile is issued together with P V of the tile before, so the tensor cores have work during
-// the softmax, and two named barriers make the warpgroups take turns in issuing.
+// the softmax, and named barriers make the consumers take turns in issuing.
 //
 // Shared memory: Q, then stages of K and of V, each with a full and an empty barrier. A stage of K
 // carries a TileNote: which keys these are and how to treat them. A note kEnd closes a unit.
@@ -26,35 +36,58 @@
 
 #include "attention/sm90/forward_args.h"
 #include "attention/sm90/ptx/barrier.h"
+#include "attention/sm90/ptx/ldmatrix.h"
 #include "attention/sm90/ptx/tma.h"
 #include "attention/sm90/ptx/wgmma.h"
 #include "common/cuda_check.h"
+#include "common/math.h"
 
 namespace oomb::attention::sm90 {
 
-inline constexpr int kTileRows = 128;
-inline constexpr int kConsumers = 2;  // warpgroups
-inline constexpr int kForwardThreads = 128 * (1 + kConsumers);
+inline constexpr int kTaskRows = 64;
 inline constexpr uint32_t kAllLanes = 0xffffffff;
+
+template <int kHeadDim, int kTileKeys>
+struct ForwardConfig {
+  // Head dim 64 has half the matrix work per exponential: a third consumer hides more of them.
+  static constexpr int kConsumers = kHeadDim == 64 ? 3 : 2;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  // What the producer gives away must cover what the consumers take, or they wait for ever.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kTileKeys == 64 ? 56 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kTileKeys == 64 ? 152 : 160;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (1 + kConsumers) * kLaunchRegisters);
+  static constexpr int kStages = kTileKeys == 128 && kHeadDim == 128 ? 2 : 4;
+  // Reading Q from shared memory again for every tile costs power, and at 64 keys half the
+  // bandwidth.
+  static constexpr bool kQueriesInRegisters = kHeadDim == 128 || kTileKeys == 64;
+  // Where the tensor cores are not the limit, testing for factors of 1 is cheaper than multiplying.
+  static constexpr bool kTestFactors = kHeadDim == 64 || kTileKeys == 64;
+  static constexpr int kTasksPerBlock = kTileKeys / kTaskRows;  // and head; a page is a tile
+  static constexpr int kLists = kTasksPerBlock % kConsumers == 0 ? 1 : kConsumers;
+};
 
 struct TileNote {
   int32_t key;  // absolute index of the tile's first key
   int32_t flags;
 };
 
-inline constexpr int kSeenByFirst = 1;  // by any row of warpgroup 1; the next bit: of warpgroup 2
-inline constexpr int kMasked = 4;       // some key of it is hidden from some row
-inline constexpr int kOwn = 8;          // of the own chunk
-inline constexpr int kEnd = 16;         // no tile: the unit is complete
+inline constexpr int kSeen = 1;  // by some row of consumer 0; kSeen << i: of consumer i
+inline constexpr int kSeenByAny = 7;
+inline constexpr int kMasked = 8;  // some key of it is hidden from some row
+inline constexpr int kOwn = 16;    // of the own chunk
+inline constexpr int kEnd = 32;    // no tile: the unit is complete
 
 template <int kHeadDim, int kTileKeys>
 struct ForwardShared {
-  static constexpr int kStages = kTileKeys == 128 ? 2 : 4;
+  using Config = ForwardConfig<kHeadDim, kTileKeys>;
+  static constexpr int kStages = Config::kStages;
   static constexpr int kTileElements = kTileKeys * kHeadDim;
   static constexpr uint32_t kTileBytes = kTileElements * 2;
-  static constexpr uint32_t kQueryBytes = kTileRows * kHeadDim * 2;
+  static constexpr int kTaskElements = kTaskRows * kHeadDim;
 
-  __nv_bfloat16 q[kTileRows * kHeadDim];
+  __nv_bfloat16 q[Config::kConsumers][kTaskElements];
   __nv_bfloat16 k[kStages][kTileElements];
   __nv_bfloat16 v[kStages][kTileElements];
   uint64_t q_full, q_empty;
@@ -66,31 +99,47 @@ struct ForwardShared {
 // Position in a ring of stages.
 template <int kStages>
 struct Ring {
-  uint32_t stage = 0;
-  uint32_t phase = 0;
+  static_assert((kStages & (kStages - 1)) == 0);
+  uint32_t count = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return count / kStages % 2; }
+  __device__ __forceinline__ void advance() { ++count; }
 };
 
+struct Task {
+  int32_t head, row;  // first query row; at or past the chunk's end: no task
+};
+
+template <typename Config>
 struct Unit {
-  int32_t batch, head, kv_head, row;  // row: first query row
+  int32_t batch, kv_head;
+  int32_t first_task;  // among those of this kv head
 
   // Longest first: late rows see more of the own chunk. With heads_outermost all thread blocks
   // stream the same kv head at a time.
   __device__ __forceinline__ Unit(const ForwardArgs& args, int32_t index) {
-    const int32_t heads = args.heads_outermost ? args.group : args.batch * args.query_heads;
-    const int32_t outer = index / (args.row_tiles * heads);  // 0 unless heads_outermost
-    const int32_t inner = index % (args.row_tiles * heads);
-    row = (args.row_tiles - 1 - inner / heads) * kTileRows;
-    const int32_t flat = outer * heads + inner % heads;  // batch * query_heads + head
-    batch = flat / args.query_heads;
-    head = flat % args.query_heads;
-    kv_head = head / args.group;
+    const int32_t heads = args.batch * args.kv_heads;
+    const int32_t per_head = args.units / heads;
+    const int32_t flat = args.heads_outermost ? index / per_head : index % heads;
+    first_task = (args.heads_outermost ? index % per_head : index / heads) * Config::kConsumers;
+    batch = flat / args.kv_heads;
+    kv_head = flat % args.kv_heads;
+  }
+
+  __device__ __forceinline__ int32_t block(const ForwardArgs& args, int consumer) const {
+    constexpr int kHalves = Config::kTasksPerBlock;
+    return args.blocks - 1 - (first_task + consumer) / (args.group * kHalves);
+  }
+
+  // Order: query block (descending), head, half of the block.
+  __device__ __forceinline__ Task task(const ForwardArgs& args, int consumer) const {
+    constexpr int kHalves = Config::kTasksPerBlock;
+    const int32_t index = first_task + consumer;
+    const int32_t own_block = block(args, consumer);
+    const int32_t inner = index % (args.group * kHalves);
+    const int32_t row = (own_block * kHalves + inner % kHalves) * kTaskRows;
+    return {kv_head * args.group + inner / kHalves, own_block < 0 ? args.chunk : row};
   }
 };
 
@@ -121,18 +170,16 @@ __device__ __forceinline__ int32_t visible_key_end(const ForwardArgs& args, int3
 
 // ---------------------------------------------------------------------------------------- producer
 
-// What the rows of one consumer may see.
+// What the rows of a task may see.
 struct RowRange {
-  int32_t first_row, last_row;   // last_row < first_row: no rows
-  int32_t key_min, key_max;      // range of first_visible_key over the rows
+  int32_t last_row = -1;                   // the first is the multiple of 64 below; -1: no rows
+  int32_t key_min = INT_MAX, key_max = 0;  // range of first_visible_key over the rows
 
-  __device__ __forceinline__ RowRange(const ForwardArgs& args, int32_t batch, int32_t row,
-                                      int32_t lane) {
-    first_row = row;
-    last_row = min(row + kTileRows / kConsumers, args.chunk) - 1;
-    key_min = INT_MAX;
-    key_max = 0;
-    for (int32_t r = first_row + lane; r <= last_row; r += 32) {
+  __device__ __forceinline__ void find(const ForwardArgs& args, int32_t batch, int32_t row,
+                                       int32_t lane) {
+    if (row >= args.chunk) return;
+    last_row = min(row + kTaskRows, args.chunk) - 1;
+    for (int32_t r = row + lane; r <= last_row; r += 32) {
       const int32_t first = first_visible_key(args, batch, r);
       key_min = min(key_min, first);
       key_max = max(key_max, first);
@@ -141,117 +188,162 @@ struct RowRange {
     key_max = __reduce_max_sync(kAllLanes, key_max);
   }
 
-  // Flags of keys [begin, end) for these rows, of which the first `visible` are real.
+  // Flags of a tile of keys [begin, end) for these rows; keys from real_end on are hidden from all.
   __device__ __forceinline__ int flags(int32_t begin, int32_t end, int32_t real_end, bool own,
                                        int32_t num_past, int seen) const {
-    if (last_row < first_row || end <= key_min) return 0;
+    if (last_row < 0 || end <= key_min) return 0;
     if (own && begin > num_past + last_row) return 0;
+    const int32_t first_row = last_row / kTaskRows * kTaskRows;
     const bool masked =
         begin < key_max || end > real_end || (own && end - 1 > num_past + first_row);
     return seen | (masked ? kMasked : 0);
   }
 };
 
-// Walks page ids in ascending order, 32 at a time: one per lane, with its slot.
+// Walks the union of up to kLists ascending page lists. Lanes are divided into segments, one per
+// list; a lane holds one page of its segment's list, with its slot.
+//
+//   kLists = 2   [ list 0: 3 7 8 12 .. ][ list 1: 0 3 9 .. ]    left: lanes whose page is yet to
+//   come
+template <int kPageSize, int kLists>
 struct PageReader {
-  const int32_t* list;  // null: every page
-  int32_t next, end;    // positions in the list; without a list, pages
+  static constexpr int32_t kEveryPage = -1, kNoPage = -2;
+  int32_t list;  // of this lane's segment: its first position in args.selection, or one of these
+  int32_t next;  // position to read; without a list, page
+  uint32_t consumers;  // who reads this segment's list, a bit each
   int32_t page = 0, slot = 0;
-  uint32_t left = 0;  // lanes that hold a page yet to come
+  uint32_t left = 0;
 
-  __device__ __forceinline__ int32_t front(const ForwardArgs& args, const int32_t* table,
-                                           int32_t page_begin, int32_t page_end, int32_t num_pages,
-                                           int32_t lane) {
-    while (left == 0 && next < end) {
-      const int32_t position = next + lane;
-      next += 32;
-      page = position >= end ? -1 : list == nullptr ? position : list[position];
-      const bool wanted = page >= page_begin && page < page_end;
-      slot = wanted ? table[page] : 0;
-      // A page from the future or one that is not resident must never be read as something else.
-      if (page >= num_pages || static_cast<uint32_t>(slot) >= static_cast<uint32_t>(args.num_slots))
-        __trap();
-      left = __ballot_sync(kAllLanes, wanted);
+  // Reads on where a segment has no page left.
+  __device__ __forceinline__ void refill(const ForwardArgs& args, int32_t batch, int32_t page_begin,
+                                         int32_t real_end, int32_t lane) {
+    const int32_t page_end = min(args.page_end, (real_end + kPageSize - 1) / kPageSize);
+    while (true) {
+      const int32_t width = list == kEveryPage ? 32 : 32 / kLists;
+      const uint32_t segment = (kAllLanes >> (32 - width)) << lane / width * width;
+      const int32_t end = list == kEveryPage ? page_end : list == kNoPage ? 0 : args.budget;
+      const bool empty = (left & segment) == 0 && next < end;
+      if (!__any_sync(kAllLanes, empty)) return;
+      bool wanted = false;
+      if (empty) {
+        const int32_t position = next + lane % width;
+        next += width;
+        page = position >= end      ? -1
+               : list == kEveryPage ? position
+                                    : args.selection[list + position];
+        wanted = page >= page_begin && page < page_end;
+        slot = wanted ? args.block_table[batch * args.table_stride + page] : 0;
+        // A page from the future or one that is not resident must never be read as something else.
+        if (page >= args.num_pages ||
+            static_cast<uint32_t>(slot) >= static_cast<uint32_t>(args.num_slots)) {
+          __trap();
+        }
+      }
+      left |= __ballot_sync(kAllLanes, wanted);
     }
-    return left == 0 ? INT_MAX : __shfl_sync(kAllLanes, page, __ffs(left) - 1);
   }
 
-  __device__ __forceinline__ int32_t front_slot() const {
-    return __shfl_sync(kAllLanes, slot, __ffs(left) - 1);
+  // The lowest page left, INT_MAX when there is none; the same in all lanes, as everything below.
+  __device__ __forceinline__ int32_t front(int32_t lane) const {
+    return __reduce_min_sync(kAllLanes, left >> lane & 1 ? page : INT_MAX);
   }
-  __device__ __forceinline__ void pop() { left &= left - 1; }
+
+  // Takes that page out of all lists: its slot and who listed it.
+  __device__ __forceinline__ void take(int32_t front, int32_t lane, int32_t& front_slot,
+                                       uint32_t& listed_by) {
+    const bool found = (left >> lane & 1) && page == front;
+    const uint32_t lanes = __ballot_sync(kAllLanes, found);
+    listed_by = __reduce_or_sync(kAllLanes, found ? consumers : 0);
+    front_slot = __shfl_sync(kAllLanes, slot, __ffs(lanes) - 1);
+    left &= ~lanes;
+  }
 };
 
 template <int kHeadDim, int kTileKeys>
 struct Producer {
   using Shared = ForwardShared<kHeadDim, kTileKeys>;
+  using Config = ForwardConfig<kHeadDim, kTileKeys>;
+  using Reader = PageReader<kTileKeys, Config::kLists>;
+  static constexpr int kConsumers = Config::kConsumers;
+  static constexpr uint32_t kAllConsumers = (1u << kConsumers) - 1;
   static constexpr int kBoxes = kHeadDim / 64;
   static constexpr int kBoxElements = kTileKeys * 64;
-  static constexpr int kLists = kTileRows / kTileKeys;  // query blocks in a unit
 
   const ForwardArgs& args;
   Shared& shared;
   const int32_t lane;
-  Ring<Shared::kStages> k_ring, v_ring;
+  RowRange rows = {};  // of consumer `lane`
+  uint32_t tile = 0;   // of all units
+  uint32_t turn = 0;   // units that came to their end, each with a note in the ring of K
+
+  __device__ __forceinline__ Ring<Shared::kStages> k_ring() const { return {tile + turn}; }
+  __device__ __forceinline__ Ring<Shared::kStages> v_ring() const { return {tile}; }
 
   // load(destination, map is K's, barrier, box) is called by one lane.
   template <typename Load>
   __device__ __forceinline__ void put(int32_t key, int flags, const Load& load) {
-    barrier_wait(&shared.k_empty[k_ring.stage], k_ring.phase ^ 1);
+    barrier_wait(&shared.k_empty[k_ring().stage()], k_ring().phase() ^ 1);
     if (lane == 0) {
-      shared.notes[k_ring.stage] = {key, flags};
-      uint64_t* barrier = &shared.k_full[k_ring.stage];
+      shared.notes[k_ring().stage()] = {key, flags};
+      uint64_t* barrier = &shared.k_full[k_ring().stage()];
       barrier_arrive_expect(barrier, Shared::kTileBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        load(&shared.k[k_ring.stage][box * kBoxElements], true, barrier, box);
+        load(&shared.k[k_ring().stage()][box * kBoxElements], true, barrier, box);
       }
     }
-    k_ring.advance();
-    barrier_wait(&shared.v_empty[v_ring.stage], v_ring.phase ^ 1);
+    barrier_wait(&shared.v_empty[v_ring().stage()], v_ring().phase() ^ 1);
     if (lane == 0) {
-      uint64_t* barrier = &shared.v_full[v_ring.stage];
+      uint64_t* barrier = &shared.v_full[v_ring().stage()];
       barrier_arrive_expect(barrier, Shared::kTileBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        load(&shared.v[v_ring.stage][box * kBoxElements], false, barrier, box);
+        load(&shared.v[v_ring().stage()][box * kBoxElements], false, barrier, box);
       }
     }
-    v_ring.advance();
+    ++tile;
     __syncwarp();
   }
 
   __device__ __forceinline__ void put_end() {
-    barrier_wait(&shared.k_empty[k_ring.stage], k_ring.phase ^ 1);
+    barrier_wait(&shared.k_empty[k_ring().stage()], k_ring().phase() ^ 1);
     if (lane == 0) {
-      shared.notes[k_ring.stage] = {0, kEnd};
-      barrier_arrive(&shared.k_full[k_ring.stage]);
+      shared.notes[k_ring().stage()] = {0, kEnd};
+      barrier_arrive(&shared.k_full[k_ring().stage()]);
     }
-    k_ring.advance();
+    ++turn;
     __syncwarp();
   }
 
-  __device__ __forceinline__ void own_chunk(const Unit& unit, const RowRange& first,
-                                            const RowRange& second, int32_t key_end) {
+  // Lane i judges for consumer i, whose rows it holds.
+  __device__ __forceinline__ int flags_of(int32_t key, int32_t real_end, bool own,
+                                          uint32_t listed_by) const {
+    const int flags = rows.flags(key, key + kTileKeys, real_end, own, args.num_past, kSeen << lane);
+    return __reduce_or_sync(kAllLanes, listed_by >> lane & 1 ? flags : 0);
+  }
+
+  __device__ __forceinline__ void own_chunk(const Unit<Config>& unit, int32_t key_min,
+                                            int32_t key_end) {
     const int32_t n = args.num_past;
-    const int32_t token_end = min(min(unit.row + kTileRows, args.chunk), key_end - n);
-    const int32_t token_begin = max(min(first.key_min, second.key_min) - n, 0);
+    const int32_t row_end = __reduce_max_sync(kAllLanes, rows.last_row) + 1;
+    const int32_t token_end = min(row_end, key_end - n);
+    const int32_t token_begin = max(key_min - n, 0);
     if (token_end <= token_begin) return;
-    for (int32_t tile = (token_end - 1) / kTileKeys; tile >= token_begin / kTileKeys; --tile) {
-      const int32_t key = n + tile * kTileKeys;
-      const int flags =
-          first.flags(key, key + kTileKeys, key_end, true, n, kSeenByFirst) |
-          second.flags(key, key + kTileKeys, key_end, true, n, kSeenByFirst << 1);
-      put(key, flags | kOwn,
+    for (int32_t own_tile = (token_end - 1) / kTileKeys; own_tile >= token_begin / kTileKeys;
+         --own_tile) {
+      const int flags = flags_of(n + own_tile * kTileKeys, key_end, true, kAllConsumers);
+      if (!(flags & kSeenByAny)) continue;
+      put(n + own_tile * kTileKeys, flags | kOwn,
           [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
-            tma_load_4d(to, is_key ? args.k_map : args.v_map, barrier, box * 64, tile * kTileKeys,
-                        unit.kv_head, unit.batch);
+            tma_load_4d(to, is_key ? args.k_map : args.v_map, barrier, box * 64,
+                        own_tile * kTileKeys, unit.kv_head, unit.batch);
           });
     }
   }
 
-  __device__ __forceinline__ void put_page(const Unit& unit, int32_t page, int32_t slot,
+  __device__ __forceinline__ void put_page(const Unit<Config>& unit, int32_t page, int32_t slot,
                                            int flags) {
+    if (!(flags & kSeenByAny)) return;
     const int32_t row = slot * args.rows_per_slot + unit.kv_head * kTileKeys;
     put(page * kTileKeys, flags,
         [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
@@ -260,87 +352,72 @@ struct Producer {
         });
   }
 
-  __device__ __forceinline__ void past_pages(const Unit& unit, const RowRange& first,
-                                             const RowRange& second, int32_t key_end) {
+  __device__ __forceinline__ void past_pages(const Unit<Config>& unit, int32_t key_min,
+                                             int32_t key_end) {
     const int32_t n = args.num_past;
     const int32_t real_end = min(key_end, n);
-    const int32_t num_pages = (n + kTileKeys - 1) / kTileKeys;
-    const int32_t page_begin =
-        max(args.page_begin, min(first.key_min, second.key_min) / kTileKeys);
-    const int32_t page_end = min(args.page_end, (real_end + kTileKeys - 1) / kTileKeys);
-    if (page_begin >= page_end) return;
-    const int32_t* table = args.block_table + unit.batch * args.table_stride;
+    const int32_t page_begin = max(args.page_begin, key_min / kTileKeys);
+    if (args.page_begin >= args.page_end) return;
 
-    const auto page_flags = [&](const RowRange& rows, int32_t page, int seen) {
-      return rows.flags(page * kTileKeys, (page + 1) * kTileKeys, real_end, false, n, seen);
-    };
-    const auto emit = [&](PageReader& reader, int32_t page, int flags) {
-      if (flags & (kSeenByFirst | kSeenByFirst << 1)) {
-        put_page(unit, page, reader.front_slot(), flags);
-      }
-    };
-    const auto front = [&](PageReader& reader) {
-      return reader.front(args, table, page_begin, page_end, num_pages, lane);
-    };
-
-    if (args.selection == nullptr || kLists == 1) {
-      PageReader reader{nullptr, page_begin, page_end};
-      if (args.selection != nullptr) reader = list_of(unit, unit.row / kTileKeys);
-      for (int32_t page; (page = front(reader)) != INT_MAX; reader.pop()) {
-        emit(reader, page,
-             page_flags(first, page, kSeenByFirst) | page_flags(second, page, kSeenByFirst << 1));
-      }
-    } else {
-      // Two query blocks with a list each: the union, every page once, seen by whom it concerns.
-      PageReader one = list_of(unit, unit.row / kTileKeys);
-      PageReader two = list_of(unit, unit.row / kTileKeys + 1);
-      while (true) {
-        const int32_t page_one = front(one), page_two = front(two);
-        const int32_t page = min(page_one, page_two);
-        if (page == INT_MAX) break;
-        int flags = 0;
-        if (page_one == page) flags |= page_flags(first, page, kSeenByFirst);
-        if (page_two == page) flags |= page_flags(second, page, kSeenByFirst << 1);
-        emit(page_one == page ? one : two, page, flags);
-        if (page_one == page) one.pop();
-        if (page_two == page) two.pop();
-      }
+    Reader reader = lists(unit);
+    if (args.selection == nullptr) reader = {Reader::kEveryPage, page_begin, kAllConsumers};
+    while (true) {
+      reader.refill(args, unit.batch, page_begin, real_end, lane);
+      const int32_t page = reader.front(lane);
+      if (page == INT_MAX) break;
+      int32_t slot;
+      uint32_t listed_by;
+      reader.take(page, lane, slot, listed_by);
+      put_page(unit, page, slot, flags_of(page * kTileKeys, real_end, false, listed_by));
     }
   }
 
-  __device__ __forceinline__ PageReader list_of(const Unit& unit, int32_t block) const {
-    const int32_t blocks = (args.chunk + kTileKeys - 1) / kTileKeys;
-    if (block >= blocks) return PageReader{args.selection, 0, 0};
+  __device__ __forceinline__ Reader lists(const Unit<Config>& unit) const {
+    constexpr int kWidth = 32 / Config::kLists;
+    const int32_t index = lane / kWidth;
+    const int32_t block = unit.block(args, index);
+    uint32_t consumers = 0;
+    bool mine = index < Config::kLists && block >= 0;
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
+      if (unit.block(args, i) != block) continue;
+      if (i < index) mine = false;  // an earlier segment reads the list that they share
+      consumers |= 1u << i;
+    }
     const int32_t head = args.selection_heads == 1 ? 0 : unit.kv_head;
-    const int64_t row =
-        (int64_t{unit.batch} * blocks + block) * args.selection_heads + head;
-    return PageReader{args.selection + row * args.budget, 0, args.budget};
+    const int32_t row = (unit.batch * args.blocks + block) * args.selection_heads + head;
+    return {mine ? row * args.budget : Reader::kNoPage, 0, consumers};
   }
 
   __device__ __forceinline__ void run() {
-    uint32_t q_phase = 1;
-    for (int32_t turn = 0;; ++turn) {
+    while (true) {
       const int32_t index = unit_of_turn(turn);
       if (index >= args.units) break;
-      const Unit unit(args, index);
+      const Unit<Config> unit(args, index);
 
-      barrier_wait(&shared.q_empty, q_phase);
-      q_phase ^= 1;
-      if (lane == 0) {
-        barrier_arrive_expect(&shared.q_full, Shared::kQueryBytes);
+      barrier_wait(&shared.q_empty, turn % 2 ^ 1);
+      if (lane == 0) barrier_arrive_expect(&shared.q_full, sizeof(shared.q));
+      rows = RowRange{};
+#pragma unroll 1
+      for (int i = 0; i < kConsumers; ++i) {
+        const Task task = unit.task(args, i);
+        if (lane == 0) {
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          tma_load_4d(&shared.q[box * kTileRows * 64], args.q_map, &shared.q_full, box * 64,
-                      unit.row, unit.head, unit.batch, CacheHint::kEvictFirst);
+          for (int box = 0; box < kBoxes; ++box) {
+            tma_load_4d(&shared.q[i][box * kTaskRows * 64], args.q_map, &shared.q_full, box * 64,
+                        task.row, task.head, unit.batch, CacheHint::kEvictFirst);
+          }
         }
+        RowRange range;
+        range.find(args, unit.batch, task.row, lane);
+        if (lane == i) rows = range;
       }
       __syncwarp();
 
-      const RowRange first(args, unit.batch, unit.row, lane);
-      const RowRange second(args, unit.batch, unit.row + kTileRows / kConsumers, lane);
+      const int32_t key_min = __reduce_min_sync(kAllLanes, rows.key_min);
       const int32_t key_end = visible_key_end(args, unit.batch);
-      if (args.own_chunk) own_chunk(unit, first, second, key_end);
-      past_pages(unit, first, second, key_end);
+      if (args.own_chunk) own_chunk(unit, key_min, key_end);
+      past_pages(unit, key_min, key_end);
       put_end();
     }
   }
@@ -365,7 +442,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
-// Lane q of a quad gives words [i] of columns 8i + 2q and gets the four words of columns 8q .. 8q + 7.
+// Lane q of a quad gives words [i] of columns 8i + 2q and gets the four words of columns 8q .. 8q
+// + 7.
 __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int32_t quad) {
 #pragma unroll
   for (int step = 1; step <= 2; ++step) {
@@ -373,8 +451,7 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int32_t quad) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
-      const uint32_t got =
-          __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + step], step);
+      const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + step], step);
       if (upper) {
         x[i] = got;
       } else {
@@ -387,16 +464,18 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int32_t quad) {
 template <int kHeadDim, int kTileKeys>
 struct Consumer {
   using Shared = ForwardShared<kHeadDim, kTileKeys>;
+  using Config = ForwardConfig<kHeadDim, kTileKeys>;
   static constexpr int kScores = kTileKeys / 2;  // registers of S per thread
   static constexpr int kOutputs = kHeadDim / 2;
 
   const ForwardArgs& args;
   Shared& shared;
-  const int32_t warpgroup;  // 0, 1
-  const int32_t thread;     // in the warpgroup
+  const int32_t consumer;
+  const int32_t thread;  // in the warpgroup
   Ring<Shared::kStages> k_ring, v_ring;
 
   // Registers that wgmma works on; rows a = thread's first, b = 8 further down.
+  uint32_t q[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float s[kScores];
   uint32_t p[kTileKeys / 4];
   float acc[kOutputs];
@@ -404,41 +483,59 @@ struct Consumer {
   int32_t first_a, first_b, end_a, end_b;  // visible keys of the own chunk; past: end_past
   int32_t end_past;
 
-  __device__ __forceinline__ Consumer(const ForwardArgs& args, Shared& shared, int32_t warpgroup)
-      : args(args), shared(shared), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
+  __device__ __forceinline__ Consumer(const ForwardArgs& args, Shared& shared, int32_t consumer)
+      : args(args), shared(shared), consumer(consumer), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ int32_t quad() const { return thread % 4; }
 
-  // One arrival per warp.
+  // One arrival per warp, after all its lanes are done.
   __device__ __forceinline__ void release(uint64_t* barrier) {
+    __syncwarp();
     if (thread % 32 == 0) barrier_arrive(barrier);
   }
 
-  // Taking turns: barrier 1 admits the first warpgroup to the tensor cores, barrier 2 the second.
-  __device__ __forceinline__ void turn_begin() { named_barrier_wait(1 + warpgroup, 256); }
-  __device__ __forceinline__ void turn_end() { named_barrier_arrive(2 - warpgroup, 256); }
+  // Taking turns: named barrier 1 + i admits consumer i to the tensor cores.
+  __device__ __forceinline__ void turn_begin() { named_barrier_wait(1 + consumer, 256); }
+  __device__ __forceinline__ void turn_end() {
+    named_barrier_arrive(consumer + 1 == Config::kConsumers ? 1 : 2 + consumer, 256);
+  }
 
   __device__ __forceinline__ TileNote wait_tile() {
-    barrier_wait(&shared.k_full[k_ring.stage], k_ring.phase);
-    const TileNote note = shared.notes[k_ring.stage];
+    barrier_wait(&shared.k_full[k_ring.stage()], k_ring.phase());
+    const TileNote note = shared.notes[k_ring.stage()];
     return {__shfl_sync(kAllLanes, note.key, 0), __shfl_sync(kAllLanes, note.flags, 0)};
   }
 
+  __device__ __forceinline__ void load_queries() {
+    const uint32_t warp_rows = shared_address(shared.q[consumer]) + thread / 32 * 16 * 128;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      load_operand_a(q[step], warp_rows + step / 4 * kTaskRows * 128, step % 4 * 16, thread % 32);
+    }
+    release(&shared.q_empty);
+  }
+
   __device__ __forceinline__ void issue_scores() {
-    const uint64_t q = operand_advance(operand_k_major(shared.q), warpgroup * (64 * 128));
     const uint64_t k =
-        operand_advance(operand_k_major(shared.k[0]), k_ring.stage * Shared::kTileBytes);
+        operand_advance(operand_k_major(shared.k[0]), k_ring.stage() * Shared::kTileBytes);
 #pragma unroll
     for (int d = 0; d < kHeadDim; d += 16) {
-      wgmma_ss<kTileKeys>(s, operand_advance(q, operand_k_step(d, kTileRows)),
-                          operand_advance(k, operand_k_step(d, kTileKeys)), d > 0);
+      const uint64_t k_step = operand_advance(k, operand_k_step(d, kTileKeys));
+      if constexpr (Config::kQueriesInRegisters) {
+        const auto& a = q[d / 16];
+        wgmma_rs<kTileKeys>(s, a[0], a[1], a[2], a[3], k_step, d > 0);
+      } else {
+        const uint64_t rows =
+            operand_advance(operand_k_major(shared.q[0]), consumer * (Shared::kTaskElements * 2));
+        wgmma_ss<kTileKeys>(s, operand_advance(rows, operand_k_step(d, kTaskRows)), k_step, d > 0);
+      }
     }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void issue_output() {
     const uint64_t v = operand_advance(operand_mn_major(shared.v[0], kTileKeys * 128),
-                                       v_ring.stage * Shared::kTileBytes);
+                                       v_ring.stage() * Shared::kTileBytes);
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
       wgmma_rs<kHeadDim, true>(acc, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
@@ -448,12 +545,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void scores_done() {
-    release(&shared.k_empty[k_ring.stage]);
+    release(&shared.k_empty[k_ring.stage()]);
     k_ring.advance();
   }
 
   __device__ __forceinline__ void output_done() {
-    release(&shared.v_empty[v_ring.stage]);
+    release(&shared.v_empty[v_ring.stage()]);
     v_ring.advance();
   }
 
@@ -511,6 +608,11 @@ struct Consumer {
   __device__ __forceinline__ void rescale_and_pack(float factor_a, float factor_b) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    // The maximum of a row rarely moves after its first tiles, and a product with 1 changes
+    // nothing.
+    if constexpr (Config::kTestFactors) {
+      if (__all_sync(kAllLanes, factor_a == 1 && factor_b == 1)) return;
+    }
 #pragma unroll
     for (int i = 0; i < kOutputs; i += 4) {
       acc[i] = __fmul_rn(acc[i], factor_a);
@@ -541,7 +643,7 @@ struct Consumer {
     turn_begin();
     wgmma_fence();
     issue_scores();
-    barrier_wait(&shared.v_full[v_ring.stage], v_ring.phase);
+    barrier_wait(&shared.v_full[v_ring.stage()], v_ring.phase());
     issue_output();
     turn_end();
     wgmma_wait<1>();
@@ -560,7 +662,7 @@ struct Consumer {
 
   // P V of the last tile.
   __device__ __forceinline__ void last_output() {
-    barrier_wait(&shared.v_full[v_ring.stage], v_ring.phase);
+    barrier_wait(&shared.v_full[v_ring.stage()], v_ring.phase());
     wgmma_fence();
     issue_output();
     wgmma_wait<0>();
@@ -573,12 +675,12 @@ struct Consumer {
     turn_begin();
     turn_end();
     scores_done();
-    barrier_wait(&shared.v_full[v_ring.stage], v_ring.phase);
+    barrier_wait(&shared.v_full[v_ring.stage()], v_ring.phase());
     output_done();
   }
 
   __device__ __forceinline__ void tiles() {
-    const int seen = kSeenByFirst << warpgroup;
+    const int seen = kSeen << consumer;
     TileNote note = wait_tile();
     while (true) {
       while (!(note.flags & (seen | kEnd))) {
@@ -602,10 +704,11 @@ struct Consumer {
       last_output();
     }
     scores_done();  // of the end note
-    release(&shared.q_empty);
+    if constexpr (!Config::kQueriesInRegisters) release(&shared.q_empty);
   }
 
-  __device__ __forceinline__ void begin(const Unit& unit, int32_t row_a, int32_t row_b) {
+  __device__ __forceinline__ void begin(const Unit<Config>& unit, int32_t head, int32_t row_a,
+                                        int32_t row_b) {
     const int32_t key_end = visible_key_end(args, unit.batch);
     end_past = min(key_end, args.num_past);
     end_a = min(key_end, args.num_past + row_a + 1);
@@ -618,7 +721,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) acc[i] = 0;
     if (args.first_wave) return;
-    const int64_t rows = (int64_t{unit.batch} * args.query_heads + unit.head) * args.chunk;
+    const int64_t rows = (int64_t{unit.batch} * args.query_heads + head) * args.chunk;
     if (row_a < args.chunk) load_state(rows + row_a, 0, max_a, sum_a);
     if (row_b < args.chunk) load_state(rows + row_b, 2, max_b, sum_b);
   }
@@ -648,11 +751,11 @@ struct Consumer {
   }
 
   // All lanes take part; `inside` says whether the row exists.
-  __device__ __forceinline__ void store_output(const Unit& unit, int32_t row, bool inside,
-                                               int offset, float max, float sum) {
+  __device__ __forceinline__ void store_output(const Unit<Config>& unit, int32_t head, int32_t row,
+                                               bool inside, int offset, float max, float sum) {
     const float factor = sum > 0 ? 1 / sum : 0;
     __nv_bfloat16* to = static_cast<__nv_bfloat16*>(args.o) + unit.batch * args.o_strides.batch +
-                        unit.head * args.o_strides.head + row * args.o_strides.token;
+                        head * args.o_strides.head + row * args.o_strides.token;
 #pragma unroll
     for (int block = 0; block < kHeadDim / 32; ++block) {
       uint32_t words[4];
@@ -668,50 +771,51 @@ struct Consumer {
       }
     }
     if (inside && quad() == 0) {
-      const int64_t rows = (int64_t{unit.batch} * args.query_heads + unit.head) * args.chunk;
+      const int64_t rows = (int64_t{unit.batch} * args.query_heads + head) * args.chunk;
       args.lse[rows + row] = sum > 0 ? max * args.scale + logf(sum) : -INFINITY;
     }
   }
 
-  __device__ __forceinline__ void end(const Unit& unit, int32_t row_a, int32_t row_b) {
+  __device__ __forceinline__ void end(const Unit<Config>& unit, int32_t head, int32_t row_a,
+                                      int32_t row_b) {
     if (args.last_wave) {
-      store_output(unit, row_a, row_a < args.chunk, 0, max_a, sum_a);
-      store_output(unit, row_b, row_b < args.chunk, 2, max_b, sum_b);
+      store_output(unit, head, row_a, row_a < args.chunk, 0, max_a, sum_a);
+      store_output(unit, head, row_b, row_b < args.chunk, 2, max_b, sum_b);
       return;
     }
-    const int64_t rows = (int64_t{unit.batch} * args.query_heads + unit.head) * args.chunk;
+    const int64_t rows = (int64_t{unit.batch} * args.query_heads + head) * args.chunk;
     if (row_a < args.chunk) store_state(rows + row_a, 0, max_a, sum_a);
     if (row_b < args.chunk) store_state(rows + row_b, 2, max_b, sum_b);
   }
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == 1) turn_end();  // admits the first warpgroup
-    uint32_t q_phase = 0;
+    if (consumer == Config::kConsumers - 1) turn_end();  // admits the first
     for (int32_t turn = 0;; ++turn) {
       const int32_t index = unit_of_turn(turn);
       if (index >= args.units) break;
-      const Unit unit(args, index);
-      const int32_t row_a = unit.row + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-      begin(unit, row_a, row_a + 8);
-      barrier_wait(&shared.q_full, q_phase);
-      q_phase ^= 1;
+      const Unit<Config> unit(args, index);
+      const Task task = unit.task(args, consumer);
+      const int32_t row_a = task.row + thread / 32 * 16 + thread % 32 / 4;
+      begin(unit, task.head, row_a, row_a + 8);
+      barrier_wait(&shared.q_full, turn % 2);
+      if constexpr (Config::kQueriesInRegisters) load_queries();
       tiles();
-      end(unit, row_a, row_a + 8);
+      end(unit, task.head, row_a, row_a + 8);
     }
   }
 };
 
 template <int kHeadDim, int kTileKeys>
-__global__ void __launch_bounds__(kForwardThreads, 1)
+__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kTileKeys>::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Shared = ForwardShared<kHeadDim, kTileKeys>;
+  using Config = ForwardConfig<kHeadDim, kTileKeys>;
   extern __shared__ char raw[];
-  Shared& shared =
-      *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
 
   const int32_t warpgroup = __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = 4 * kConsumers;
+    constexpr int kConsumerWarps = 4 * Config::kConsumers;
     barrier_init(&shared.q_full, 1);
     barrier_init(&shared.q_empty, kConsumerWarps);
     for (int i = 0; i < Shared::kStages; ++i) {
@@ -725,18 +829,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    registers_shrink<40>();
+    registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
       Producer<kHeadDim, kTileKeys>{args, shared, static_cast<int32_t>(threadIdx.x)}.run();
     }
   } else {
-    registers_grow<232>();
+    registers_grow<Config::kConsumerRegisters>();
     Consumer<kHeadDim, kTileKeys>(args, shared, warpgroup - 1).run();
   }
 }
 
 template <int kHeadDim, int kTileKeys>
-void launch_forward(const ForwardArgs& args, void* stream) {
+void launch_forward(ForwardArgs args, void* stream) {
+  using Config = ForwardConfig<kHeadDim, kTileKeys>;
   const auto kernel = forward_kernel<kHeadDim, kTileKeys>;
   constexpr int kBytes = sizeof(ForwardShared<kHeadDim, kTileKeys>) + 1024;
   int device = 0, processors = 0;
@@ -745,8 +850,11 @@ void launch_forward(const ForwardArgs& args, void* stream) {
              "cudaDeviceGetAttribute");
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "cudaFuncSetAttribute");
+  const int64_t tasks = int64_t{args.blocks} * Config::kTasksPerBlock * args.group;
+  args.units =
+      static_cast<int32_t>(ceil_div(tasks, Config::kConsumers)) * args.batch * args.kv_heads;
   const int blocks = args.units < processors ? args.units : processors;
-  kernel<<<blocks, kForwardThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(args);
+  kernel<<<blocks, Config::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(args);
   check_launch("sm90 attention forward");
 }
 

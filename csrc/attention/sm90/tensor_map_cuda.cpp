@@ -1,10 +1,9 @@
-#include "attention/sm90/tensor_map.h"
-
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <limits>
 
+#include "attention/sm90/tensor_map.h"
 #include "common/error.h"
 
 namespace oomb::attention::sm90 {

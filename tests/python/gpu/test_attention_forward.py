@@ -1,10 +1,18 @@
 """The GPU's attention forward against float64, and what must not change a bit of it."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from attention_case import Case, Problem
+
+from oomb import _C
+
+pytestmark = pytest.mark.gpu
 
 PASTS = ("none", "page", "tail", "long")
 
@@ -20,9 +28,7 @@ def check(case: Case) -> None:
     ours = (o.double() - expected).abs().max().item()
     theirs = (problem.torch_bf16().double() - expected).abs().max().item()
     assert ours <= 2 * theirs + 1e-6, f"error {ours}, PyTorch's {theirs}"
-    cosine = torch.nn.functional.cosine_similarity(
-        o.double().flatten(), expected.flatten(), dim=0
-    )
+    cosine = torch.nn.functional.cosine_similarity(o.double().flatten(), expected.flatten(), dim=0)
     assert 1 - cosine.item() <= 1e-5
     empty = expected_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), empty)
@@ -32,9 +38,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("past", PASTS)
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
-@pytest.mark.parametrize(
-    ("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128]))
-)
+@pytest.mark.parametrize(("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128])))
 def test_shapes(head_dim: int, page_size: int, lists: str, past: str) -> None:
     tokens = past_of(past, page_size)
     budget = 40 if past == "long" else 3
@@ -157,3 +161,50 @@ def test_pool_past_two_to_the_31_elements() -> None:
     problem.pool, problem.block_table = big, table
     o, lse = problem.forward()
     assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
+def test_cpu_kernels_agree(lists: str) -> None:
+    problem = Problem(Case(chunk=150, past=700, lists=lists, documents=True))
+    o, lse = problem.forward()
+    pool = problem.pool.cpu()
+    arguments = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in problem.arguments().items()
+    }
+    arguments.update(kv_pool=pool.data_ptr(), stream=0)
+    cpu_o = torch.empty_like(o, device="cpu")
+    cpu_lse = torch.empty_like(lse, device="cpu")
+    pages = problem.case.pages
+    _C.attention_forward(**arguments, o=cpu_o, lse=cpu_lse, page_begin=0, page_end=pages)
+    expected, _ = problem.reference()
+    theirs = (problem.torch_bf16().double() - expected).abs().max().item()
+    assert (o.cpu().double() - cpu_o.double()).abs().max().item() <= 2 * theirs
+    seen = cpu_lse != float("-inf")
+    assert torch.equal(lse.cpu() != float("-inf"), seen)
+    assert (lse.cpu() - cpu_lse)[seen].abs().max().item() <= 2e-3
+
+
+def test_page_that_is_not_resident_stops_the_kernel() -> None:
+    """In a process of its own, as the trap ends its CUDA context."""
+    script = (
+        "from attention_case import Case, Problem\n"
+        "problem = Problem(Case(past=300))\n"
+        "problem.forward()\n"
+        "print('resident')\n"
+        "problem.block_table[0, 1] = -1\n"
+        "problem.forward()\n"
+        "print('not resident')\n"
+    )
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert result.stdout.split("\n")[0] == "resident"
+    assert "not resident" not in result.stdout
