@@ -9,16 +9,15 @@
 //
 // A thread block works through units. A unit is one task per consumer warpgroup, all of one kv
 // head, and as tasks are ordered by query block, nearly always of one query block, thus of one page
-// list:
+// list. With groups of 7 and 2 consumers:
 //
-//   pages of 128, group of 7, 2 consumers     block 0: [head 0 rows 0-63, 64-127] [head 1 ...] ...
-//   pages of 64,  group of 7, 2 consumers     block 0: [head 0, head 1] [2, 3] [4, 5] [6, block 1's
-//   0]
+//   pages of 128   block 0: [head 0 rows 0-63, head 0 rows 64-127] [head 1 ...] ...
+//   pages of 64    block 0: [head 0, head 1] [2, 3] [4, 5] [6, and head 0 of block 1] ...
 //
 // A unit across two lists visits their union; each consumer passes over what it does not see.
 //
-//   warp 0             finds the tiles, loads Q, K, V     (warps 1-3 only give their registers
-//   away) warpgroup 1, 2..   consumers
+//   warpgroup 0        one warp finds the tiles and loads Q, K, V; registers go to the others
+//   warpgroup 1, 2..   consumers
 //
 //   consumer 0   | S1 PV0 |  softmax 1  | S2 PV1 |  softmax 2  | ...      S = Q K^T, PV = P V
 //   consumer 1            | S1 PV0 |  softmax 1  | S2 PV1 |  ...
@@ -203,8 +202,7 @@ struct RowRange {
 // Walks the union of up to kLists ascending page lists. Lanes are divided into segments, one per
 // list; a lane holds one page of its segment's list, with its slot.
 //
-//   kLists = 2   [ list 0: 3 7 8 12 .. ][ list 1: 0 3 9 .. ]    left: lanes whose page is yet to
-//   come
+//   kLists = 2   [ list 0: 3 7 8 12 .. ][ list 1: 0 3 9 .. ]    left: lanes with a page to come
 template <int kPageSize, int kLists>
 struct PageReader {
   static constexpr int32_t kEveryPage = -1, kNoPage = -2;
