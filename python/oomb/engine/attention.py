@@ -239,7 +239,7 @@ class ChunkAttention:
         return pages.manager.waves(visit, first, last, listed)
 
     def _listed(self, layer: int, selection: torch.Tensor | None) -> Any:
-        if selection is None:
+        if selection is None or not self.pages.spilled:
             return None
         assert self.pages.selector is not None
         return self.pages.selector.pages(layer, self.chunk)
@@ -318,7 +318,7 @@ class ChunkAttention:
         lists = pages.selector.choose(
             layer, self.chunk, q, summary, begin, first_key, pages.num_keys
         )
-        if lists is not None and pages.selector.is_new:
+        if lists is not None and pages.selector.is_new and pages.spilled:
             self._announce(layer)
         return lists
 

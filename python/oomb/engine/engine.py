@@ -19,7 +19,13 @@ from oomb.engine.layout import Chunks, call_order
 from oomb.engine.loop import ChunkLoop, OnProgress
 from oomb.engine.loss import ChunkLoss
 from oomb.engine.main_grad import MainGrads
-from oomb.engine.plan import Plan, activation_bytes, plan_call, slots_of_call
+from oomb.engine.plan import (
+    Plan,
+    activation_bytes,
+    gradient_bytes,
+    plan_call,
+    slots_of_call,
+)
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Stats, Step
 from oomb.engine.selection import Selector
@@ -310,13 +316,24 @@ class Engine:
         per_sequence = _pages_per_sequence(inputs, chunks, filled)
         gradient_pages = len((swept or [])[:-1]) * chunks.first_page(1) * inputs.batch
         needed = slots_of_call(layout, len(windows), sum(per_sequence), gradient_pages)
+        others = 0
+        if swept is not None:
+            recompute = self._resolve_recompute(inputs.batch)
+            others = activation_bytes(self._model, self.config, inputs.batch, recompute)
+            others += gradient_bytes(self._model)
         smallest = _C.smallest_device_slots(
             batch=inputs.batch, grad_slots=layout.grad_slots, backward=swept is not None
         )
         device_memory, host_memory = self.config.device_memory, self.config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
         caps = Caps.of(
-            layout, max(needed, smallest), self._model.device, device_memory, host_memory, smallest
+            layout,
+            max(needed, smallest),
+            self._model.device,
+            device_memory,
+            host_memory,
+            smallest,
+            others,
         )
         manager = self._manager_for(layout, caps)
         max_pages = max(per_sequence)

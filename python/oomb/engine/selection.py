@@ -51,9 +51,8 @@ class Selector:
         if num_pages <= self._rule.budget:
             return None
         if self.is_new:
-            self._record(
-                layer, chunk, self._choose(q.detach(), summary, num_past, first_key, num_keys)
-            )
+            chosen = self._choose(q.detach(), summary, num_past, first_key, num_keys)
+            self._lists[layer, chunk] = chosen
         return self._lists[layer, chunk]
 
     def _choose(
@@ -96,17 +95,19 @@ class Selector:
         )
         return lists
 
-    def _record(self, layer: int, chunk: int, lists: torch.Tensor) -> None:
-        self._lists[layer, chunk] = lists
-        sequence = torch.arange(lists.shape[0], device=lists.device).view(-1, 1, 1, 1)
-        named = (lists.long() + sequence * self._max_pages)[lists >= 0]
-        self._pages[layer, chunk] = named.unique().cpu().numpy()
-
     def recorded(self, layer: int, chunk: int) -> torch.Tensor | None:
         return self._lists.get((layer, chunk))
 
     def pages(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
-        """Distinct pages of the lists, as sequence * max_pages + page, ascending."""
+        """Distinct pages of the lists, as sequence * max_pages + page, ascending.
+
+        On a GPU the first call waits for the lists, so only a call whose pages move asks.
+        """
+        if (layer, chunk) not in self._pages:
+            lists = self._lists[layer, chunk]
+            sequence = torch.arange(lists.shape[0], device=lists.device).view(-1, 1, 1, 1)
+            named = (lists.long() + sequence * self._max_pages)[lists >= 0]
+            self._pages[layer, chunk] = named.unique().cpu().numpy()
         return self._pages[layer, chunk]
 
     def replay(self, lists: Sequence[Sequence[torch.Tensor | None]]) -> None:
@@ -114,7 +115,7 @@ class Selector:
         for layer, per_chunk in enumerate(lists):
             for chunk, given in enumerate(per_chunk):
                 if given is not None:
-                    self._record(layer, chunk, given)
+                    self._lists[layer, chunk] = given
 
     def as_lists(self, num_chunks: int) -> list[list[torch.Tensor | None]]:
         """``[layer][chunk]``, for ``step.selection``."""

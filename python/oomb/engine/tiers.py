@@ -13,7 +13,7 @@ from oomb import _C
 from oomb.errors import OutOfMemoryError
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-_MARGIN = 0.8  # share of free memory that a pool without a cap may take
+_MARGIN = 0.9  # share of free memory that a pool without a cap may take
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,18 @@ class Caps:
         device_memory: int | None,
         host_memory: int | None,
         smallest_slots: int,
+        others: int,
     ) -> Caps:
         """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
+
+        Args:
+            others: bytes that the call needs on the device besides its pages; a tier without a cap
+                leaves them free.
 
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
         """
-        device_free = device_memory or int(free_memory(device) * _MARGIN)
+        device_free = device_memory or max(0, int(free_memory(device) * _MARGIN) - others)
         device_slots = min(device_free // layout.slot_bytes, needed_slots)
         if device_slots < smallest_slots:
             raise OutOfMemoryError(
