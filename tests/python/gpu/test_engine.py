@@ -1,0 +1,124 @@
+"""The engine on a GPU: against ordinary training, across tier sizes, run to run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import oomb
+
+pytestmark = pytest.mark.gpu
+
+PAGE, CHUNK, TOKENS, VOCABULARY = 64, 256, 1500, 512
+
+
+def make_model(dtype: torch.dtype, head_dim: int = 64) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=7 * head_dim,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+    )
+    return Qwen2ForCausalLM(config).to(device="cuda", dtype=dtype)
+
+
+def tokens(batch: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (batch, TOKENS), generator=generator).cuda()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ordinary(model: Qwen2ForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    return gradients(model)
+
+
+def chunked(
+    model: Qwen2ForCausalLM, ids: torch.Tensor, **settings: object
+) -> tuple[oomb.Step, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, **settings)  # type: ignore[arg-type]
+    with oomb.Engine(model, config) as engine:
+        step = engine.forward_backward(ids, ids)
+    return step, gradients(model)
+
+
+def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_grad_dtype", ["float32", "bfloat16"])
+def test_bf16_error_is_at_most_twice_that_of_ordinary_training(
+    head_dim: int, kv_grad_dtype: str
+) -> None:
+    ids = tokens(batch=2)
+    model = make_model(torch.bfloat16, head_dim)
+    reference = make_model(torch.float32, head_dim)
+    with torch.no_grad():
+        for a, b in zip(reference.parameters(), model.parameters(), strict=True):
+            a.copy_(b.float())
+    expected = ordinary(reference, ids)
+    usual = ordinary(model, ids)
+    _, ours = chunked(model, ids, kv_grad_dtype=kv_grad_dtype)
+    for name, value in expected.items():
+        error = (ours[name] - value).norm() / value.norm()
+        limit = 2 * (usual[name] - value).norm() / value.norm()
+        assert error <= limit, (name, float(error), float(limit))
+
+
+def test_fp32_equals_ordinary_training() -> None:
+    ids, model = tokens(), make_model(torch.float32)
+    with torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False):
+        expected = ordinary(model, ids)
+    _, ours = chunked(model, ids)
+    assert worst(ours, expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
+)
+def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPages) -> None:
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    slot = 2 * PAGE * 64 * 2
+    first, expected = chunked(model, ids, attention=attention)
+    for slots in (None, 6, 12, 40):
+        memory = None if slots is None else slots * slot
+        step, again = chunked(
+            model, ids, attention=attention, device_memory=memory, host_memory="64MiB"
+        )
+        assert torch.equal(step.loss, first.loss)
+        for name, value in expected.items():
+            assert torch.equal(again[name], value), (slots, name)
+
+
+def test_recompute_changes_no_bit() -> None:
+    ids, model = tokens(), make_model(torch.bfloat16)
+    _, kept = chunked(model, ids, recompute="none")
+    _, again = chunked(model, ids, recompute="layer")
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_pools_give_their_memory_back() -> None:
+    ids, model = tokens(), make_model(torch.bfloat16)
+    with oomb.Engine(model, oomb.Config(chunk_size=CHUNK, page_size=PAGE)) as engine:
+        engine.forward_backward(ids, ids)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(3):
+            engine.forward_backward(ids, ids)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        assert torch.cuda.mem_get_info()[0] >= free - 2**21
