@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const uint32_t query_columns = shared + offset + Tile::block_a(lane);
     const bool masked = steps.ring[index % 4].masked;
 
-    // Not unrolled: with more of the products in flight the registers do not suffice.
-#pragma unroll 1
+    // With more of the products in flight the registers would not suffice for the larger head dims.
+#pragma unroll(kDim == 64 ? 4 : 1)
     for (int part = 0; part < kQueries / 16; ++part) {
       float s[2][4] = {}, dp[2][4] = {};
 #pragma unroll

@@ -19,6 +19,7 @@
 
 namespace oomb::attention::sm80 {
 
+constexpr int kKeys = 64;  // of one tile
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: finite, see softmax
 
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
   using F = ForwardShape<kDim, kRowTiles>;
   using Tile = device::Tile<kDim>;
   extern __shared__ __align__(1024) char shared_memory[];
-  __shared__ KeyTiles tiles;
+  __shared__ KeyTiles<kKeys> tiles;
   const uint32_t shared = device::shared_address(shared_memory);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

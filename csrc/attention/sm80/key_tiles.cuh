@@ -1,7 +1,7 @@
 #pragma once
 
 // The sequence of key tiles that a tile of queries attends to: own chunk first, then the wave's
-// pages in ascending order, 64 keys at a time. The order is the same whatever the wave is.
+// pages in ascending order, kKeys at a time. The order is the same whatever the wave is.
 //
 // One thread at a time walks the sequence, ahead of the products, and leaves each tile's description
 // in a ring in shared memory; the walker's state lives there too, so that it costs the kernels no
@@ -19,7 +19,6 @@
 
 namespace oomb::attention::sm80 {
 
-constexpr int kKeys = 64;      // of one tile
 constexpr int kThreads = 128;  // of every kernel here
 constexpr int kElementBytes = 2;
 constexpr int kNoPage = INT32_MAX;
@@ -43,6 +42,7 @@ struct KeyTile {
   int masked;  // some row does not see all of it
 };
 
+template <int kKeys>  // of one tile; divides 64
 struct KeyTiles {
   KeyTile ring[4];
 
@@ -147,10 +147,10 @@ struct KeyTiles {
       tile.first = page * page_size;
       const char* keys = static_cast<const char*>(p.past.kv_pool) + slot * p.past.kv_slot_bytes +
                          kv_head * matrix;
-      if (tile.first + kKeys <= first_begin && page_size > kKeys) {
-        in_page = kKeys;  // only the second half is visible
-        tile.first += kKeys;
-        keys += kKeys * head_dim * kElementBytes;
+      if (tile.first + kKeys <= first_begin) {  // only a later part of the page is visible
+        in_page = (first_begin - tile.first) / kKeys * kKeys;
+        tile.first += in_page;
+        keys += in_page * head_dim * kElementBytes;
       }
       tile.k = keys;
       tile.v = keys + p.shape.kv_heads * matrix;
@@ -158,7 +158,7 @@ struct KeyTiles {
     }
     if (tile.first + kKeys >= past_end) in_page = page_size;  // nothing left in this page
     tile.k_stride = tile.v_stride = head_dim;
-    tile.rows = min(kKeys, past_end - tile.first);
+    tile.rows = max(0, min(kKeys, past_end - tile.first));
     tile.end = past_end;
     tile.masked = tile.first < last_begin || tile.first + kKeys > min(full_end, past_end);
   }

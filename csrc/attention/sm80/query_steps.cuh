@@ -11,6 +11,7 @@
 
 namespace oomb::attention::sm80 {
 
+constexpr int kKeys = 64;     // of a block
 constexpr int kQueries = 64;  // of one step
 
 struct QueryStep {
