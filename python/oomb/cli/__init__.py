@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from oomb.cli import bench
+from oomb.cli.demo import demo
 from oomb.cli.doctor import doctor
 
 app = typer.Typer(
@@ -20,5 +21,6 @@ def main() -> None:
     """Exact training on very long sequences with memory that does not grow with them."""
 
 
+app.command()(demo)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")

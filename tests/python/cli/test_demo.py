@@ -1,0 +1,136 @@
+"""The demo's parts at small sizes. The command as a whole runs once, in its quick size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from oomb import Config
+from oomb.cli import app, demo_training
+from oomb.cli.demo_gradients import compare_gradients, largest_difference
+from oomb.cli.demo_process import OutOfBudget, run_task
+from oomb.cli.demo_text import python_source
+from oomb.cli.demo_training import TrainingSize
+
+MIB = 1 << 20
+
+
+def ignore(_: float) -> None:
+    """Takes shares of a task that nobody watches."""
+
+
+def memory_arguments(**changes: object) -> dict[str, object]:
+    sizes = {"num_tokens": 1024, "chunk_size": 128, "page_size": 64, "budget": 192 * MIB}
+    return {"method": "oomb", **sizes, **changes}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the quick demo printed, and its folder."""
+    out = tmp_path_factory.mktemp("demo")
+    command = ["demo", "--quick", "--seconds", "3600", "--out", str(out)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output, out
+
+
+def test_prints_its_parts_in_order(ran: tuple[str, Path]) -> None:
+    output, out = ran
+    parts = ["Gradients", "Memory", "Held-out loss", "Picture:"]
+    places = [output.index(part) for part in parts]
+    assert places == sorted(places)
+    assert str(out / "memory_and_loss.png") in output.replace("\n", "")
+
+
+def test_gradients_equal_ordinary_ones(ran: tuple[str, Path]) -> None:
+    gradients = json.loads((ran[1] / "figures.json").read_text())["gradients"]
+    assert gradients["float64"] <= 1e-12
+    assert gradients["chunked_error"] <= 2 * gradients["ordinary_error"]
+
+
+def test_ordinary_training_stops_and_chunked_goes_on(ran: tuple[str, Path]) -> None:
+    memory = json.loads((ran[1] / "figures.json").read_text())["memory"]
+    assert None in memory["ordinary"].values()
+    assert None not in memory["oomb"].values()
+    assert len(memory["oomb"]) >= len(memory["ordinary"])
+
+
+def test_both_runs_learn_the_same(ran: tuple[str, Path]) -> None:
+    runs = json.loads((ran[1] / "figures.json").read_text())["training"]
+    ordinary, chunked = runs["ordinary"]["losses"], runs["oomb"]["losses"]
+    assert ordinary[-1] < ordinary[0] - 0.5
+    assert chunked == pytest.approx(ordinary, abs=1e-3)
+
+
+def test_saves_a_picture(ran: tuple[str, Path]) -> None:
+    picture = (ran[1] / "memory_and_loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_saves_a_model_that_loads(ran: tuple[str, Path]) -> None:
+    runs = json.loads((ran[1] / "figures.json").read_text())["training"]
+    model = AutoModelForCausalLM.from_pretrained(ran[1] / "model", local_files_only=True)
+    ids = python_source().held_out_batch(512)
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss == pytest.approx(runs["oomb"]["losses"][-1], abs=1e-3)
+
+
+def test_gradient_comparison_sees_a_difference() -> None:
+    reference = {"a": torch.ones(4), "b": torch.ones(4)}
+    ours = {"a": torch.ones(4), "b": torch.tensor([1.0, 1.0, 1.0, 3.0])}
+    assert largest_difference(ours, reference) == pytest.approx(1.0)
+
+
+def test_gradients_of_a_partial_last_chunk() -> None:
+    found = compare_gradients(
+        python_source().batch(0, 150), Config(chunk_size=64, page_size=16), ignore
+    )
+    assert found.float64 <= 1e-12
+
+
+@pytest.mark.parametrize("method", ["ordinary", "oomb"])
+def test_memory_run_stops_at_its_budget(method: str) -> None:
+    with pytest.raises(OutOfBudget):
+        run_task("memory", memory_arguments(method=method, budget=8 * MIB), ignore)
+
+
+def test_memory_run_reports_its_use_and_its_progress() -> None:
+    shares: list[float] = []
+    use = run_task("memory", memory_arguments(), shares.append)
+    assert 0 < use["pages"] < use["peak"] < 192 * MIB
+    assert shares[:-1] == sorted(shares[:-1]) and len(shares) > 8
+
+
+def test_other_failures_are_told() -> None:
+    with pytest.raises(RuntimeError, match="multiple of page_size"):
+        run_task("memory", memory_arguments(chunk_size=100), ignore)
+
+
+def test_training_evaluates_as_often_as_asked() -> None:
+    size = {"num_steps": 4, "num_tokens": 64, "held_out_tokens": 64, "evaluate_every": 2}
+    assert TrainingSize(**size)
+    run = demo_training.task(on_share=ignore, method="oomb", size=size, chunk_size=32, page_size=16)
+    assert run["steps"] == [0, 2, 4]
+
+
+def test_text_is_the_same_each_time_and_cut_in_two() -> None:
+    one, two = python_source(), python_source()
+    assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)
+    assert one.train.numel() > 4 * MIB and one.held_out.numel() > MIB // 4
+
+
+def test_text_starts_over_at_its_end() -> None:
+    text = python_source()
+    size = text.train.numel()
+    assert torch.equal(text.batch(size - 2, 4)[0, 2:], text.batch(0, 2)[0])
+
+
+def test_no_source_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no source"):
+        python_source(tmp_path)
