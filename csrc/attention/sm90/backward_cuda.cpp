@@ -1,6 +1,5 @@
 #include "attention/sm90/backward.h"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -51,6 +50,20 @@ int num_multiprocessors() {
 
 }  // namespace
 
+// The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait for
+// each other within a head trail by about two steps, so that a head keeps no more blocks busy than
+// half its query tiles; and with lists, pages that are at work together should share few queries.
+int64_t heads_together(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  if (params.past.selection != nullptr) return params.deterministic ? shape.kv_heads : 1;
+  const int64_t heads = shape.batch * shape.kv_heads;
+  const int64_t steps =
+      ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
+  int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), steps));
+  while (heads % together != 0) ++together;
+  return together;
+}
+
 BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
@@ -69,15 +82,18 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.zeroed_offset = arena.used();
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
   workspace.next_unit = arena.take<int32_t>(1);
-  workspace.num_active = arena.take<int32_t>(1);
   if (past.selection != nullptr && has_past(params)) {
-    const int64_t entries =
-        (last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size)) *
-        shape.batch * past.selection_heads;
+    const int64_t tiles =
+        last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size);
+    workspace.lists_together = std::min(heads_together(params), past.selection_heads);
+    workspace.segments = shape.batch * past.selection_heads / workspace.lists_together;
+    workspace.segment_entries = tiles * workspace.lists_together;
     workspace.reader_words = ceil_div(ceil_div(shape.chunk, shape.page_size), 32);
+    const int64_t entries = workspace.segments * workspace.segment_entries;
     workspace.readers = arena.take<uint32_t>(entries * workspace.reader_words);
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
     workspace.active = arena.take<int32_t>(entries);
+    workspace.active_begin = arena.take<int32_t>(workspace.segments + 1);
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
@@ -138,6 +154,7 @@ void backward(const BackwardParams& params) {
     args.params.past.selection = nullptr;
   }
   const int blocks = num_multiprocessors();
+  args.heads_together = static_cast<int32_t>(heads_together(params));
   if (shape.head_dim == 64) {
     launch_backward_d64(args, blocks);
   } else {

@@ -55,7 +55,8 @@ struct Unit {
   int32_t batch;
   int32_t kv_head;
   int32_t tile;       // of 128 rows: of the chunk if own, else of the past
-  int32_t list;       // sparse: index (j, b, s) of its readers
+  int32_t list;       // sparse: selection head
+  int32_t entry;      // sparse: of its readers
   int32_t key_begin;  // first key, in the sequence
   int32_t row_begin;  // rows of the tile that exist, for some query
   int32_t row_end;
@@ -142,44 +143,44 @@ struct Planner {
     const Shape& shape = args.params.shape;
     const PastPages& past = args.params.past;
     const int kv_heads = static_cast<int>(shape.kv_heads);
-    const int batch = static_cast<int>(shape.batch);
-    const int own_units = args.own_tiles * batch * kv_heads;
-    if (index < own_units) {
+    const int together = args.heads_together;
+    const int past_tiles = args.tile_end - args.tile_begin;
+    int head;  // batch * Hkv + kv head
+    int tile;  // own tiles first
+    if (past.selection == nullptr) {
+      const int units_of_heads = (args.own_tiles + past_tiles) * together;
+      head = index / units_of_heads * together + index % together;
+      tile = index % units_of_heads / together;
+      if (head >= shape.batch * kv_heads) {
+        unit.own = -1;
+        return;
+      }
+    } else {
+      // Own tiles of all heads, then the lists.
+      const int heads = static_cast<int>(shape.batch) * kv_heads;
+      if (index < args.own_tiles * heads) {
+        head = index % heads;
+        tile = index / heads;
+      } else if (!place_listed(unit, index - args.own_tiles * heads, head, tile)) {
+        unit.own = -1;
+        return;
+      }
+    }
+    unit.batch = head / kv_heads;
+    unit.kv_head = head % kv_heads;
+    if (tile < args.own_tiles) {
       unit.own = 1;
-      unit.kv_head = index % kv_heads;
-      unit.batch = index / kv_heads % batch;
-      unit.tile = args.own_tiles - 1 - index / kv_heads / batch;
+      unit.tile = args.own_tiles - 1 - tile;
       unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * kKeyRows;
       unit.row_begin = 0;
       unit.row_end = min(kKeyRows, static_cast<int>(shape.chunk) - unit.tile * kKeyRows);
     } else {
-      index -= own_units;
-      unit.own = 0;
-      if (past.selection != nullptr) {
-        const int lists = static_cast<int>(past.selection_heads);
-        const int heads_per_list = kv_heads / lists;
-        if (index >= *args.workspace.num_active * heads_per_list) {
-          unit.own = -1;
-          return;
-        }
-        const int list = args.workspace.active[index / heads_per_list];
-        unit.list = list;
-        unit.kv_head = lists == 1 ? index % heads_per_list : list % lists;
-        index = list / lists;
-      } else {
-        unit.kv_head = index % kv_heads;
-        index /= kv_heads;
-      }
-      unit.batch = index % batch;
-      unit.tile = args.tile_begin + index / batch;
-      if (unit.tile >= args.tile_end) {
-        unit.own = -1;
-        return;
-      }
       const int page_size = static_cast<int>(shape.page_size);
       const int wave_begin = static_cast<int>(past.page_begin) * page_size;
       const int wave_end = min(static_cast<int>(past.page_end) * page_size,
                                static_cast<int>(past.num_tokens));
+      unit.own = 0;
+      unit.tile = args.tile_begin + tile - args.own_tiles;
       unit.key_begin = unit.tile * kKeyRows;
       unit.row_begin = max(0, wave_begin - unit.key_begin);
       unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
@@ -188,6 +189,37 @@ struct Planner {
       unit.row_end =
           min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
     }
+  }
+
+  // The index-th unit of the lists; false past the last one.
+  __device__ bool place_listed(Unit& unit, int index, int& head, int& tile) {
+    const BackwardWorkspace& workspace = args.workspace;
+    const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
+    const int lists = static_cast<int>(args.params.past.selection_heads);
+    const int lists_together = static_cast<int>(workspace.lists_together);
+    const int heads_per_list = kv_heads / lists;
+    for (int segment = 0; segment < workspace.segments; ++segment) {
+      const int begin = workspace.active_begin[segment];
+      const int entries = workspace.active_begin[segment + 1] - begin;
+      if (index >= entries * heads_per_list) {
+        index -= entries * heads_per_list;
+        continue;
+      }
+      // One list for all heads: the segment once for every group of heads.
+      const int heads_together = lists == 1 ? args.heads_together : 1;
+      const int group_units = entries * heads_together;
+      const int entry = workspace.active[begin + index % group_units / heads_together];
+      const int in_segment = entry - segment * static_cast<int>(workspace.segment_entries);
+      const int groups = lists / lists_together;
+      unit.entry = entry;
+      unit.list = segment % groups * lists_together + in_segment % lists_together;
+      tile = args.own_tiles + in_segment / lists_together;
+      head = segment / groups * kv_heads +
+             (lists == 1 ? index / group_units * heads_together + index % heads_together
+                         : unit.list);
+      return true;
+    }
+    return false;
   }
 
   // kind 0: keys, 1: values.
@@ -271,7 +303,7 @@ struct Planner {
   __device__ void walk_readers(const Unit& unit) {
     const int words = static_cast<int>(args.workspace.reader_words);
     for (int word = 0; word < words; ++word) {
-      uint32_t bits = args.workspace.readers[static_cast<int64_t>(unit.list) * words + word];
+      uint32_t bits = args.workspace.readers[static_cast<int64_t>(unit.entry) * words + word];
       for (; bits != 0; bits &= bits - 1) walk_block(unit, word * 32 + __ffs(bits) - 1);
     }
   }
@@ -304,7 +336,7 @@ struct Planner {
     const int budget = static_cast<int>(past.budget);
     const int32_t* pages =
         past.selection +
-        ((static_cast<int64_t>(unit.batch) * blocks + block) * lists + unit.list % lists) * budget;
+        ((static_cast<int64_t>(unit.batch) * blocks + block) * lists + unit.list) * budget;
     const int wave_begin = static_cast<int>(past.page_begin);
     const bool pairs = page_size < kKeyRows;
     int before = 0;
@@ -460,10 +492,6 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kDim / 4], const __nv_bf
   }
 }
 
-__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
-  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
-}
-
 // A thread's place in its warpgroup. Read anew where it is needed: kept across the loop, the
 // addresses that follow from it would take registers that the accumulators need.
 struct Place {
@@ -539,12 +567,19 @@ struct Computer {
     const int row = at.row();
     char* base = reinterpret_cast<char*>(shared.dq[half]) + row * 128 + (at.lane & 1) * 8;
     const int piece = at.lane % 4 / 2;
+    // Odd rows go through the columns in another order, so that the rows of a half warp fall on
+    // different banks.
+    const bool odd = row & 1;
 #pragma unroll
     for (int j = 0; j < kDim / 16; ++j) {
+      const int other = j ^ 2;
       char* place = base + j / 4 * (kQueryRows * 128) +
-                    (((j % 4 * 2 + piece) ^ (row & 7)) << 4);
-      *reinterpret_cast<float2*>(place) = make_float2(dq[4 * j], dq[4 * j + 1]);
-      *reinterpret_cast<float2*>(place + 8 * 128) = make_float2(dq[4 * j + 2], dq[4 * j + 3]);
+                    ((((odd ? other : j) % 4 * 2 + piece) ^ (row & 7)) << 4);
+      *reinterpret_cast<float2*>(place) = make_float2(odd ? dq[4 * other] : dq[4 * j],
+                                                      odd ? dq[4 * other + 1] : dq[4 * j + 1]);
+      *reinterpret_cast<float2*>(place + 8 * 128) =
+          make_float2(odd ? dq[4 * other + 2] : dq[4 * j + 2],
+                      odd ? dq[4 * other + 3] : dq[4 * j + 3]);
     }
     if (at.warp == 0 && at.lane == 0) shared.dq_info[half] = info;
     fence_async_shared();
@@ -638,44 +673,41 @@ struct Computer {
           packed_p[2 * j] = pack_bf16(s[4 * j], s[4 * j + 1]);
           packed_p[2 * j + 1] = pack_bf16(s[4 * j + 2], s[4 * j + 3]);
         }
-        const uint64_t do_columns = operand_mn_major(shared.d_o[stage], kQueryRows * 128);
+        wgmma_wait<0>();  // dP
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 delta =
+              *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
+          packed_ds[2 * j] = pack_bf16(s[4 * j] * (dp[4 * j] - delta.x),
+                                       s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
+          packed_ds[2 * j + 1] = pack_bf16(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
+                                           s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
+        }
+        share_ds(packed_ds, step % kDsStages);
+
+        // The first step has no dS before it; its product is not used.
+        if (lagging) wait_ds(step - 1);
         wgmma_fence();
+        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+        wgmma_commit();
+        const uint64_t do_columns = operand_mn_major(shared.d_o[stage], kQueryRows * 128);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           wgmma_rs<kDim, true>(dv, packed_p[4 * i], packed_p[4 * i + 1], packed_p[4 * i + 2],
                                packed_p[4 * i + 3], operand_advance(do_columns, i * 2048), 1);
         }
         wgmma_commit();
-
-        wgmma_wait<1>();  // dP
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float2 delta =
-              *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
-          const float2 p0 = unpack_bf16(packed_p[2 * j]);
-          const float2 p1 = unpack_bf16(packed_p[2 * j + 1]);
-          packed_ds[2 * j] =
-              pack_bf16(p0.x * (dp[4 * j] - delta.x), p0.y * (dp[4 * j + 1] - delta.y));
-          packed_ds[2 * j + 1] =
-              pack_bf16(p1.x * (dp[4 * j + 2] - delta.x), p1.y * (dp[4 * j + 3] - delta.y));
-        }
-        share_ds(packed_ds, step % kDsStages);
-
-        // The first step has no dS before it; its product is not used.
-        if (lagging) wait_ds(step - 1);
         const uint64_t q_columns = operand_mn_major(shared.q[stage], kQueryRows * 128);
-        wgmma_fence();
-        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
-        wgmma_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           wgmma_rs<kDim, true>(dk, packed_ds[4 * i], packed_ds[4 * i + 1], packed_ds[4 * i + 2],
                                packed_ds[4 * i + 3], operand_advance(q_columns, i * 2048), 1);
         }
         wgmma_commit();
-        wgmma_wait<1>();  // dV, dQ
-        if (Place().lane == 0) barrier_arrive(&shared.do_empty[stage]);
+        wgmma_wait<2>();  // dQ
         if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
+        wgmma_wait<1>();  // dV
+        if (Place().lane == 0) barrier_arrive(&shared.do_empty[stage]);
 
         lagging = true;
         ++step;

@@ -44,10 +44,17 @@ struct BackwardWorkspace {
   TileLower* lower = nullptr;     // [B, Tc], null without window and documents
   int32_t* counters = nullptr;    // [B Hq, Tc, 2]: parts added to each half of a dQ tile
   int32_t* next_unit = nullptr;   // the units handed out so far
-  int32_t* num_active = nullptr;  // sparse: entries of `active`
-  uint32_t* readers = nullptr;    // sparse: [j, B, S, reader_words], bit i: query block i lists j
-  int32_t* active = nullptr;      // sparse: ascending indices (j, b, s) with any reader
+
+  // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first
+  // dimension is a segment, whose units come one after the other.
+  uint32_t* readers = nullptr;     // [entries, reader_words], bit i: query block i lists j
+  int32_t* active = nullptr;       // the entries with any reader, ascending
+  int32_t* active_begin = nullptr;  // [segments + 1], where a segment's entries begin in `active`
   int64_t reader_words = 0;
+  int64_t segments = 0;
+  int64_t segment_entries = 0;  // of one segment: tiles of the wave times m
+  int64_t lists_together = 0;   // m
+
   int64_t zeroed_offset = 0;  // counters .. readers are zeroed before a launch
   int64_t zeroed_bytes = 0;
   int64_t bytes = 0;
@@ -74,7 +81,11 @@ struct BackwardKernelArgs {
   int32_t own_tiles;   // 0 where the wave leaves the own chunk out
   int32_t tile_begin;  // past key tiles
   int32_t tile_end;
+  int32_t heads_together;
 };
+
+// (Batch, kv head) pairs whose units alternate; those of the others come after.
+int64_t heads_together(const BackwardParams& params);
 
 // Main kernel, one translation unit per head dimension.
 void launch_backward_d64(const BackwardKernelArgs& args, int blocks);

@@ -110,13 +110,16 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t batch = row / past.selection_heads / blocks;
   const int64_t tile =
       page * params.shape.page_size / kKeyRows - past.page_begin * params.shape.page_size / kKeyRows;
-  const int64_t entry = (tile * params.shape.batch + batch) * past.selection_heads + list;
+  const int64_t together = workspace.lists_together;
+  const int64_t segment = batch * (past.selection_heads / together) + list / together;
+  const int64_t entry = segment * workspace.segment_entries + tile * together + list % together;
   atomicOr(workspace.readers + entry * workspace.reader_words + block / 32, 1u << block % 32);
 }
 
 // One block: the entries with readers, in ascending order.
 __global__ void __launch_bounds__(1024)
-    active_kernel(const BackwardWorkspace workspace, int64_t entries) {
+    active_kernel(const BackwardWorkspace workspace) {
+  const int64_t entries = workspace.segments * workspace.segment_entries;
   __shared__ int warp_counts[32];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -137,12 +140,14 @@ __global__ void __launch_bounds__(1024)
       if (i < warp) before += warp_counts[i];
       total += warp_counts[i];
     }
-    if (any != 0) {
-      workspace.active[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<int32_t>(entry);
+    const int place = before + __popc(ballot & ((1u << lane) - 1));
+    if (any != 0) workspace.active[place] = static_cast<int32_t>(entry);
+    if (entry < entries && entry % workspace.segment_entries == 0) {
+      workspace.active_begin[entry / workspace.segment_entries] = place;
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) *workspace.num_active = total;
+  if (threadIdx.x == 0) workspace.active_begin[workspace.segments] = total;
 }
 
 // dq = bf16(scale * sum), four elements per thread.
@@ -204,9 +209,7 @@ void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspa
       readers_kernel<<<static_cast<uint32_t>(ceil_div(listed, kThreads)), kThreads, 0, stream>>>(
           params, workspace);
     }
-    const int64_t tiles =
-        last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size);
-    active_kernel<<<1, 1024, 0, stream>>>(workspace, tiles * shape.batch * past.selection_heads);
+    active_kernel<<<1, 1024, 0, stream>>>(workspace);
   }
   check_launch("attention backward, preparation");
 }
