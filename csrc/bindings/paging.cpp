@@ -9,9 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/dlpack.h"
 #include "common/error.h"
 #include "offload/cpu_page_manager.h"
 #include "paging/page_manager.h"
+#if OOMB_WITH_CUDA
+#include "memory/cuda/fault_injection.h"
+#include "offload/cuda/cuda_page_manager.h"
+#endif
 
 namespace py = pybind11;
 
@@ -27,7 +32,10 @@ using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecas
 // is released.
 class SharedManager {
  public:
-  explicit SharedManager(std::unique_ptr<PageManager> manager) : manager_(std::move(manager)) {}
+  explicit SharedManager(std::unique_ptr<PageManager> manager, int device = -1)
+      : manager_(std::move(manager)), device_(device) {}
+
+  int device() const { return device_; }  // -1: the CPU
 
   template <typename Call>
   auto with(Call call) {
@@ -39,8 +47,17 @@ class SharedManager {
 
  private:
   std::unique_ptr<PageManager> manager_;
+  int device_;
   std::mutex mutex_;
 };
+
+// "cuda" is device 0, "cuda:3" device 3.
+int device_index(const std::string& device) {
+  const std::string digits = device.size() > 5 ? device.substr(5) : "0";
+  const bool ok = digits.find_first_not_of("0123456789") == std::string::npos && digits.size() < 4;
+  expect(ok && (device.size() == 4 || device[4] == ':'), "device", "cpu or cuda:<index>", device);
+  return std::stoi(digits);
+}
 
 void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
@@ -49,14 +66,32 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                             std::optional<uint64_t> copy_delay_seed,
                                             std::optional<uint64_t> shuffle_seed,
                                             const std::optional<std::string>& disabled_wait,
-                                            bool poison) {
+                                            bool poison, bool explicit_host_memory) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
     expect(disabled.has_value(), "disabled_wait", "the name of a wait (_C.page_waits())",
            *disabled_wait);
   }
-  expect(device == "cpu", "device", "\"cpu\"", device);
+  if (device.starts_with("cuda")) {
+#if OOMB_WITH_CUDA
+    return std::make_unique<SharedManager>(
+        offload::make_cuda_page_manager({.device = device_index(device),
+                                         .slot_bytes = slot_bytes,
+                                         .device_slots = device_slots,
+                                         .host_slots = host_slots,
+                                         .explicit_host_memory = explicit_host_memory,
+                                         .copy_delay_seed = copy_delay_seed,
+                                         .shuffle_seed = shuffle_seed,
+                                         .disabled_wait = disabled,
+                                         .poison = poison}),
+        device_index(device));
+#else
+    expect(false, "device", "cpu: this build has no CUDA", device);
+#endif
+  }
+  expect(device == "cpu", "device", "cpu or cuda:<index>", device);
+  static_cast<void>(explicit_host_memory);
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
                                       .device_slots = device_slots,
@@ -86,10 +121,48 @@ PageManager::PageList to_list(const std::optional<Int64Array>& pages) {
   return std::vector<int64_t>(pages->data(), pages->data() + pages->size());
 }
 
-// An array over a part of the tables. It shares their ownership, so it stays readable after the
-// call.
-py::array table_view(SharedManager& manager, int64_t begin, std::vector<py::ssize_t> shape) {
+// int32 on a GPU, contiguous, as a DLPack capsule.
+py::object device_view(int32_t* data, int device, std::vector<int64_t> shape) {
+  struct View {
+    dlpack::ManagedTensor managed;
+    std::vector<int64_t> shape;
+  };
+  auto view = std::make_unique<View>();
+  view->shape = std::move(shape);
+  view->managed.tensor = {.data = data,
+                          .device_type = dlpack::kCuda,
+                          .device_index = device,
+                          .ndim = static_cast<int32_t>(view->shape.size()),
+                          .type_code = dlpack::kInt,
+                          .type_bits = 32,
+                          .type_lanes = 1,
+                          .shape = view->shape.data(),
+                          .strides = nullptr,
+                          .byte_offset = 0};
+  view->managed.context = view.get();
+  view->managed.release = [](dlpack::ManagedTensor* managed) {
+    delete static_cast<View*>(managed->context);
+  };
+  PyObject* capsule = PyCapsule_New(&view->managed, "dltensor", [](PyObject* object) {
+    // Whoever took the tensor over has renamed the capsule and will release it.
+    if (PyCapsule_IsValid(object, "dltensor") == 0) return;
+    auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(object, "dltensor"));
+    managed->release(managed);
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  view.release();  // NOLINT: owned by the capsule now
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+// A part of the tables where kernels read it: a NumPy array over the host's, a DLPack capsule over
+// the device's. The array shares the tables' ownership, so it stays readable after the call; the
+// device's belong to the manager.
+py::object table_view(SharedManager& manager, int64_t begin, std::vector<py::ssize_t> shape) {
   using Entries = std::shared_ptr<std::vector<int32_t>>;
+  if (manager.device() >= 0) {
+    return device_view(const_cast<int32_t*>((*manager).device_tables()) + begin, manager.device(),
+                       {shape.begin(), shape.end()});
+  }
   const Entries& entries = (*manager).tables().entries();
   const py::capsule owner(new Entries(entries),
                           [](void* shared) { delete static_cast<Entries*>(shared); });
@@ -111,6 +184,10 @@ py::dict statistics_of(SharedManager& manager) {
 
 }  // namespace
 
+#if OOMB_WITH_CUDA
+void bind_page_copier(py::module_& module);
+#endif
+
 void bind_paging(py::module_& module) {
   module.def("page_waits", [] {
     std::vector<std::string> names;
@@ -120,11 +197,17 @@ void bind_paging(py::module_& module) {
   module.def("smallest_device_slots", &PageManager::smallest_device_slots, py::kw_only(),
              py::arg("batch"), py::arg("grad_slots"), py::arg("backward"));
 
+#if OOMB_WITH_CUDA
+  bind_page_copier(module);
+  module.def("fail_cuda_call", &memory::fail_cuda_call, py::arg("k"));
+  module.def("cuda_calls_made", &memory::cuda_calls_made);
+#endif
+
   py::class_<SharedManager>(module, "PageManager")
       .def(py::init(&make_manager), py::kw_only(), py::arg("device"), py::arg("slot_bytes"),
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
-           py::arg("poison") = false)
+           py::arg("poison") = false, py::arg("explicit_host_memory") = false)
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,

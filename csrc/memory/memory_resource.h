@@ -31,6 +31,9 @@ class MemoryResource {
   // the memory is not to be had.
   virtual void commit(int64_t bytes) = 0;
 
+  // Tells that [0, bytes) will be wanted before long; a resource that is slow to grow begins now.
+  virtual void prepare(int64_t) {}
+
   // Gives all memory back and keeps the address range.
   virtual void release() = 0;
 };

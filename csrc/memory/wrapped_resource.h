@@ -18,6 +18,7 @@ class WrappedResource : public MemoryResource {
   int64_t committed() const override { return upstream_->committed(); }
   int64_t granularity() const override { return upstream_->granularity(); }
   void commit(int64_t bytes) override { upstream_->commit(bytes); }
+  void prepare(int64_t bytes) override { upstream_->prepare(bytes); }
   void release() override { upstream_->release(); }
 
  protected:

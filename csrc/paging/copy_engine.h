@@ -45,7 +45,10 @@ class CopyEngine {
   // Sets every byte of the slots, in the compute lane.
   virtual Ticket fill(std::span<const memory::Slot> slots, uint8_t value) = 0;
 
-  // Applies changes to the tables that kernels read, in the compute lane.
+  // Where kernels cannot read the tables of the host: a copy of this many entries, all -1, kept up
+  // to date in the compute lane by update_tables.
+  virtual void reset_tables(int64_t) {}
+  virtual const int32_t* device_tables() const { return nullptr; }
   virtual void update_tables(std::span<const TableChange> changes) = 0;
 
   // A ticket for all compute issued so far.
@@ -58,6 +61,9 @@ class CopyEngine {
 
   // Blocks until every lane is empty. Throws StuckCopy if that takes too long.
   virtual void drain() = 0;
+
+  // Events made so far; they are reused, so this stays small.
+  virtual int64_t events_created() const { return 0; }
 
   // Time that compute stood still for pages since the last reset.
   virtual double exposed_seconds() = 0;

@@ -81,7 +81,15 @@ void PageManager::begin_call(CallPlan plan) {
   engine_->reset_statistics();
   tiers_.begin(space_, schedule_, grad_slots_,
                exact_ ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
+  engine_->reset_tables(tiers_.tables().size());
   active_ = true;
+  prepare_host();
+}
+
+// What cannot fit the device will go to the host: let slow memory be got ahead of its use.
+void PageManager::prepare_host() {
+  const int64_t spilled = std::min(total_slots_ - device_slots(), host_.pool->max_slots());
+  if (spilled > 0) host_.resource->prepare(spilled * slot_bytes());
 }
 
 void PageManager::end_call() {
@@ -236,6 +244,7 @@ void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
     if (!tiers_[index].wanted) total_slots_ += grad_slots_;
     tiers_.want(index);
   });
+  prepare_host();
 }
 
 void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads,

@@ -91,6 +91,8 @@ class PageManager {
   int64_t mapped_device_slots() const { return device_.pool->mapped_slots(); }
   const PageSpace& space() const { return space_; }
   const BlockTables& tables() { return tiers_.tables(); }
+  // The tables where kernels read them; null: at tables().entries().
+  const int32_t* device_tables() const { return engine_->device_tables(); }
 
   PageStatistics statistics() const;
   std::string snapshot() const;
@@ -118,6 +120,7 @@ class PageManager {
   void prefetch(int32_t visit, int64_t page);
   bool prefetch_visit();
   void store_ahead();
+  void prepare_host();
   [[noreturn]] void throw_out_of_memory(int64_t slots) const;
 
   TierPool device_;

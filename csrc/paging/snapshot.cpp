@@ -35,6 +35,7 @@ std::string PageManager::snapshot() const {
   write_pool(out, "device", *device_.pool);
   out << ", ";
   write_pool(out, "host", *host_.pool);
+  out << ", \"events\": " << engine_->events_created();
   if (!active_) {
     out << "}";
     return out.str();

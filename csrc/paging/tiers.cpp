@@ -1,6 +1,7 @@
 #include "paging/tiers.h"
 
 #include <algorithm>
+#include <exception>
 
 #include "common/error.h"
 
@@ -34,7 +35,12 @@ void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slo
 }
 
 void Tiers::end(bool release_host) {
-  engine_.drain();
+  std::exception_ptr failure;
+  try {
+    engine_.drain();
+  } catch (...) {
+    failure = std::current_exception();
+  }
   ordering_.cancel();
   loads_.clear();
   stores_.clear();
@@ -44,6 +50,7 @@ void Tiers::end(bool release_host) {
   space_ = nullptr;
   schedule_ = nullptr;
   pinned_slots_ = ahead_slots_ = 0;
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void Tiers::move(PageIndex index, Residency to) {

@@ -1,0 +1,97 @@
+#if OOMB_WITH_CUDA
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "common/error.h"
+#include "memory/cuda/device_resource.h"
+#include "memory/cuda/pinned_resource.h"
+#include "offload/cuda/cuda_copy_engine.h"
+
+namespace py = pybind11;
+
+namespace oomb::bindings {
+
+namespace {
+
+using SlotArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+
+// The copy engine and its two memories without a page manager: what bench/copy.py measures.
+class PageCopier {
+ public:
+  PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
+             int64_t piece_bytes, bool huge_pages, bool batched)
+      : device_(memory::make_device_resource(device, device_slots * slot_bytes)),
+        host_({.device = device,
+               .capacity = host_slots * slot_bytes,
+               .piece_bytes = piece_bytes,
+               .slot_bytes = slot_bytes,
+               .huge_pages = huge_pages,
+               .explicit_size = true}) {
+    device_->commit(device_slots * slot_bytes);
+    engine_ = offload::make_cuda_copy_engine({.device = device,
+                                              .device_base = device_->base(),
+                                              .host_base = host_.base(),
+                                              .slot_bytes = slot_bytes,
+                                              .batched = batched});
+  }
+
+  // Starts getting host memory in the background.
+  void prepare_host() { host_.prepare(host_.capacity()); }
+  // Waits for it, or gets it.
+  void commit_host() {
+    const py::gil_scoped_release release;
+    host_.commit(host_.capacity());
+  }
+  int64_t ready_host_bytes() const { return host_.ready(); }
+  void release_host() {
+    const py::gil_scoped_release release;
+    host_.release();
+  }
+
+  void copy(bool to_host, const SlotArray& device_slots, const SlotArray& host_slots) {
+    expect(device_slots.size() == host_slots.size(), "host_slots",
+           concat(device_slots.size(), " slots"), host_slots.size());
+    std::vector<paging::PageCopy> pages;
+    pages.reserve(static_cast<size_t>(device_slots.size()));
+    for (py::ssize_t i = 0; i < device_slots.size(); ++i) {
+      pages.push_back({device_slots.data()[i], host_slots.data()[i]});
+    }
+    const py::gil_scoped_release release;
+    engine_->copy(to_host ? paging::Lane::kStore : paging::Lane::kLoad, pages);
+  }
+
+  void drain() {
+    const py::gil_scoped_release release;
+    engine_->drain();
+  }
+
+ private:
+  std::unique_ptr<memory::MemoryResource> device_;
+  memory::PinnedResource host_;
+  std::unique_ptr<paging::CopyEngine> engine_;
+};
+
+}  // namespace
+
+void bind_page_copier(py::module_& module) {
+  py::class_<PageCopier>(module, "PageCopier")
+      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool>(), py::kw_only(),
+           py::arg("device"), py::arg("slot_bytes"), py::arg("device_slots"), py::arg("host_slots"),
+           py::arg("piece_bytes") = int64_t{1} << 30, py::arg("huge_pages") = true,
+           py::arg("batched") = true)
+      .def("prepare_host", &PageCopier::prepare_host)
+      .def("commit_host", &PageCopier::commit_host)
+      .def("ready_host_bytes", &PageCopier::ready_host_bytes)
+      .def("release_host", &PageCopier::release_host)
+      .def("copy", &PageCopier::copy, py::arg("to_host"), py::arg("device_slots"),
+           py::arg("host_slots"))
+      .def("drain", &PageCopier::drain);
+}
+
+}  // namespace oomb::bindings
+
+#endif  // OOMB_WITH_CUDA

@@ -1,0 +1,239 @@
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <utility>
+
+#include "common/bytes.h"
+#include "common/math.h"
+#include "memory/cuda/cuda_call.h"
+#include "memory/cuda/pinned_resource.h"
+#include "memory/head_room.h"
+
+namespace oomb::memory {
+
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// The memory node nearest to the device, -1 where unknown.
+int numa_node_of(int device) {
+  char bus[32] = {};
+  if (cudaDeviceGetPCIBusId(bus, sizeof bus, device) != cudaSuccess) {
+    cudaGetLastError();
+    return -1;
+  }
+  std::string path = bus;
+  std::transform(path.begin(), path.end(), path.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  std::ifstream file("/sys/bus/pci/devices/" + path + "/numa_node");
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
+// A preference, not an order: memory elsewhere is better than none.
+void prefer_node(std::byte* begin, int64_t bytes, int node) {
+  constexpr int kPreferred = 1;  // MPOL_PREFERRED
+  if (node < 0 || node >= 64) return;
+  const unsigned long mask = 1ul << node;
+  syscall(SYS_mbind, begin, static_cast<unsigned long>(bytes), kPreferred, &mask, 65ul, 0u);
+}
+
+// Room left for everybody else, the kernel included.
+int64_t reserve_for_others(int64_t total) { return std::max(int64_t{512} * kMiB, total / 64); }
+
+// Checks that the machine can give a piece. A machine whose memory grows with use is given time.
+void require_head_room(int64_t bytes, int64_t held, bool explicit_size) {
+  constexpr auto kPatience = std::chrono::seconds(10);
+  HeadRoom room = read_head_room();
+  const auto start = std::chrono::steady_clock::now();
+  auto last_growth = start;
+  while (room.available < bytes + reserve_for_others(room.total)) {
+    // Waiting helps only where memory grows; asking for a little more is what makes it grow.
+    const bool patient = explicit_size && room.available > bytes &&
+                         std::chrono::steady_clock::now() - last_growth < kPatience;
+    if (!patient) {
+      throw OutOfMemory(
+          concat("host memory: needed ", human_bytes(bytes), " (", bytes, " bytes) more beside ",
+                 human_bytes(held), " pinned, the machine has ", human_bytes(room.available),
+                 " available of ", human_bytes(room.total), ", ",
+                 human_bytes(reserve_for_others(room.total)),
+                 " of it kept for others; lower host_memory or the number of tokens"),
+          bytes, room.available);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const HeadRoom now = read_head_room();
+    if (now.total > room.total) last_growth = std::chrono::steady_clock::now();
+    room = now;
+  }
+}
+
+}  // namespace
+
+PinnedResource::PinnedResource(const PinnedOptions& options) : options_(options) {
+  const DeviceGuard guard(options_.device);
+  numa_node_ = numa_node_of(options_.device);
+  // Pieces end where slots end and where huge pages end, if the slot size allows both.
+  const int64_t unit = std::lcm(options_.slot_bytes, kPage);
+  const int64_t huge_unit = std::lcm(unit, kHugePage);
+  const int64_t step = huge_unit <= options_.piece_bytes ? huge_unit : unit;
+  piece_ = std::max(step, options_.piece_bytes / step * step);
+  capacity_ = align_up(options_.capacity, unit);
+  if (capacity_ == 0) return;
+  void* range = mmap(nullptr, static_cast<size_t>(capacity_ + kHugePage), PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
+    throw OutOfMemory(concat("no address range of ", human_bytes(capacity_),
+                             " for host_memory: ", std::strerror(errno)),
+                      capacity_, 0);
+  }
+  const auto address = reinterpret_cast<uintptr_t>(range);
+  base_ = reinterpret_cast<std::byte*>(
+      static_cast<uintptr_t>(align_up(static_cast<int64_t>(address), kHugePage)));
+  const auto head = static_cast<size_t>(reinterpret_cast<uintptr_t>(base_) - address);
+  if (head > 0) munmap(range, head);
+  munmap(base_ + align_up(capacity_, kPage), static_cast<size_t>(kHugePage) - head);
+}
+
+PinnedResource::~PinnedResource() {
+  release();
+  if (base_ != nullptr) munmap(base_, static_cast<size_t>(align_up(capacity_, kPage)));
+}
+
+int64_t PinnedResource::ready() const {
+  const std::lock_guard lock(mutex_);
+  return ready_;
+}
+
+void PinnedResource::prepare(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  target_ = std::max(target_, std::min(bytes, capacity_));
+  if (ready_ >= target_) return;
+  failure_ = nullptr;
+  if (!thread_.joinable()) {
+    stop_ = false;
+    thread_ = std::thread([this] { run(); });
+  }
+  changed_.notify_all();
+}
+
+void PinnedResource::commit(int64_t bytes) {
+  if (bytes <= committed_) return;
+  if (bytes > capacity_) {
+    throw OutOfMemory(concat("host_memory: needed ", bytes, " bytes, the limit is ", capacity_),
+                      bytes, capacity_ - committed_);
+  }
+  prepare(bytes);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return ready_ >= bytes || failure_ != nullptr; });
+  if (ready_ < bytes) {
+    const std::exception_ptr failure = std::exchange(failure_, nullptr);
+    target_ = ready_;
+    std::rethrow_exception(failure);
+  }
+  committed_ = ready_;
+}
+
+// The thread: makes pieces until there is enough, then sleeps.
+void PinnedResource::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stop_ || (ready_ < target_ && failure_ == nullptr); });
+    if (stop_) return;
+    const int64_t begin = ready_;
+    const int64_t bytes = std::min(piece_, capacity_ - begin);
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      add_piece(begin, bytes);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    if (failure != nullptr) {
+      failure_ = failure;
+    } else {
+      pieces_.push_back(bytes);
+      ready_ += bytes;
+    }
+    changed_.notify_all();
+  }
+}
+
+void PinnedResource::add_piece(int64_t begin, int64_t bytes) {
+  std::byte* piece = base_ + begin;
+  const auto size = static_cast<size_t>(bytes);
+  require_head_room(bytes, begin, options_.explicit_size);
+  const auto give_back = [&] {
+    madvise(piece, size, MADV_DONTNEED);
+    mprotect(piece, size, PROT_NONE);
+  };
+  if (mprotect(piece, size, PROT_READ | PROT_WRITE) != 0) {
+    throw OutOfMemory(
+        concat("host memory: ", human_bytes(bytes), " refused: ", std::strerror(errno)), bytes, 0);
+  }
+  prefer_node(piece, bytes, numa_node_);
+  if (options_.huge_pages) madvise(piece, size, MADV_HUGEPAGE);
+  touch(piece, bytes);
+  try {
+    const DeviceGuard guard(options_.device);
+    cuda_call("cudaHostRegister", [&] {
+      return cudaHostRegister(piece, size, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    });
+  } catch (const CudaError& error) {
+    give_back();
+    throw OutOfMemory(concat("host memory: ", human_bytes(bytes), " could not be pinned beside ",
+                             human_bytes(begin), ": ", error.what(), "; lower host_memory"),
+                      bytes, read_head_room().available);
+  }
+}
+
+// The first touch of a page is what takes it; it costs far more than the write.
+void PinnedResource::touch(std::byte* begin, int64_t bytes) {
+  const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  const int64_t wanted = std::min<int64_t>({options_.touch_threads, cores, bytes / kHugePage});
+  const int64_t threads = std::max<int64_t>(1, wanted);
+  const int64_t share = align_up(ceil_div(bytes, threads), kHugePage);
+  std::vector<std::thread> team;
+  for (int64_t first = 0; first < bytes; first += share) {
+    team.emplace_back([begin, first, last = std::min(first + share, bytes)] {
+      for (int64_t at = first; at < last; at += kPage) {
+        reinterpret_cast<volatile std::byte*>(begin)[at] = std::byte{0};
+      }
+    });
+  }
+  for (std::thread& member : team) member.join();
+}
+
+void PinnedResource::stop_thread() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void PinnedResource::release() {
+  stop_thread();
+  int64_t begin = 0;
+  for (const int64_t bytes : pieces_) {
+    // A failure here can only be that of a broken context, which has unpinned everything anyway.
+    if (cudaHostUnregister(base_ + begin) != cudaSuccess) cudaGetLastError();
+    madvise(base_ + begin, static_cast<size_t>(bytes), MADV_DONTNEED);
+    mprotect(base_ + begin, static_cast<size_t>(bytes), PROT_NONE);
+    begin += bytes;
+  }
+  pieces_.clear();
+  target_ = ready_ = committed_ = 0;
+  failure_ = nullptr;
+}
+
+}  // namespace oomb::memory

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "paging/page_manager.h"
+
+namespace oomb::offload {
+
+struct CudaPageManagerOptions {
+  int device = 0;
+  int64_t slot_bytes = 0;
+  int64_t device_slots = 0;
+  int64_t host_slots = 0;
+  bool explicit_host_memory = false;  // host_slots was asked for by name, see PinnedOptions
+  std::optional<uint64_t> copy_delay_seed = std::nullopt;
+  std::optional<uint64_t> shuffle_seed = std::nullopt;
+  std::optional<paging::Wait> disabled_wait = std::nullopt;
+  bool poison = false;
+};
+
+// The page manager of one GPU and page-locked host memory.
+std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManagerOptions& options);
+
+}  // namespace oomb::offload
