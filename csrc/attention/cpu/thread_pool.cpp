@@ -114,9 +114,11 @@ int64_t initial_threads() {
 // parent's pool alone, which nothing can join, and makes its own.
 class SharedPool {
  public:
+  ~SharedPool() { leave_parents_pool(); }
+
   void run(int64_t units, int64_t threads, const Task& task) {
     std::lock_guard lock(mutex_);
-    if (pool_ && owner_ != getpid()) static_cast<void>(pool_.release());
+    leave_parents_pool();
     if (!pool_ || pool_->threads() != threads) {
       pool_.reset();
       pool_ = std::make_unique<ThreadPool>(threads);
@@ -126,6 +128,10 @@ class SharedPool {
   }
 
  private:
+  void leave_parents_pool() {
+    if (pool_ && owner_ != getpid()) static_cast<void>(pool_.release());
+  }
+
   std::mutex mutex_;
   pid_t owner_ = 0;
   std::unique_ptr<ThreadPool> pool_;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "attention/cpu/gradient_page.h"
 
@@ -104,6 +105,36 @@ TEST(StochasticRoundingTest, NoiseDiffersBySeedSequencePageAndElement) {
   EXPECT_NE(words(1, 3, 3, 4), base);
   EXPECT_NE(words(1, 2, 4, 4), base);
   EXPECT_NE(words(1, 2, 3, 8), base);
+}
+
+// Adds the same rows to dK and dV of every page; the results by page and kind.
+std::vector<std::vector<uint16_t>> rounded_pages(const std::vector<int32_t>& units) {
+  const Shape shape{1, 2, 2, 8, 16, 8};
+  const int64_t size = 2 * 8 * 16;
+  std::vector<BFloat16> pool(static_cast<size_t>(4 * size), BFloat16{0});
+  const GradientPageTable table({pool.data(), size * 2, units.data(), DType::kBFloat16, 9}, 2,
+                                shape);
+  const std::vector<float> rows(8 * 16, 1.0f + 0x1p-8f);
+  std::vector<std::vector<uint16_t>> pages;
+  for (const int64_t page : {0, 1}) {
+    for (const auto kind : {GradientPageTable::kKey, GradientPageTable::kValue}) {
+      for (int64_t head = 0; head < 2; ++head) {
+        table.add(0, page, kind, head, 8, 1.0f, rows.data(), 16);
+        std::vector<uint16_t>& bits = pages.emplace_back();
+        const BFloat16* written = table.at<BFloat16>(0, page, kind) + head * 8 * 16;
+        for (int64_t i = 0; i < 8 * 16; ++i) bits.push_back(written[i].bits);
+      }
+    }
+  }
+  return pages;
+}
+
+TEST(StochasticRoundingTest, PagesRoundTheSameWayInAnySlotAndUnlikeEachOther) {
+  const auto pages = rounded_pages({0, 1, 2, 3});
+  EXPECT_EQ(rounded_pages({3, 0, 1, 2}), pages);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) EXPECT_NE(pages[i], pages[j]) << i << ", " << j;
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -52,6 +53,17 @@ TEST(ThreadPoolTest, CallersFromSeveralThreadsTakeTurns) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(count, 4 * 50 * 6);
+}
+
+TEST(ThreadPoolTest, AChildOfForkHasItsOwnThreadsAndEnds) {
+  parallel_for(4, 2, [](int64_t, int64_t) {});
+  const auto child = [] {
+    std::atomic<int64_t> count = 0;
+    parallel_for(4, 2, [&](int64_t, int64_t) { ++count; });
+    std::exit(count == 4 ? 0 : 1);
+  };
+  EXPECT_EXIT(child(), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(std::exit(0), ::testing::ExitedWithCode(0), "") << "without a call in the child";
 }
 
 }  // namespace
