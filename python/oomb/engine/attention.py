@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from oomb import _C
+from oomb.engine.finite import expect_finite
 from oomb.engine.layout import Chunks, Order
 from oomb.engine.selection import Selector
 from oomb.engine.tiers import PageLayout
@@ -47,6 +48,7 @@ class CallPages:
     summaries: list[torch.Tensor | None]
     rounding_seed: int
     deterministic: bool
+    check_finite: bool
     spilled: bool
     pages_per_sequence: list[int]
     tables: list[torch.Tensor] = field(default_factory=list)
@@ -173,6 +175,8 @@ class ChunkAttention:
                     last_wave=index == len(waves) - 1,
                 )
         self._end_own_pages(layer, dk, dv)
+        if pages.check_finite:
+            expect_finite("the gradient of attention", dq, dk, dv, chunk=self.chunk, layer=layer)
         return dq, dk, dv
 
     # Arguments of the kernels ---------------------------------------------------------------------

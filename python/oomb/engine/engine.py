@@ -363,6 +363,7 @@ class Engine:
             summaries=summaries,
             rounding_seed=self._rounding_seed(),
             deterministic=self.config.deterministic,
+            check_finite=self.config.check_finite,
             spilled=caps.host_slots > 0,
             pages_per_sequence=per_sequence,
         )

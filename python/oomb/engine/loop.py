@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention, with_sinks
+from oomb.engine.finite import expect_finite
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks
 from oomb.engine.loss import ChunkLoss
@@ -105,6 +106,8 @@ class ChunkLoop:
                 hidden = self._run(chunk)
                 assert hidden is not None
                 grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                if attention.pages.check_finite:
+                    expect_finite("the loss", self._loss.total, chunk=chunk)
                 if hidden.requires_grad:
                     hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
                 del hidden, grad

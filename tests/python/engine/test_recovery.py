@@ -1,0 +1,222 @@
+"""After an error or Ctrl-C in the middle all is as before, and the next call has the usual bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import oomb
+from oomb.engine import loss as loss_module
+from oomb.engine.attention import ChunkAttention
+
+from .models import make
+from .reference import Result, assert_identical, random_ids, take_gradients
+from .tiers import HOST, slot_bytes
+
+IDS = random_ids(1, 120)  # 8 chunks
+SPARSE = oomb.TopKPages(budget=3)
+
+
+def config(model: PreTrainedModel, **settings: Any) -> oomb.Config:
+    """A tier of 12 pages, so that copies are under way when something fails."""
+    page = slot_bytes(model, oomb.Config(chunk_size=16, page_size=8))
+    return oomb.Config(
+        chunk_size=16, page_size=8, device_memory=12 * page, host_memory=HOST, **settings
+    )
+
+
+def stop_at(phase: str, chunk: int, error: BaseException) -> Callable[[oomb.Progress], None]:
+    def report(progress: oomb.Progress) -> None:
+        if (progress.phase, progress.chunk) == (phase, chunk):
+            raise error
+
+    return report
+
+
+def usual(engine: oomb.Engine, model: PreTrainedModel) -> Result:
+    step = engine.forward_backward(IDS, IDS)
+    return Result(step.loss, take_gradients(model))
+
+
+def assert_untouched(
+    engine: oomb.Engine, model: PreTrainedModel, before: dict[str, torch.Tensor], expected: Result
+) -> None:
+    """Gradients are the same objects with the same bits, pools are empty, the model is in order."""
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is before[name]
+        assert bool((before[name] == 7).all())
+        assert not parameter._post_accumulate_grad_hooks
+    assert engine._manager is not None
+    engine._manager.check_integrity()
+    assert not ChunkAttention.active
+    assert model.config._attn_implementation == "sdpa"
+    take_gradients(model)
+    assert_identical(usual(engine, model), expected)
+
+
+def with_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+MOMENTS = [("fill", 0), ("fill", 6), ("sweep", 7), ("sweep", 4), ("sweep", 0)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention": SPARSE, "recompute": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("no"), MemoryError()], ids=repr
+)
+@pytest.mark.parametrize(("phase", "chunk"), MOMENTS)
+def test_stopped_at_a_chunk_border(
+    phase: str, chunk: int, error: BaseException, settings: dict[str, Any]
+) -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model, **settings)) as engine:
+        expected = usual(engine, model)
+        state = engine.state_dict()
+        before = with_gradients(model)
+        with pytest.raises(type(error)):
+            engine.forward_backward(IDS, IDS, on_progress=stop_at(phase, chunk, error))
+        assert engine.state_dict() == state
+        assert_untouched(engine, model, before, expected)
+
+
+@pytest.mark.parametrize("method", ["_write", "_waves", "_end_own_pages", "backward"])
+@pytest.mark.parametrize("count", [1, 9, 20])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_stopped_inside_a_layer(
+    method: str, count: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also inside autograd's backward, with pages of the layer held."""
+    model = make("llama")
+    with oomb.Engine(model, config(model, recompute=recompute)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        own = getattr(ChunkAttention, method)
+        calls = 0
+
+        def failing(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                raise KeyboardInterrupt
+            return own(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkAttention, method, failing)
+            with pytest.raises(KeyboardInterrupt):
+                engine.forward_backward(IDS, IDS)
+        assert calls == count
+        assert_untouched(engine, model, before, expected)
+
+
+def test_stopped_by_a_signal() -> None:
+    """A real SIGINT, from the process to itself."""
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+
+        def report(progress: oomb.Progress) -> None:
+            if (progress.phase, progress.chunk) == ("sweep", 5):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(IDS, IDS, on_progress=report)
+        assert_untouched(engine, model, before, expected)
+
+
+def test_stopped_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(loss_module.F, "cross_entropy", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.forward_backward(IDS, IDS)
+        assert_untouched(engine, model, before, expected)
+
+
+def test_stopped_in_evaluate() -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        loss = engine.evaluate(IDS, IDS).loss
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(IDS, IDS, on_progress=stop_at("fill", 3, KeyboardInterrupt()))
+        assert torch.equal(engine.evaluate(IDS, IDS).loss, loss)
+        assert_untouched(engine, model, before, expected)
+
+
+def test_after_bad_input() -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        with pytest.raises(ValueError, match="input_ids"):
+            engine.forward_backward(IDS + 1000, IDS)
+        assert_untouched(engine, model, before, expected)
+
+
+def test_after_out_of_memory() -> None:
+    """A sequence that the tiers cannot hold; then one that they can."""
+    model = make("llama")
+    page = slot_bytes(model, oomb.Config(chunk_size=16, page_size=8))
+    tight = oomb.Config(chunk_size=16, page_size=8, device_memory=12 * page, host_memory=100 * page)
+    long = random_ids(1, 400)
+    with oomb.Engine(model, tight) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        with pytest.raises(oomb.OutOfMemoryError):
+            engine.forward_backward(long, long)
+        assert_untouched(engine, model, before, expected)
+
+
+def test_a_call_inside_a_call_is_refused() -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            engine.forward_backward(
+                IDS, IDS, on_progress=lambda _: engine.evaluate(IDS, IDS) and None
+            )
+        assert_untouched(engine, model, before, expected)
+
+
+def test_what_is_not_finite_is_named_on_request() -> None:
+    """The loss is infinite in one chunk; a gradient in one layer."""
+    model = make("llama")
+    ids = IDS.clone()
+    ids[0, 70] = 0  # in chunk 4 alone
+    labels = ids.clone()
+    with oomb.Engine(model, config(model, check_finite=True)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        embedding = model.model.embed_tokens.weight
+        kept = embedding[0].clone()
+        with torch.no_grad():
+            embedding[0] = torch.nan
+        # Chunks 5 to 7 see its keys.
+        with pytest.raises(oomb.Error, match=r"^chunk 7: the loss is not finite"):
+            engine.forward_backward(ids, labels)
+        with pytest.raises(oomb.Error, match=r"^chunk 4: the loss is not finite"):
+            engine.forward_backward(ids[:, :75], labels[:, :75])
+        with torch.no_grad():
+            embedding[0] = kept
+        hook = model.model.layers[1].register_full_backward_hook(
+            lambda _, inputs, __: tuple(g * torch.nan for g in inputs)
+        )
+        with pytest.raises(oomb.Error, match=r"^chunk 7, layer 0: the gradient of attention"):
+            engine.forward_backward(IDS, IDS)
+        hook.remove()
+        assert_untouched(engine, model, before, expected)
