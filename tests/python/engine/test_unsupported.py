@@ -1,0 +1,197 @@
+"""Models that cannot be run exactly are refused by name, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import oomb
+
+from .models import make
+
+CONFIG = oomb.Config(chunk_size=16, page_size=8)
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def of(prefix: str, **settings: Any) -> nn.Module:
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings})
+    made: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    return made.eval()
+
+
+def gemma2() -> nn.Module:
+    return of("Gemma2", attn_implementation="eager")
+
+
+def mamba() -> nn.Module:
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
+    return transformers.MambaForCausalLM(config).eval()  # type: ignore[no-any-return]
+
+
+def hybrid() -> nn.Module:
+    """Attention in one layer, a recurrence in the other."""
+    return of(
+        "Qwen3Next",
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+    )
+    return transformers.T5ForConditionalGeneration(config).eval()  # type: ignore[no-any-return]
+
+
+def encoder() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.BertModel(config).eval()  # type: ignore[no-any-return]
+
+
+def data_parallel() -> nn.Module:
+    return nn.DataParallel(make("llama"))
+
+
+class DistributedDataParallel(nn.Module):
+    """Stands for torch's own, whose constructor wants a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = make("llama")
+
+
+def router_loss() -> nn.Module:
+    return of("Mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True)
+
+
+def router_jitter() -> nn.Module:
+    return of("Mixtral", num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.1)
+
+
+def prompt_tuning() -> nn.Module:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def prefix_tuning() -> nn.Module:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def attention_dropout() -> nn.Module:
+    return make("llama", attention_dropout=0.1).train()
+
+
+def no_head() -> nn.Module:
+    return make("llama").model  # type: ignore[no-any-return]
+
+
+def twice() -> nn.Module:
+    """A layer that calls attention two times."""
+    model = make("llama")
+    layer = model.model.layers[1]
+    once = layer.self_attn.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        once(*arguments, **keywords)
+        return once(*arguments, **keywords)
+
+    layer.self_attn.forward = forward
+    return model
+
+
+def looks_at_other_tokens() -> nn.Module:
+    """A layer that mixes tokens outside attention: only the probe can see it."""
+    model = make("llama")
+    inner = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: inner(x) + x.cumsum(dim=1)
+    return model
+
+
+MODELS: list[tuple[Callable[[], nn.Module], str]] = [
+    (gemma2, r"layer 0 \(Gemma2Attention\).*softcap=50"),
+    (mamba, r"layers\.0.*does not call attention"),
+    (hybrid, r"layers\.0 \(Qwen3NextDecoderLayer\).*does not call attention"),
+    (t5, "T5ForConditionalGeneration: encoder-decoder"),
+    (encoder, "BertModel"),
+    (data_parallel, "DataParallel: .*distributed training"),
+    (DistributedDataParallel, "DistributedDataParallel: .*distributed training"),
+    (router_loss, "MixtralForCausalLM: .*output_router_logits"),
+    (router_jitter, "jitter"),
+    (prompt_tuning, "PromptTuningConfig.*prompt learning"),
+    (prefix_tuning, "PrefixTuningConfig.*prompt learning"),
+    (attention_dropout, r"layer 0 \(LlamaAttention\).*attention dropout 0.1"),
+    (no_head, "LlamaModel"),
+    (twice, r"layers\.1 \(LlamaDecoderLayer\).*more than once"),
+    (looks_at_other_tokens, "LlamaForCausalLM: chunked logits differ"),
+    (lambda: nn.Linear(3, 3), "expected a transformers causal language model, got Linear"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("build", "text"), MODELS, ids=lambda x: getattr(x, "__name__", None))
+def test_is_refused(build: Callable[[], nn.Module], text: str) -> None:
+    model = build()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(oomb.UnsupportedModelError, match=text):
+        oomb.Engine(model, CONFIG)
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_float64_angles_of_another_layout() -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match="CohereRotaryEmbedding.*rope_angles"):
+        oomb.Engine(make("cohere"), oomb.Config(rope_angles="float64"))
+
+
+def test_an_optimizer_fused_into_backward() -> None:
+    """Its hook would see the gradient of one chunk."""
+    model = make("llama")
+    ids = torch.randint(1, 97, (1, 40))
+    hook = model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with oomb.Engine(model, CONFIG) as engine:
+        with pytest.raises(oomb.UnsupportedModelError, match="post-accumulate"):
+            engine.forward_backward(ids, ids)
+        hook.remove()
+        engine.forward_backward(ids, ids)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Gemma", "Starcoder2", "OLMo2", "StableLm"])
+def test_other_decoders_of_the_same_parts_work(name: str) -> None:
+    prefix = {"OLMo2": "Olmo2"}.get(name, name)
+    settings = {"num_local_experts": 2} if name == "Mixtral" else {}
+    model = of(prefix, **settings).double()
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    if name == "Mixtral":
+        model.set_experts_implementation("eager")  # type: ignore[operator]
+    ids = torch.randint(1, 97, (1, 60))
+    labels = ids
+    own = model(input_ids=ids, labels=labels).loss.detach()
+    with oomb.Engine(model, CONFIG) as engine:
+        step = engine.forward_backward(ids, labels)
+    assert abs(float(step.loss - own)) < 1e-5 * float(own)
