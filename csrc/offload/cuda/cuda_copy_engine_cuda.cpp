@@ -46,6 +46,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
 
   Ticket copy(Lane which, std::span<const PageCopy> pages) override {
     CudaLane& target = lane(which);
+    if (pages.empty()) return target.issued();
     if (target.in_flight() >= kBatchesInFlight) {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
