@@ -52,7 +52,7 @@ QUICK = Size(
     chunk_size=128,
     page_size=64,
     gradient_tokens=512,
-    lengths=(512, 1024, 2048, 4096),
+    lengths=(1024, 2048, 4096),
     budget=192 * MIB,
     training=TrainingSize(num_steps=6, num_tokens=512, held_out_tokens=512, evaluate_every=2),
 )
@@ -213,7 +213,7 @@ def show_training(
     for steps, a, b in zip(ordinary.steps, ordinary.losses, chunked.losses, strict=True):
         table.add_row(str(steps), f"{a:.5f}", f"{b:.5f}", f"{b - a:+.1e}")
     console.print(
-        f"[bold]Held-out loss[/bold]  nats per byte, {size.held_out_tokens:,} bytes of other files; "
+        f"[bold]Held-out loss[/bold]  nats per byte, {size.held_out_tokens:,} bytes held out; "
         f"steps of {size.num_tokens:,} tokens, same data and seeds"
     )
     console.print(table)

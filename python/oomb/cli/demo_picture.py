@@ -85,7 +85,7 @@ def _draw_memory(axes: Axes, memory: Measured, budget: int) -> None:
         xticks=lengths,
         ylim=(0, 1.12 * limit),
     )
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center right")
 
 
 def _short(tokens: int) -> str:

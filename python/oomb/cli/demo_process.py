@@ -1,7 +1,7 @@
 """Each part of the demo runs in a process of its own, so that one leaves no memory to the next.
 
-Run as a module, it is that process: a task's name and its arguments as JSON on the command line,
-lines of JSON out: ``{"done": share}`` as often as there is news, ``{"result": ...}`` at the end.
+``main`` is that process: a task's name and its arguments as JSON on the command line, lines of JSON
+out: ``{"done": share}`` as often as there is news, ``{"result": ...}`` at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 OnShare = Callable[[float], None]  # gets the share of a task that is done
 
 # What a failed allocation looks like in torch, in Python and in C++.
-_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "out of memory")
+_OUT_OF_MEMORY = ("allocate memory", "MemoryError", "bad_alloc", "out of memory")
 
 
 class OutOfBudget(Exception):
@@ -31,7 +31,8 @@ def run_task(task: str, arguments: dict[str, Any], on_share: OnShare) -> dict[st
         OutOfBudget: an allocation failed.
         RuntimeError: the process failed for another reason; the text has its output.
     """
-    command = [sys.executable, "-m", "oomb.cli.demo_process", task, json.dumps(arguments)]
+    start = f"from {__name__} import main; main()"
+    command = [sys.executable, "-c", start, task, json.dumps(arguments)]
     # Threads of torch that wait by spinning would take the cores from the kernels' own threads.
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as errors:
@@ -68,7 +69,3 @@ def main() -> None:
     name, arguments = sys.argv[1:]
     result = tasks[name](on_share=_report, **json.loads(arguments))
     print(json.dumps({"result": result}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from oomb.cli.demo_text import Text, python_source
 from oomb.config import Config
 from oomb.engine.engine import Engine
 
-LEARNING_RATE, WARMUP_STEPS = 3e-3, 5
+LEARNING_RATE, WARMUP_STEPS = 1e-3, 5
 
 OfBatch = Callable[[torch.Tensor], float]  # input_ids -> loss
 

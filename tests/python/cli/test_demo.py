@@ -94,10 +94,9 @@ def test_gradients_of_a_partial_last_chunk() -> None:
     assert found.float64 <= 1e-12
 
 
-@pytest.mark.parametrize("method", ["ordinary", "oomb"])
-def test_memory_run_stops_at_its_budget(method: str) -> None:
+def test_memory_run_stops_at_its_budget() -> None:
     with pytest.raises(OutOfBudget):
-        run_task("memory", memory_arguments(method=method, budget=8 * MIB), ignore)
+        run_task("memory", memory_arguments(budget=8 * MIB), ignore)
 
 
 def test_memory_run_reports_its_use_and_its_progress() -> None:
