@@ -118,8 +118,8 @@ void check_shape(const Shape& shape) {
 }
 
 std::string describe(const Shape& shape, DType dtype) {
-  return concat(oomb::name_of(dtype), ", head dim ", shape.head_dim, ", pages of ",
-                shape.page_size, " tokens");
+  return concat(oomb::name_of(dtype), ", head dim ", shape.head_dim, ", pages of ", shape.page_size,
+                " tokens");
 }
 
 void warn_once(const Shape& shape, DType dtype) {
@@ -130,10 +130,11 @@ void warn_once(const Shape& shape, DType dtype) {
     hook = settings().warning_hook;
   }
   if (hook) {
-    hook(concat("attention with ", describe(shape, dtype),
-                " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
-                "Fast ones take bfloat16 or float16, head dim 64, 96 or 128, and pages of 64 or 128 "
-                "tokens"));
+    hook(
+        concat("attention with ", describe(shape, dtype),
+               " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
+               "Fast ones take bfloat16 or float16, head dim 64, 96 or 128, and pages of 64 or 128 "
+               "tokens"));
   }
 }
 

@@ -28,8 +28,9 @@ Implementation implementation_from(const std::string& name);  // throws InvalidA
 void force(std::optional<Implementation> implementation);
 std::optional<Implementation> forced();
 
-// Called with a text, once per process, when a call falls through to the plain kernels without being
-// forced to. The default prints to standard error. It may be called from any thread, without the GIL.
+// Called with a text, once per process, when a call falls through to the plain kernels without
+// being forced to. The default prints to standard error. It may be called from any thread, without
+// the GIL.
 void set_warning_hook(std::function<void(const std::string&)> hook);
 
 // What forward() and backward() would run.

@@ -1,6 +1,7 @@
 #pragma once
 
-// delta = rowsum(o * d_o) - d_lse of every query row, the part of dS that does not depend on the key.
+// delta = rowsum(o * d_o) - d_lse of every query row, the part of dS that does not depend on the
+// key.
 
 #include <cstdint>
 

@@ -31,11 +31,17 @@ __device__ inline float load(__nv_bfloat16 value) { return __bfloat162float(valu
 template <typename T>
 __device__ inline T store(Acc<T> value);
 template <>
-__device__ inline float store<float>(float value) { return value; }
+__device__ inline float store<float>(float value) {
+  return value;
+}
 template <>
-__device__ inline double store<double>(double value) { return value; }
+__device__ inline double store<double>(double value) {
+  return value;
+}
 template <>
-__device__ inline __half store<__half>(float value) { return __float2half_rn(value); }
+__device__ inline __half store<__half>(float value) {
+  return __float2half_rn(value);
+}
 template <>
 __device__ inline __nv_bfloat16 store<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);

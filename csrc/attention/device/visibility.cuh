@@ -35,8 +35,8 @@ __device__ inline int visible_past(const Visibility& visibility, int num_past, i
   return visibility.num_keys == nullptr ? num_past : min(num_past, visibility.num_keys[batch]);
 }
 
-// A page's keys; its values follow after [Hkv, P, D]. A page that is not resident must never be read
-// as if it held something, and a kernel has no other way to report it: the launch fails.
+// A page's keys; its values follow after [Hkv, P, D]. A page that is not resident must never be
+// read as if it held something, and a kernel has no other way to report it: the launch fails.
 template <typename T>
 __device__ inline const T* keys_of_page(const PastPages& past, int64_t batch, int64_t page) {
   const int64_t slot = past.block_table[batch * past.table_stride + page];

@@ -25,13 +25,11 @@ __global__ void __launch_bounds__(kThreads)
   const A scale = static_cast<A>(params.scale);
 
   for (int kind = 0; kind < 2; ++kind) {
-    const int64_t unit =
-        params.grads.dkv_table[(batch * params.table_stride + page) * 2 + kind];
+    const int64_t unit = params.grads.dkv_table[(batch * params.table_stride + page) * 2 + kind];
     if (unit < 0) continue;
-    const G* gradient =
-        reinterpret_cast<const G*>(static_cast<const char*>(params.grads.dkv_pool) +
-                                   unit * params.grads.dkv_unit_bytes) +
-        head * page_size * head_dim;
+    const G* gradient = reinterpret_cast<const G*>(static_cast<const char*>(params.grads.dkv_pool) +
+                                                   unit * params.grads.dkv_unit_bytes) +
+                        head * page_size * head_dim;
     const Strides& strides = kind == 0 ? params.dk_strides : params.dv_strides;
     T* target = static_cast<T*>(kind == 0 ? params.dk : params.dv) + batch * strides.batch +
                 head * strides.head + first_row * strides.token;

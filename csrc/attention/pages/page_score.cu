@@ -19,7 +19,8 @@ Workspace workspace_of(const PageScoreParams& params) {
   const int64_t tokens = shape.batch * shape.kv_heads * shape.chunk;
   Workspace result;
   if (params.kind == ScoreKind::kBlockMean) {
-    result.queries = shape.batch * num_blocks(params) * shape.kv_heads * shape.head_dim * accumulator;
+    result.queries =
+        shape.batch * num_blocks(params) * shape.kv_heads * shape.head_dim * accumulator;
   } else if (matrix_path_takes(params)) {
     result.queries = tokens * shape.head_dim * size_of(params.dtype);
     result.statistics = token_softmax_splits(params) * tokens * 8;

@@ -50,9 +50,9 @@ struct Row {
   using Key = decltype(ordered_key(A{}));
 
   const A* scores;
-  int64_t begin, end;           // this warp's piece
-  int64_t rank = 0;             // candidates before the piece
-  int64_t sinks = 0;            // candidates with rank < sinks or >= recents are forced
+  int64_t begin, end;  // this warp's piece
+  int64_t rank = 0;    // candidates before the piece
+  int64_t sinks = 0;   // candidates with rank < sinks or >= recents are forced
   int64_t recents = INT64_MAX;
 
   // Calls function(page, key, is_candidate) for all 32 lanes at a time.
@@ -92,9 +92,8 @@ __global__ void __launch_bounds__(kThreads) page_select_kernel(const PageSelectP
   int32_t* selection = params.selection + blockIdx.x * params.budget;
 
   int64_t count = 0, candidates = 0;
-  row.visit([&](int64_t, Key, bool candidate) {
-    count += __popc(__ballot_sync(kAllLanes, candidate));
-  });
+  row.visit(
+      [&](int64_t, Key, bool candidate) { count += __popc(__ballot_sync(kAllLanes, candidate)); });
   row.rank = scan_warps(count, scratch, &candidates);
   row.sinks = params.sink_pages;
   row.recents = candidates - params.recent_pages;

@@ -57,8 +57,8 @@ void score_block_mean(const PageScoreParams& params, const void* means) {
   const auto stream = static_cast<cudaStream_t>(params.stream);
   device::with_type(params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    block_mean_kernel<T><<<grid, 256, 0, stream>>>(params, static_cast<const Acc<T>*>(means),
-                                                   pages, blocks);
+    block_mean_kernel<T>
+        <<<grid, 256, 0, stream>>>(params, static_cast<const Acc<T>*>(means), pages, blocks);
   });
   check_launch("score_block_mean");
 }

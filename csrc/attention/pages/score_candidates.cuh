@@ -20,8 +20,7 @@ __device__ inline Candidates candidates_of(const PageScoreParams& p, int64_t bat
   Candidates result;
   result.end = keys <= 0 ? 0 : ceil_div(keys, p.shape.page_size);
   if (p.visibility.first_key != nullptr) {
-    const int64_t first =
-        p.visibility.first_key[batch * p.shape.chunk + block * p.shape.page_size];
+    const int64_t first = p.visibility.first_key[batch * p.shape.chunk + block * p.shape.page_size];
     result.begin = max(first, int64_t{0}) / p.shape.page_size;
   }
   return result;

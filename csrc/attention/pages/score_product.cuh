@@ -6,8 +6,8 @@
 
 namespace oomb::attention::pages {
 
-// A 32 x 32 tile of left . right^T by 16 x 16 threads without tensor cores. Thread (y, x) holds rows
-// y, y + 16 and columns x, x + 16. Rows past the valid ones count as zero.
+// A 32 x 32 tile of left . right^T by 16 x 16 threads without tensor cores. Thread (y, x) holds
+// rows y, y + 16 and columns x, x + 16. Rows past the valid ones count as zero.
 template <typename A>
 struct ProductTile {
   static constexpr int kSize = 32;

@@ -1,6 +1,6 @@
-// token_softmax for any shape: per token a softmax over the candidate pages, summed over the block's
-// tokens. No score per token is stored: the first pass keeps a running maximum and sum per token,
-// the second computes the products again.
+// token_softmax for any shape: per token a softmax over the candidate pages, summed over the
+// block's tokens. No score per token is stored: the first pass keeps a running maximum and sum per
+// token, the second computes the products again.
 
 #include "attention/device/numeric.cuh"
 #include "attention/pages/score.h"
@@ -125,8 +125,9 @@ __global__ void __launch_bounds__(256)
   for (int t = 0; t < 16; ++t) score += shared.left[t][threadIdx.x];
   const int64_t target = page + threadIdx.x;
   const bool candidate = target >= candidates.begin && target < candidates.end;
-  static_cast<A*>(p.scores)[((batch * gridDim.y + block) * p.score_heads + score_head) * pages +
-                            target] = candidate ? score : device::minus_infinity<A>();
+  static_cast<A*>(
+      p.scores)[((batch * gridDim.y + block) * p.score_heads + score_head) * pages + target] =
+      candidate ? score : device::minus_infinity<A>();
 }
 
 }  // namespace
@@ -143,8 +144,8 @@ void score_token_softmax(const PageScoreParams& params, const void* sums, void* 
                                                         static_cast<A*>(lse), parts);
     check_launch("score_token_lse");
     const dim3 page_grid(ceil_div(pages, 32), blocks, params.shape.batch * params.score_heads);
-    token_softmax_kernel<T><<<page_grid, 256, 0, stream>>>(
-        params, static_cast<const A*>(sums), static_cast<const A*>(lse), pages);
+    token_softmax_kernel<T><<<page_grid, 256, 0, stream>>>(params, static_cast<const A*>(sums),
+                                                           static_cast<const A*>(lse), pages);
     check_launch("score_token_softmax");
   });
 }

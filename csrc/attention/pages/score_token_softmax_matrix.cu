@@ -2,8 +2,9 @@
 //
 // Pass 1, tokens on the rows: a warp keeps its tokens' group-summed queries in registers, page
 // summaries stream through shared memory. Every lane keeps its own running maximum and sum over the
-// columns it sees, so that the loop has no shuffle; lanes are merged at the end. The pages are split
-// over several blocks, at places that depend on the shape alone; pass 2 merges the splits in order.
+// columns it sees, so that the loop has no shuffle; lanes are merged at the end. The pages are
+// split over several blocks, at places that depend on the shape alone; pass 2 merges the splits in
+// order.
 //
 // Pass 2, pages on the rows: the same product transposed, so that the sum over tokens stays in a
 // lane's registers. One block walks the kv heads in order and adds up in shared memory: no atomics.
@@ -223,7 +224,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int row = threadIdx.x; row < kBlock; row += kThreads) {
       float top = kLowest, sum = 0.0f;
       if (row < real) {
-        for (int s = 0; s < splits; ++s) top = fmaxf(top, partials[s * state_stride + row0 + row].x);
+        for (int s = 0; s < splits; ++s)
+          top = fmaxf(top, partials[s * state_stride + row0 + row].x);
         for (int s = 0; s < splits; ++s) {
           const float2 part = partials[s * state_stride + row0 + row];
           sum += part.y * exp2f(part.x - top);
@@ -244,8 +246,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       device::commit_copies();
 
       float row_sums[2][2] = {};
-      const uint32_t key_base = stages + stage * Pass::kStageBytes + Rows::block_a(lane) +
-                                warp * 32 * Rows::kRowBytes;
+      const uint32_t key_base =
+          stages + stage * Pass::kStageBytes + Rows::block_a(lane) + warp * 32 * Rows::kRowBytes;
       const uint32_t query_base = queries + Rows::block_b(lane);
 #pragma unroll 1
       for (int token = 0; token < kBlock; token += kTokens) {
@@ -258,8 +260,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int n = 0; n < kTokens / 16; ++n) {
             uint32_t b[4];
-            device::load_matrices(b,
-                                  (query_base ^ (k * 32)) + (token + n * 16) * Rows::kRowBytes);
+            device::load_matrices(b, (query_base ^ (k * 32)) + (token + n * 16) * Rows::kRowBytes);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
               device::multiply<T>(tile[m][2 * n], keys[m], b[0], b[1]);
@@ -269,7 +270,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
 #pragma unroll
         for (int n = 0; n < kTokens / 8; ++n) {
-          const float2 column = *reinterpret_cast<const float2*>(lse + token + n * 8 + lane % 4 * 2);
+          const float2 column =
+              *reinterpret_cast<const float2*>(lse + token + n * 8 + lane % 4 * 2);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -324,9 +326,9 @@ void launch(const PageScoreParams& params, const void* sums, void* partials) {
       "cudaFuncSetAttribute");
   const dim3 totals_grid(ceil_div(pages, PassTwo<kDim, kBlock>::kRange), blocks,
                          params.shape.batch * params.score_heads);
-  totals<<<totals_grid, kThreads, kTotalsBytes, stream>>>(
-      params, static_cast<const T*>(sums), static_cast<const float2*>(partials),
-      static_cast<int>(splits), pages);
+  totals<<<totals_grid, kThreads, kTotalsBytes, stream>>>(params, static_cast<const T*>(sums),
+                                                          static_cast<const float2*>(partials),
+                                                          static_cast<int>(splits), pages);
   check_launch("score_token_sums");
 }
 
@@ -347,7 +349,8 @@ bool matrix_path_takes(const PageScoreParams& params) {
          fits(params.shape.page_size) && reinterpret_cast<uintptr_t>(params.summary) % 16 == 0;
 }
 
-// Enough blocks for two rounds of a large GPU, whatever GPU it is: the result must not depend on it.
+// Enough blocks for two rounds of a large GPU, whatever GPU it is: the result must not depend on
+// it.
 int64_t token_softmax_splits(const PageScoreParams& params) {
   const int64_t rows = num_blocks(params) * params.shape.kv_heads * params.shape.batch;
   const int64_t tiles = ceil_div(num_pages(params), 64);

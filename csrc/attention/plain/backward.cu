@@ -54,16 +54,15 @@ struct Head {
     const int head_dim = static_cast<int>(p.shape.head_dim);
     load_tile<C>(shared.q, q + query.first * p.q_strides.token, p.q_strides.token, query.rows,
                  head_dim);
-    load_tile<C>(shared.d_o, d_o + query.first * p.do_strides.token, p.do_strides.token,
-                 query.rows, head_dim);
+    load_tile<C>(shared.d_o, d_o + query.first * p.do_strides.token, p.do_strides.token, query.rows,
+                 head_dim);
   }
 };
 
 // Fills shared.p and shared.ds of one tile of queries and keys, all four tiles being loaded.
 template <typename C>
-__device__ void probabilities(const Shared<C>& shared, const BackwardParams& p,
-                              const Head<C>& head, const QueryTile& query, int64_t batch,
-                              int first_key, int count) {
+__device__ void probabilities(const Shared<C>& shared, const BackwardParams& p, const Head<C>& head,
+                              const QueryTile& query, int64_t batch, int first_key, int count) {
   using A = typename C::A;
   const int x = threadIdx.x % C::kWidth, y = threadIdx.x / C::kWidth;
   const int head_dim = static_cast<int>(p.shape.head_dim);
@@ -154,10 +153,10 @@ __global__ void __launch_bounds__(C::kThreads) dq_kernel(const BackwardParams p)
   };
 
   if (p.own_chunk) {
-    const T* k = static_cast<const T*>(p.k) + batch * p.k_strides.batch +
-                 kv_head * p.k_strides.head;
-    const T* v = static_cast<const T*>(p.v) + batch * p.v_strides.batch +
-                 kv_head * p.v_strides.head;
+    const T* k =
+        static_cast<const T*>(p.k) + batch * p.k_strides.batch + kv_head * p.k_strides.head;
+    const T* v =
+        static_cast<const T*>(p.v) + batch * p.v_strides.batch + kv_head * p.v_strides.head;
     const int end = own_key_end(p.visibility, num_past, batch, query);
     for (int key = 0; key < end; key += C::kTile) {
       add(k + key * p.k_strides.token, v + key * p.v_strides.token, p.k_strides.token,

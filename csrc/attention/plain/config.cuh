@@ -53,15 +53,16 @@ struct QueryTile {
   }
 };
 
-// Rows of the chunk's own keys that a query tile goes through: causal, and without padding, which is
-// not even read.
+// Rows of the chunk's own keys that a query tile goes through: causal, and without padding, which
+// is not even read.
 __device__ inline int own_key_end(const Visibility& visibility, int num_past, int64_t batch,
                                   const QueryTile& query) {
   const int end = query.first + query.rows;
   return visibility.num_keys == nullptr ? end : min(end, visibility.num_keys[batch] - num_past);
 }
 
-// Rows [0, rows) of a [.., stride] matrix into a shared [kTile, head_dim + 1] tile; the rest is zero.
+// Rows [0, rows) of a [.., stride] matrix into a shared [kTile, head_dim + 1] tile; the rest is
+// zero.
 template <typename C>
 __device__ void load_tile(typename C::A* tile, const typename C::Element* source, int64_t stride,
                           int rows, int head_dim) {

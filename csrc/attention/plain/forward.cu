@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(C::kThreads) forward_kernel(const ForwardParam
   for (int i = 0; i < C::kRows; ++i) {
     const int row = y + i * C::kWidth;
     const bool inside = row < query.rows;
-    softmax.keys[i] = inside ? device::visible_keys(p.shape, p.visibility, num_past, batch,
-                                                    query.first + row)
-                             : KeyRange{};
+    softmax.keys[i] =
+        inside ? device::visible_keys(p.shape, p.visibility, num_past, batch, query.first + row)
+               : KeyRange{};
     const bool resume = inside && !p.first_wave;
     softmax.highest[i] = resume ? state_max[first_row + row] : device::minus_infinity<A>();
     softmax.total[i] = resume ? state_sum[first_row + row] : A(0);
@@ -136,10 +136,10 @@ __global__ void __launch_bounds__(C::kThreads) forward_kernel(const ForwardParam
   }
 
   if (p.own_chunk) {
-    const T* k = static_cast<const T*>(p.k) + batch * p.k_strides.batch +
-                 kv_head * p.k_strides.head;
-    const T* v = static_cast<const T*>(p.v) + batch * p.v_strides.batch +
-                 kv_head * p.v_strides.head;
+    const T* k =
+        static_cast<const T*>(p.k) + batch * p.k_strides.batch + kv_head * p.k_strides.head;
+    const T* v =
+        static_cast<const T*>(p.v) + batch * p.v_strides.batch + kv_head * p.v_strides.head;
     const int end = own_key_end(p.visibility, num_past, batch, query);
     for (int key = 0; key < end; key += C::kTile) {
       const int count = min(C::kTile, end - key);

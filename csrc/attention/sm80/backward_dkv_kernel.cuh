@@ -5,7 +5,8 @@
 // stages of shared memory. Everything is computed transposed, so that P^T and dS^T come out of the
 // products as the A operands of the next ones, and one block is the only writer of its gradients:
 //
-//   per 16 queries: S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q
+//   per 16 queries: S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T
+//   Q
 
 #include "attention/device/gradient_page.cuh"
 #include "attention/device/numeric.cuh"
@@ -37,7 +38,7 @@ struct KeyPlace {
 
 // Grid: (own key tiles, then tiles of the wave's pages; kv heads; batch).
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
     dkv_kernel(const BackwardParams p, const BackwardPlan plan, int own_tiles) {
   using Pass = KeyPass<kDim>;
   using Tile = device::Tile<kDim>;
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int offset = index % 2 * Pass::kStageBytes;
     load_rows<kDim, kQueries>(shared + offset, static_cast<const T*>(step.q), p.q_strides.token,
                               step.rows);
-    load_rows<kDim, kQueries>(shared + offset + Pass::kMatrixBytes,
-                              static_cast<const T*>(step.d_o), p.do_strides.token, step.rows);
+    load_rows<kDim, kQueries>(shared + offset + Pass::kMatrixBytes, static_cast<const T*>(step.d_o),
+                              p.do_strides.token, step.rows);
     const int row = threadIdx.x % kQueries;
     const bool is_lse = threadIdx.x < kQueries;
     const bool inside = row < step.rows;
@@ -142,17 +143,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (lane == 0 && warp == index % 4) steps.describe(p, plan, index + 2);
     device::commit_copies();
     const int offset = index % 2 * Pass::kStageBytes;
-    const uint32_t query_base = shared + offset + Tile::block_b(lane);
-    const uint32_t query_columns = shared + offset + Tile::block_a(lane);
-    const bool masked = steps.ring[index % 4].masked;
 
-    // With more of the products in flight the registers would not suffice for the larger head dims.
-#pragma unroll(kDim == 64 ? 4 : 1)
+    // Not unrolled: with more of the products in flight the registers would not suffice.
+#pragma unroll 1
     for (int part = 0; part < kQueries / 16; ++part) {
+      const uint32_t rows = shared + offset + part * 16 * Tile::kRowBytes;
+      const uint32_t query_base = rows + Tile::block_b(lane);
+      const uint32_t query_columns = rows + Tile::block_a(lane);
       float s[2][4] = {}, dp[2][4] = {};
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
-        const uint32_t address = (query_base ^ (i * 32)) + part * 16 * Tile::kRowBytes;
+        const uint32_t address = query_base ^ (i * 32);
         uint32_t b[4];
         device::load_matrices(b, address);
         device::multiply<T>(s[0], keys[i], b[0], b[1]);
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         device::multiply<T>(dp[0], values[i], b[0], b[1]);
         device::multiply<T>(dp[1], values[i], b[2], b[3]);
       }
-      if (masked) {
+      if (steps.ring[index % 4].masked) {
         const int key = steps.key_first + warp * 16 + lane / 4;
         const int query = steps.ring[index % 4].first + part * 16 + (lane % 4) * 2;
 #pragma unroll
@@ -181,9 +182,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         // The pair of queries that this lane's columns belong to.
-        const char* place = shared_memory + offset + (part * 16 + n * 8 + (lane % 4) * 2) * 4;
-        float2 lse = *reinterpret_cast<const float2*>(place + Pass::kLse);
-        const float2 delta = *reinterpret_cast<const float2*>(place + Pass::kDelta);
+        const uint32_t pair = shared + offset + (part * 16 + n * 8 + (lane % 4) * 2) * 4;
+        float2 lse = device::load_pair(pair + Pass::kLse);
+        const float2 delta = device::load_pair(pair + Pass::kDelta);
         lse.x = lse.x == -INFINITY ? INFINITY : lse.x * kLog2E;
         lse.y = lse.y == -INFINITY ? INFINITY : lse.y * kLog2E;
 #pragma unroll
@@ -191,18 +192,21 @@ __global__ void __launch_bounds__(kThreads, 2)
           const float p0 = device::exp2_fast(fmaf(s[n][2 * r], scale, -lse.x));
           const float p1 = device::exp2_fast(fmaf(s[n][2 * r + 1], scale, -lse.y));
           probabilities[2 * n + r] = device::pack<T>(p0, p1);
-          ds[2 * n + r] = device::pack<T>(p0 * (dp[n][2 * r] - delta.x),
-                                          p1 * (dp[n][2 * r + 1] - delta.y));
+          ds[2 * n + r] =
+              device::pack<T>(p0 * (dp[n][2 * r] - delta.x), p1 * (dp[n][2 * r + 1] - delta.y));
         }
       }
 #pragma unroll
       for (int n = 0; n < kDim / 16; ++n) {
-        const uint32_t address = (query_columns ^ (n * 32)) + part * 16 * Tile::kRowBytes;
         uint32_t b[4];
-        device::load_matrices_transposed(b, address + Pass::kMatrixBytes);
+        device::load_matrices_transposed(b, (query_columns ^ (n * 32)) + Pass::kMatrixBytes);
         device::multiply<T>(dv[2 * n], probabilities, b[0], b[1]);
         device::multiply<T>(dv[2 * n + 1], probabilities, b[2], b[3]);
-        device::load_matrices_transposed(b, address);
+      }
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n) {
+        uint32_t b[4];
+        device::load_matrices_transposed(b, (query_columns ^ (n * 32)));
         device::multiply<T>(dk[2 * n], ds, b[0], b[1]);
         device::multiply<T>(dk[2 * n + 1], ds, b[2], b[3]);
       }
@@ -257,9 +261,9 @@ void launch_dkv(const BackwardParams& params, const BackwardPlan& plan) {
   }
   if (own_tiles + page_tiles == 0) return;
   const auto kernel = dkv_kernel<T, kDim>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  Pass::kSharedBytes),
-             "cudaFuncSetAttribute");
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Pass::kSharedBytes),
+      "cudaFuncSetAttribute");
   const dim3 grid(own_tiles + page_tiles, params.shape.kv_heads, params.shape.batch);
   kernel<<<grid, kThreads, Pass::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(
       params, plan, static_cast<int>(own_tiles));

@@ -34,7 +34,7 @@ struct QueryPass {
   static constexpr int kStages = kInRegisters ? 0 : 2 * kQueryBytes;  // where the stages begin
   static constexpr int kQueries = kInRegisters ? kStageBytes : 0;     // where Q and dO begin
   static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
-  static constexpr int kBlocksPerProcessor = kInRegisters && kDim == 64 ? 3 : 2;
+  static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : 2;
 };
 
 // Grid: (query tiles, query heads, batch).
@@ -62,8 +62,9 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
                                      place.head * p.do_strides.head + first * p.do_strides.token,
                                  p.do_strides.token, rows);
     device::commit_copies();
-    tiles.start(p, place.batch, place.head / static_cast<int>(p.shape.query_heads / p.shape.kv_heads),
-                first, Pass::kRows);
+    tiles.start(p, place.batch,
+                place.head / static_cast<int>(p.shape.query_heads / p.shape.kv_heads), first,
+                Pass::kRows);
   }
 
   const auto start_copies = [&](int index) {
@@ -78,8 +79,8 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
   device::commit_copies();
 
   // Fragments of the warp's rows of Q and dO, from registers or from shared memory.
-  const uint32_t query_base = shared + Pass::kQueries + Tile::block_a(lane) +
-                              warp * kRowTiles * 16 * Tile::kRowBytes;
+  const uint32_t query_base =
+      shared + Pass::kQueries + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
   uint32_t q[Pass::kInRegisters ? kDim / 16 : 1][4], d_o[Pass::kInRegisters ? kDim / 16 : 1][4];
   if constexpr (Pass::kInRegisters) {
     device::wait_copies<1>();
@@ -182,9 +183,9 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const auto range = device::visible_keys(p.shape, p.visibility,
-                                                    static_cast<int>(p.past.num_tokens),
-                                                    place.batch, row0 + m * 16 + r * 8);
+            const auto range =
+                device::visible_keys(p.shape, p.visibility, static_cast<int>(p.past.num_tokens),
+                                     place.batch, row0 + m * 16 + r * 8);
 #pragma unroll
             for (int n = 0; n < kPart / 8; ++n) {
 #pragma unroll
@@ -246,8 +247,7 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
               device::pack<T>(dq[m][n][2 * r] * out_scale, dq[m][n][2 * r + 1] * out_scale);
         }
       } else {
-        float* target =
-            static_cast<float*>(p.dq_acc) + (state_row + row) * kDim + (lane % 4) * 2;
+        float* target = static_cast<float*>(p.dq_acc) + (state_row + row) * kDim + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<float2*>(target + n * 8) =
@@ -262,9 +262,9 @@ template <typename T, int kDim, int kRowTiles>
 void launch_dq(const BackwardParams& params) {
   using Pass = QueryPass<kDim, kRowTiles>;
   const auto kernel = dq_kernel<T, kDim, kRowTiles>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  Pass::kSharedBytes),
-             "cudaFuncSetAttribute");
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Pass::kSharedBytes),
+      "cudaFuncSetAttribute");
   const dim3 grid(ceil_div(params.shape.chunk, Pass::kRows), params.shape.query_heads,
                   params.shape.batch);
   kernel<<<grid, kThreads, Pass::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(params);

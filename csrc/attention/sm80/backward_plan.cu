@@ -1,6 +1,5 @@
-#include "attention/sm80/backward_plan.h"
-
 #include "attention/device/visibility.cuh"
+#include "attention/sm80/backward_plan.h"
 #include "common/cuda_check.h"
 #include "common/math.h"
 
@@ -11,8 +10,8 @@ constexpr int kTileRows = 64;
 constexpr int kClasses = 32;  // of degrees, for ordering the work
 
 // One warp per tile. Grid: (tiles / 8, batch).
-__global__ void __launch_bounds__(256) ranges_kernel(const BackwardParams p,
-                                                     const BackwardPlan plan) {
+__global__ void __launch_bounds__(256)
+    ranges_kernel(const BackwardParams p, const BackwardPlan plan) {
   const int64_t tile = blockIdx.x * int64_t{8} + threadIdx.x / 32;
   if (tile >= plan.query_tiles) return;
   const int num_past = static_cast<int>(p.past.num_tokens);
@@ -34,8 +33,8 @@ __global__ void __launch_bounds__(256) ranges_kernel(const BackwardParams p,
 }
 
 // One thread per list entry. Grid: (entries of one sequence, batch).
-__global__ void __launch_bounds__(256) transpose_kernel(const BackwardParams p,
-                                                        const BackwardPlan plan) {
+__global__ void __launch_bounds__(256)
+    transpose_kernel(const BackwardParams p, const BackwardPlan plan) {
   const int64_t lists = p.past.selection_heads;
   const int64_t index = blockIdx.x * int64_t{256} + threadIdx.x;
   const int64_t entries = plan.query_blocks * lists * p.past.budget;
@@ -50,8 +49,8 @@ __global__ void __launch_bounds__(256) transpose_kernel(const BackwardParams p,
 
 // Collects the pages to work on, those with most query blocks first. The order within a class is
 // left to chance: pages are independent of each other. Grid: (lists, batch).
-__global__ void __launch_bounds__(1024) collect_kernel(const BackwardParams p,
-                                                       const BackwardPlan plan) {
+__global__ void __launch_bounds__(1024)
+    collect_kernel(const BackwardParams p, const BackwardPlan plan) {
   __shared__ int places[kClasses];
   const int64_t list = blockIdx.y * p.past.selection_heads + blockIdx.x;
   const uint32_t* blocks = plan.blocks + list * plan.pages * plan.words;

@@ -4,7 +4,8 @@
 //
 //   ranges   [B, query tiles of 64]  what each tile's rows see in common (only where documents,
 //                                    windows or padding make it differ from plain causality)
-//   blocks   [B, lists, pages, words] the transposed selection: a bit per query block that lists the
+//   blocks   [B, lists, pages, words] the transposed selection: a bit per query block that lists
+//   the
 //                                    page. Bits are set with atomicOr: the order cannot matter
 //   work     [B, lists, capacity]    the wave's pages that any block lists and that want a
 //                                    gradient, those with most blocks first

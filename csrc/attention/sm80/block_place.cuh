@@ -4,8 +4,8 @@ namespace oomb::attention::sm80 {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Which tile, head and sequence a block works on. Read from the special registers anew each time, so
-// that nothing of it stays in registers through a main loop that has none to spare.
+// Which tile, head and sequence a block works on. Read from the special registers anew each time,
+// so that nothing of it stays in registers through a main loop that has none to spare.
 struct BlockPlace {
   int x, head, batch;
 

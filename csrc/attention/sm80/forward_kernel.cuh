@@ -3,11 +3,12 @@
 // Forward. A block of four warps owns kRowTiles * 64 queries of one head, a warp kRowTiles * 16 of
 // them. Keys and values stream through two stages of shared memory, 64 keys at a time:
 //
-//   shared: | Q | K0 V0 | K1 V1 |          one barrier per tile: tile j has arrived and tile j - 1 is
-//   tile j: wait, start copying j + 1,     done with, so its stage may be overwritten
+//   shared: | Q | K0 V0 | K1 V1 |          one barrier per tile: tile j has arrived and tile j - 1
+//   is tile j: wait, start copying j + 1,     done with, so its stage may be overwritten
 //           S = Q K^T, softmax, O += P V
 //
-// The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P V.
+// The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P
+// V.
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
         for (int c = 0; c < 4; ++c) scores[m][n][c] = 0.0f;
       }
     }
-    const uint32_t query_base = shared + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
+    const uint32_t query_base =
+        shared + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
     const uint32_t key_base = stage + Tile::block_b(lane);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
@@ -152,9 +154,9 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const auto keys = device::visible_keys(
-              p.shape, p.visibility, static_cast<int>(p.past.num_tokens), place.batch,
-              row0 + m * 16 + r * 8);
+          const auto keys =
+              device::visible_keys(p.shape, p.visibility, static_cast<int>(p.past.num_tokens),
+                                   place.batch, row0 + m * 16 + r * 8);
           const int low = keys.begin - first - (lane % 4) * 2;
           const int high = min(keys.end, end) - first - (lane % 4) * 2;
 #pragma unroll
@@ -231,8 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
 #pragma unroll
       for (int n = 0; n < kDim / 16; ++n) {
         uint32_t b[4];
-        device::load_matrices_transposed(b,
-                                         (value_base ^ (n * 32)) + k * 16 * Tile::kRowBytes);
+        device::load_matrices_transposed(b, (value_base ^ (n * 32)) + k * 16 * Tile::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           device::multiply<T>(acc[m][2 * n], a[m], b[0], b[1]);
@@ -254,8 +255,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
       if (p.last_wave) {
         const float sum = total[m][r];
         const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-        T* o = static_cast<T*>(p.o) + place.batch * p.o_strides.batch + place.head * p.o_strides.head +
-               row * p.o_strides.token + (lane % 4) * 2;
+        T* o = static_cast<T*>(p.o) + place.batch * p.o_strides.batch +
+               place.head * p.o_strides.head + row * p.o_strides.token + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<uint32_t*>(o + n * 8) =
@@ -266,7 +267,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
               sum > 0.0f ? highest[m][r] * kLn2 + logf(sum) : -INFINITY;
         }
       } else {
-        float* target = static_cast<float*>(p.state.acc) + (state_row + row) * kDim + (lane % 4) * 2;
+        float* target =
+            static_cast<float*>(p.state.acc) + (state_row + row) * kDim + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<float2*>(target + n * 8) =
@@ -285,9 +287,9 @@ template <typename T, int kDim, int kRowTiles>
 void launch_forward(const ForwardParams& params) {
   using F = ForwardShape<kDim, kRowTiles>;
   const auto kernel = forward_kernel<T, kDim, kRowTiles>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  F::kSharedBytes),
-             "cudaFuncSetAttribute");
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, F::kSharedBytes),
+      "cudaFuncSetAttribute");
   const dim3 grid(ceil_div(params.shape.chunk, F::kRows), params.shape.query_heads,
                   params.shape.batch);
   kernel<<<grid, kThreads, F::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(params);

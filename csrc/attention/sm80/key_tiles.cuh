@@ -3,9 +3,9 @@
 // The sequence of key tiles that a tile of queries attends to: own chunk first, then the wave's
 // pages in ascending order, kKeys at a time. The order is the same whatever the wave is.
 //
-// One thread at a time walks the sequence, ahead of the products, and leaves each tile's description
-// in a ring in shared memory; the walker's state lives there too, so that it costs the kernels no
-// registers. Table entries arrive by cp.async, one tile before they are used:
+// One thread at a time walks the sequence, ahead of the products, and leaves each tile's
+// description in a ring in shared memory; the walker's state lives there too, so that it costs the
+// kernels no registers. Table entries arrive by cp.async, one tile before they are used:
 //
 //   tile j in use | tile j + 1 being copied | tile j + 2 described
 //                                           | slot of the page after that, list entry of the next
@@ -26,10 +26,10 @@ constexpr int kNoPage = INT32_MAX;
 // Four bytes to shared memory; nothing is read where !valid, and zero is written.
 __device__ inline void copy_word(const void* shared, const void* global, bool valid = true) {
   const int bytes = valid ? 4 : 0;
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(
-                   device::shared_address(shared)),
-               "l"(global), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(device::shared_address(shared)),
+      "l"(global), "r"(bytes)
+      : "memory");
 }
 
 struct KeyTile {
@@ -55,9 +55,9 @@ struct KeyTiles {
   int own_next, own_end;
   int past_end, page_limit;
   const int32_t* list;
-  int position;   // next place of the list, or next page
-  int in_page;    // keys of the current page done with
-  int page;       // the next page, slot its slot
+  int position;  // next place of the list, or next page
+  int in_page;   // keys of the current page done with
+  int page;      // the next page, slot its slot
   int slot;
   int page_after;
 
@@ -88,8 +88,8 @@ struct KeyTiles {
       own_end = p.own_chunk ? min(first + rows, chunk_rows) : 0;
       past_end = max(device::visible_past(p.visibility, num_past, batch), 0);
       page_limit = static_cast<int>(min(p.past.page_end, ceil_div(past_end, page_size)));
-      list = device::page_list(p.past, ceil_div(p.shape.chunk, page_size), batch,
-                               first / page_size, kv_head);
+      list = device::page_list(p.past, ceil_div(p.shape.chunk, page_size), batch, first / page_size,
+                               kv_head);
       const int begin =
           max(static_cast<int>(p.past.page_begin), min(first_begin / page_size, page_limit));
       position = list == nullptr
@@ -127,8 +127,7 @@ struct KeyTiles {
                    kElementBytes;
       tile.rows = min(kKeys, own_end - row);
       tile.end = INT32_MAX;
-      tile.masked =
-          tile.rows < kKeys || tile.first < last_begin || tile.first + kKeys > full_end;
+      tile.masked = tile.rows < kKeys || tile.first < last_begin || tile.first + kKeys > full_end;
       return;
     }
     const int page_size = static_cast<int>(p.shape.page_size);
@@ -145,8 +144,8 @@ struct KeyTiles {
       const int64_t matrix = int64_t{page_size} * head_dim * kElementBytes;
       in_page = 0;
       tile.first = page * page_size;
-      const char* keys = static_cast<const char*>(p.past.kv_pool) + slot * p.past.kv_slot_bytes +
-                         kv_head * matrix;
+      const char* keys =
+          static_cast<const char*>(p.past.kv_pool) + slot * p.past.kv_slot_bytes + kv_head * matrix;
       if (tile.first + kKeys <= first_begin) {  // only a later part of the page is visible
         in_page = (first_begin - tile.first) / kKeys * kKeys;
         tile.first += in_page;

@@ -1,8 +1,8 @@
 #pragma once
 
 // The sequence of (query tile, head) steps that a tile of keys goes through in the dK, dV pass:
-// query tiles ascending, and for each the heads of the group. Walked as key_tiles.cuh walks keys: by
-// one thread, two steps ahead, with its state in shared memory.
+// query tiles ascending, and for each the heads of the group. Walked as key_tiles.cuh walks keys:
+// by one thread, two steps ahead, with its state in shared memory.
 
 #include <cstdint>
 
@@ -66,16 +66,15 @@ struct QuerySteps {
     const RowRange range = range_of(p, plan);
     step.masked = key_first < range.last_begin || key_first + kKeys > min(range.full_end, key_end);
     const int query_head = kv_head * group + head;
-    step.q = static_cast<const char*>(p.q) +
-             (batch * p.q_strides.batch + query_head * p.q_strides.head +
-              step.first * p.q_strides.token) *
-                 kElementBytes;
+    step.q =
+        static_cast<const char*>(p.q) + (batch * p.q_strides.batch + query_head * p.q_strides.head +
+                                         step.first * p.q_strides.token) *
+                                            kElementBytes;
     step.d_o = static_cast<const char*>(p.d_o) +
                (batch * p.do_strides.batch + query_head * p.do_strides.head +
                 step.first * p.do_strides.token) *
                    kElementBytes;
-    const int64_t row =
-        (batch * p.shape.query_heads + query_head) * p.shape.chunk + step.first;
+    const int64_t row = (batch * p.shape.query_heads + query_head) * p.shape.chunk + step.first;
     step.lse = static_cast<const float*>(p.lse) + row;
     step.delta = static_cast<const float*>(p.delta) + row;
   }

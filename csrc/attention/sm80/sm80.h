@@ -1,7 +1,7 @@
 #pragma once
 
-// Attention with the tensor-core instructions of sm_80 (mma.sync, cp.async, ldmatrix), for every GPU
-// since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens.
+// Attention with the tensor-core instructions of sm_80 (mma.sync, cp.async, ldmatrix), for every
+// GPU since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens.
 //
 // The backward is two passes without atomics: dQ with the queries in registers, then dK and dV with
 // the keys in registers, where one thread block owns 64 keys and loops over the heads of the group.

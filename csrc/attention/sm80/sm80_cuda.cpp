@@ -1,7 +1,6 @@
-#include "attention/sm80/sm80.h"
-
 #include "attention/sm80/backward.h"
 #include "attention/sm80/forward.h"
+#include "attention/sm80/sm80.h"
 #include "common/error.h"
 
 namespace oomb::attention::sm80 {

@@ -1,4 +1,4 @@
-"""A paged attention problem with gradients: pools, the reference in float64, PyTorch's own error."""
+"""A paged attention problem with gradients: pools, a float64 reference, PyTorch's own error."""
 
 import dataclasses
 import itertools
@@ -153,9 +153,7 @@ class Problem:
         """The same by plain torch in `dtype`, gradients by autograd."""
         c = self.case
         leaves = [self.q, self.k_all, self.v_all]
-        q, k, v = (
-            t.nan_to_num(0.0).to(dtype).contiguous().requires_grad_() for t in leaves
-        )
+        q, k, v = (t.nan_to_num(0.0).to(dtype).contiguous().requires_grad_() for t in leaves)
         seen = self.visible()
         scores = (q @ k.repeat_interleave(c.group, dim=1).transpose(-1, -2)) * self.scale
         scores = scores.masked_fill(~seen, float("-inf"))
@@ -251,8 +249,10 @@ class Problem:
         """dK and dV of the past, gathered from the gradient pages."""
         c = self.case
         pages = self.dkv_pool[self.dkv_table.long()]  # [B, pages, 2, Hkv, P, D]
-        pages = pages.movedim(2, 0).transpose(2, 3).reshape(
-            2, c.batch, c.kv_heads, c.pages * c.page_size, c.head_dim
+        pages = (
+            pages.movedim(2, 0)
+            .transpose(2, 3)
+            .reshape(2, c.batch, c.kv_heads, c.pages * c.page_size, c.head_dim)
         )
         return pages[0, :, :, : c.past], pages[1, :, :, : c.past]
 
@@ -296,7 +296,9 @@ def check(case: Case) -> None:
             own = (theirs[name].double() - value).abs().max().item()
             assert error <= 2 * own + 1e-6, f"{name}: error {error}, PyTorch's {own}"
             x, y = ours[name].double().flatten(), value.flatten()
-            assert x @ y >= (1 - 1e-5) * x.norm() * y.norm(), f"{name}: {x @ y / x.norm() / y.norm()}"
+            assert x @ y >= (1 - 1e-5) * x.norm() * y.norm(), (
+                f"{name}: {x @ y / x.norm() / y.norm()}"
+            )
 
 
 def check_bits(case: Case, borders: tuple[int, ...]) -> None:

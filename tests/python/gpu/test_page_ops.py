@@ -6,6 +6,8 @@ from torch import Tensor
 
 from oomb import _C
 
+pytestmark = pytest.mark.gpu
+
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 NAMES = {FP64: "float64", FP32: "float32", FP16: "float16", BF16: "bfloat16"}
 EPSILON = {FP64: 2e-16, FP32: 1.2e-7, FP16: 1e-3, BF16: 8e-3}
@@ -105,8 +107,15 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
 
 
 def reference_scores(
-    q: Tensor, summary: Tensor, kind: str, past: int, page_size: int, heads: int,
-    first_key: Tensor | None, num_keys: Tensor | None, round_to: torch.dtype,
+    q: Tensor,
+    summary: Tensor,
+    kind: str,
+    past: int,
+    page_size: int,
+    heads: int,
+    first_key: Tensor | None,
+    num_keys: Tensor | None,
+    round_to: torch.dtype,
 ) -> Tensor:
     batch, query_heads, chunk, _ = q.shape
     kv_heads, pages = summary.shape[2], -(-past // page_size)
@@ -194,7 +203,9 @@ def reference_selection(scores: Tensor, budget: int, sinks: int, recents: int) -
     for row in rows:
         candidates = [i for i, score in enumerate(row) if score > float("-inf")]
         forced = set(candidates[:sinks]) | set(candidates[max(0, len(candidates) - recents) :])
-        order = sorted(candidates, key=lambda i: (i not in forced, -row[i] if i not in forced else 0, i))
+        order = sorted(
+            candidates, key=lambda i: (i not in forced, -row[i] if i not in forced else 0, i)
+        )
         chosen = sorted(order[:budget])
         result.append(chosen + [-1] * (budget - len(chosen)))
     return torch.tensor(result, dtype=torch.int32).view(*scores.shape[:-1], budget)
@@ -205,9 +216,7 @@ def reference_selection(scores: Tensor, budget: int, sinks: int, recents: int) -
     ("pages", "budget"), [(1, 1), (5, 8), (100, 3), (1000, 64), (4099, 256), (65536, 300)]
 )
 @pytest.mark.parametrize(("sinks", "recents"), [(0, 0), (1, 0), (2, 3)])
-def test_page_select(
-    pages: int, budget: int, dtype: torch.dtype, sinks: int, recents: int
-) -> None:
+def test_page_select(pages: int, budget: int, dtype: torch.dtype, sinks: int, recents: int) -> None:
     scores = normal(2, 3, 2, pages, dtype=dtype)
     scores[0, 1] = (scores[0, 1] * 2).round() / 2  # many ties, some of them zeros of both signs
     scores[1, 0] = 0.25

@@ -10,6 +10,8 @@ from oomb import _C
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(autouse=True)
 def forced() -> Iterator[None]:
