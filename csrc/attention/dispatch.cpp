@@ -11,17 +11,9 @@
 #include "attention/pages/pages.h"
 #include "attention/plain/plain.h"
 #include "attention/sm80/sm80.h"
+#include "attention/sm90/backward.h"
 #include "attention/sm90/forward.h"
 #include "common/cuda_check.h"
-#if __has_include("attention/sm90/backward_cuda.cpp")
-#include "attention/sm90/backward.h"
-#else
-namespace oomb::attention::sm90 {
-static bool backward_supported(const BackwardParams&) { return false; }
-static void backward(const BackwardParams&) {}
-static int64_t backward_workspace_bytes(const BackwardParams&) { return 0; }
-}  // namespace oomb::attention::sm90
-#endif
 #endif
 
 namespace oomb::attention::cuda {
