@@ -19,7 +19,7 @@ namespace {
 
 using SlotArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 
-// The copy engine and its two memories without a page manager: what bench/copy.py measures.
+// The copy engine and its two memories without a page manager: what bench/page_copy.py measures.
 class PageCopier {
  public:
   PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,

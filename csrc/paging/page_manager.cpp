@@ -280,10 +280,10 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64
   int64_t missing = 0;
   for (size_t i = 0; i < gathered_.size();) {
     // All of one logical page: its sequences, keys and gradients.
-    const int64_t page = space_.id(gathered_[i]).page;
+    const int64_t page = space_.page(gathered_[i]);
     int64_t page_slots = 0;
     int64_t page_missing = 0;
-    for (; i < gathered_.size() && space_.id(gathered_[i]).page == page; ++i) {
+    for (; i < gathered_.size() && space_.page(gathered_[i]) == page; ++i) {
       page_slots += tiers_.slots_of(gathered_[i]);
       const PageRecord& record = tiers_[gathered_[i]];
       if (!record.on_device() || record.ahead) page_missing += tiers_.slots_of(gathered_[i]);
@@ -461,7 +461,7 @@ bool PageManager::prefetch_visit() {
     if (!visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return true;
     if (slots + tiers_.slots_of(index) > budget ||
         !tiers_.make_room(slots + tiers_.slots_of(index), next_visit_)) {
-      stop = space_.id(index).page;
+      stop = space_.page(index);
       return false;
     }
     slots += tiers_.slots_of(index);

@@ -43,10 +43,11 @@ class PageSpace {
   }
 
   int64_t position(PageIndex index) const { return index % positions(); }
+  int64_t page(PageIndex index) const { return index % max_pages_; }
 
   PageId id(PageIndex index) const {
-    const int64_t position = index % positions();
     const int64_t row = index / positions();
+    const int64_t position = index - row * positions();
     return {static_cast<PageKind>(row / num_layers_), static_cast<int32_t>(row % num_layers_),
             static_cast<int32_t>(position / max_pages_),
             static_cast<int32_t>(position % max_pages_)};

@@ -12,6 +12,7 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
       lists_(visits_.size()),
       ranged_(static_cast<size_t>(space.num_layers())),
       uses_(static_cast<size_t>(space.num_layers())),
+      found_(static_cast<size_t>(space.num_layers())),
       max_pages_(std::max<int64_t>(1, space.max_pages())),
       positions_(space.positions()) {
   for (int32_t i = 0; i < size(); ++i) {
@@ -43,6 +44,7 @@ void Schedule::set_pages(int32_t visit, std::vector<int64_t> positions) {
   } else {
     auto& ranged = ranged_[static_cast<size_t>(layer)];
     ranged.erase(std::lower_bound(ranged.begin(), ranged.end(), visit));
+    found_[static_cast<size_t>(layer)] = {};
   }
   positions = ordered(std::move(positions));
   // Lists mostly come in from the last visit to the first (the sweep replays the fill backwards),
@@ -71,11 +73,21 @@ int32_t Schedule::next_use(PageKind kind, int32_t layer, int64_t position, int32
                   next_in_lists(kind, layer, position, after));
 }
 
+size_t Schedule::first_ranged_after(int32_t layer, int32_t after) const {
+  Found& found = found_[static_cast<size_t>(layer)];
+  if (found.after != after) {
+    const auto& ranged = ranged_[static_cast<size_t>(layer)];
+    const auto place = std::upper_bound(ranged.begin(), ranged.end(), after);
+    found = {after, static_cast<size_t>(place - ranged.begin())};
+  }
+  return found.at;
+}
+
 int32_t Schedule::next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const {
   const auto& ranged = ranged_[static_cast<size_t>(layer)];
-  for (auto it = std::upper_bound(ranged.begin(), ranged.end(), after); it != ranged.end(); ++it) {
-    const Visit& visit = (*this)[*it];
-    if (visit.touches(kind) && visit.first <= page && page < visit.last) return *it;
+  for (size_t i = first_ranged_after(layer, after); i < ranged.size(); ++i) {
+    const Visit& visit = (*this)[ranged[i]];
+    if (visit.touches(kind) && visit.first <= page && page < visit.last) return ranged[i];
   }
   return size();
 }

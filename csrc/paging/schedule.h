@@ -55,6 +55,7 @@ class Schedule {
   int32_t next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
 
  private:
+  size_t first_ranged_after(int32_t layer, int32_t after) const;
   int32_t next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const;
   int32_t next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
   std::vector<int32_t>& uses_of(int32_t layer, int64_t position);
@@ -64,6 +65,12 @@ class Schedule {
   std::vector<std::vector<int64_t>> lists_;              // per visit
   std::vector<std::vector<int32_t>> ranged_;             // per layer: visits without a list
   std::vector<std::vector<std::vector<int32_t>>> uses_;  // per layer, position: visits, descending
+  // Queries come in runs of equal (layer, after): where the last search ended, per layer.
+  struct Found {
+    int32_t after = -2;
+    size_t at = 0;
+  };
+  mutable std::vector<Found> found_;
   int64_t max_pages_ = 1;
   int64_t positions_ = 0;
 };

@@ -68,10 +68,14 @@ void Tiers::move(PageIndex index, Residency to) {
 // --- Order of eviction --------------------------------------------------------------------------
 
 int32_t Tiers::key(PageIndex index, int32_t now) const {
-  const PageId id = space_->id(index);
-  const int32_t visit = schedule_->next_use(id.kind, id.layer, space_->position(index), now);
+  const bool gradient = is_gradient(index);
+  const int64_t row = index / space_->positions();
+  const int64_t position = index - row * space_->positions();
+  const int64_t layer = row - (gradient ? space_->num_layers() : 0);
+  const int32_t visit = schedule_->next_use(gradient ? PageKind::kGradient : PageKind::kKeyValue,
+                                            static_cast<int32_t>(layer), position, now);
   // Of two pages needed at the same time the KV page goes first: it need not be stored again.
-  return 2 * visit + (id.kind == PageKind::kKeyValue ? 1 : 0);
+  return 2 * visit + (gradient ? 0 : 1);
 }
 
 void Tiers::enqueue(PageIndex index, int32_t now) {

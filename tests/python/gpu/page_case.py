@@ -26,7 +26,7 @@ class _Memory:
 
 
 def pool_view(manager: _C.PageManager) -> torch.Tensor:
-    """The device pool as int64 [half slots, words of half a slot]."""
+    """The device pool as int64 [half slots, words of half a slot]; once it has memory."""
     shape = (2 * manager.device_slots, WORDS // 2)
     return torch.as_tensor(_Memory(manager.pool_address(), shape, "<i8"), device="cuda")
 
@@ -101,7 +101,6 @@ class Player:
     def _play(self) -> None:
         case, manager = self.case, self.manager
         stream = torch.cuda.current_stream().cuda_stream
-        self.pool = pool_view(manager)
         self.keys = [table(manager.block_table(layer)) for layer in range(case.layers)]
         self.grads = [table(manager.gradient_table(layer)) for layer in range(case.layers)]
         shape = (case.layers, case.batch, case.pages)
@@ -152,6 +151,7 @@ class Player:
 
     def _write_keys(self, layer: int, first: int, last: int) -> None:
         self._spin()
+        self.pool = pool_view(self.manager)
         slots = self.keys[layer][:, first:last].reshape(-1).long()
         stamps = self.key_stamp[layer, :, first:last].reshape(-1, 1)
         for half in (0, 1):
@@ -204,7 +204,6 @@ class TightTier:
         visits = np.array([[0, 0, 2, 4], [0, 0, 1, 2], [0, 0, 0, 1]], dtype=np.int32)
         self.manager.begin_call(num_layers=1, pages_per_sequence=[6], grad_slots=1, visits=visits)
         self.stream = torch.cuda.current_stream().cuda_stream
-        self.pool = pool_view(self.manager).view(self.manager.device_slots, WORDS)
         self.table = table(self.manager.block_table(0))
         for page in range(4):
             self._write(page, page + 1)
@@ -222,6 +221,7 @@ class TightTier:
 
     def _write(self, first: int, last: int) -> None:
         self.manager.create(0, first, last, self.stream)
+        self.pool = pool_view(self.manager).view(self.manager.device_slots, WORDS)
         for page in range(first, last):
             stamps = torch.full((1, WORDS), page + 1, device="cuda", dtype=torch.int64)
             self.pool.index_copy_(0, self.table[0, page : page + 1].long(), stamps)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +73,7 @@ def test_poisoned_and_shuffled_slots_change_nothing() -> None:
 
 
 def test_any_failing_cuda_call_leaves_everything_usable() -> None:
-    case = Case(1, spin=False, chunks=3)
+    case = Case(3, spin=False)  # five slots for 36 of pages
     undisturbed = Player()
     assert stale(case, undisturbed) == 0
     torch.cuda.synchronize()
@@ -107,7 +110,7 @@ def test_any_failing_cuda_call_leaves_everything_usable() -> None:
 
 
 def test_ten_thousand_chunks_leave_no_trace() -> None:
-    case = Case(2, spin=False, chunks=4)
+    case = Case(16, spin=False, chunks=4)  # 13 slots for 96 of pages
     manager = case.manager()
     player = Player()
     marks = []
@@ -164,6 +167,19 @@ def test_memory_is_unmapped_between_calls() -> None:
     manager.end_call()
     assert free - torch.cuda.mem_get_info()[0] <= table_bytes + 2**22
     manager.close()
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    assert sanitizer is not None, "compute-sanitizer comes with the CUDA toolkit"
+    script = Path(__file__).with_name("tiers_under_sanitizer.py")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+    done = subprocess.run(
+        [*command, _C.__file__], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all pages played" in done.stdout
 
 
 def test_misuse_is_refused_clearly() -> None:

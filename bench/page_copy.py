@@ -1,8 +1,8 @@
 """Copies of pages between pinned host memory and the GPU, beside plain alternatives, one process.
 
-    python bench/copy.py                   # everything; results of docs/performance.md
-    python bench/copy.py --pin-gib 32      # size of the pinned-memory part
-    python bench/copy.py --json result.json
+    python bench/page_copy.py                   # everything; results of docs/performance.md
+    python bench/page_copy.py --pin-gib 32      # size of the pinned-memory part
+    python bench/page_copy.py --json result.json
 
 Pages are scattered at random in both tiers. GB/s count bytes once per direction; "both" adds the
 two. The yardstick is cudaMemcpyAsync of one large block. "beside" runs attention (SDPA, bf16) on
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,13 @@ class Copies:
     def gigabytes_per_second(self, directions: str) -> float:
         self.issue(directions)
         self.copier.drain()
-        best = 0.0
+        rates = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
             moved = sum(self.issue(directions) for _ in range(2))
             self.copier.drain()
-            best = max(best, moved / (time.perf_counter() - start) / 1e9)
-        return best
+            rates.append(moved / (time.perf_counter() - start) / 1e9)
+        return statistics.median(rates)
 
 
 class Attention:
@@ -98,27 +99,31 @@ def plain(direction: str) -> float:
 
 def beside_attention(copies: Copies, attention: Attention, directions: str) -> dict[str, float]:
     alone = copies.gigabytes_per_second(directions)
-    attention.run(20)
-    compute_alone = attention.milliseconds(200)
-    # Attention is queued first and outlasts the copies; both are timed over the same span.
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seconds = POOL / 2 * len(directions) / alone / 1e9
     passes = max(1, round(0.5 / seconds))
-    launches = max(20, int(seconds * passes * 1e3 / compute_alone * 0.9))
-    copies.copier.drain()
-    begin.record()
-    attention.run(launches)
-    end.record()
-    start = time.perf_counter()
-    moved = sum(copies.issue(directions) for _ in range(passes))
-    copies.copier.drain()
-    rate = moved / (time.perf_counter() - start) / 1e9
-    end.synchronize()
+    attention.run(50)
+    launches = max(20, int(seconds * passes * 0.9 / attention.milliseconds(50) * 1e3))
+    keeps, rates = [], []
+    for _ in range(ROUNDS):
+        # The clock of a busy GPU drifts: attention alone is measured right before and after.
+        before = attention.milliseconds(launches)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        attention.run(launches)
+        end.record()
+        start = time.perf_counter()
+        moved = sum(copies.issue(directions) for _ in range(passes))
+        copies.copier.drain()
+        rates.append(moved / (time.perf_counter() - start) / 1e9)
+        end.synchronize()
+        beside = float(begin.elapsed_time(end)) / launches
+        keeps.append((before + attention.milliseconds(launches)) / 2 / beside)
+    rate = statistics.median(rates)
     return {
         "alone": alone,
         "beside": rate,
         "copies_keep": rate / alone,
-        "attention_keeps": compute_alone / (float(begin.elapsed_time(end)) / launches),
+        "attention_keeps": statistics.median(keeps),
     }
 
 
@@ -202,7 +207,7 @@ def growth_beside_kernels(gib: int) -> dict[str, float]:
     launches()
     small_alone = min(launches() for _ in range(5))
     results = {"attention_alone_ms": alone}
-    for piece_mib in (128, 1024):
+    for piece_mib in (32, 128, 1024):
         copier = _C.PageCopier(
             device=0,
             slot_bytes=2**18,
