@@ -74,9 +74,10 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
            *disabled_wait);
   }
   if (device.starts_with("cuda")) {
+    [[maybe_unused]] const int index = device_index(device);
 #if OOMB_WITH_CUDA
     return std::make_unique<SharedManager>(
-        offload::make_cuda_page_manager({.device = device_index(device),
+        offload::make_cuda_page_manager({.device = index,
                                          .slot_bytes = slot_bytes,
                                          .device_slots = device_slots,
                                          .host_slots = host_slots,
@@ -85,7 +86,7 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                          .shuffle_seed = shuffle_seed,
                                          .disabled_wait = disabled,
                                          .poison = poison}),
-        device_index(device));
+        index);
 #else
     expect(false, "device", "cpu: this build has no CUDA", device);
 #endif
