@@ -6,21 +6,6 @@
 #include "common/error.h"
 
 namespace oomb::attention::cpu {
-namespace {
-
-InstructionSet choose() {
-  const std::vector<InstructionSet> usable = usable_instruction_sets();
-  const char* asked = std::getenv("OOMB_CPU_ISA");
-  if (asked == nullptr || *asked == '\0') return usable.front();
-  std::string names;
-  for (const InstructionSet& set : usable) {
-    if (std::string(asked) == set.name) return set;
-    names += names.empty() ? set.name : std::string(", ") + set.name;
-  }
-  throw InvalidArgument(concat("OOMB_CPU_ISA: expected one of ", names, ", got ", asked));
-}
-
-}  // namespace
 
 std::vector<InstructionSet> usable_instruction_sets() {
   std::vector<InstructionSet> usable;
@@ -36,8 +21,19 @@ std::vector<InstructionSet> usable_instruction_sets() {
   return usable;
 }
 
+InstructionSet instruction_set_named(const char* name) {
+  const std::vector<InstructionSet> usable = usable_instruction_sets();
+  if (name == nullptr || *name == '\0') return usable.front();
+  std::string names;
+  for (const InstructionSet& set : usable) {
+    if (std::string(name) == set.name) return set;
+    names += names.empty() ? set.name : std::string(", ") + set.name;
+  }
+  throw InvalidArgument(concat("OOMB_CPU_ISA: expected one of ", names, ", got ", name));
+}
+
 const InstructionSet& chosen_instruction_set() {
-  static const InstructionSet chosen = choose();
+  static const InstructionSet chosen = instruction_set_named(std::getenv("OOMB_CPU_ISA"));
   return chosen;
 }
 

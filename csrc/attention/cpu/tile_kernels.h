@@ -102,7 +102,10 @@ InstructionSet avx512_instruction_set();
 // Those that this machine can run, the best one first.
 std::vector<InstructionSet> usable_instruction_sets();
 
-// The first of them; OOMB_CPU_ISA=generic|avx2|avx512 asks for another.
+// The one of that name; the best for null or an empty name.
+InstructionSet instruction_set_named(const char* name);
+
+// What the kernels of this process use: the one that OOMB_CPU_ISA names.
 const InstructionSet& chosen_instruction_set();
 
 template <typename Real>

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/reference.h"
+#include "common/error.h"
 #include "common/math.h"
 
 namespace oomb::attention::cpu {
@@ -217,6 +218,17 @@ TEST_P(TileKernelsTest, BackwardOfOneTile) {
       expect_backward<double>(head_dim, masked, 4e-15);
     }
   }
+}
+
+TEST_P(TileKernelsTest, IsFoundByName) {
+  EXPECT_STREQ(instruction_set_named(GetParam().name).name, GetParam().name);
+}
+
+TEST(InstructionSetTest, BestWithoutANameAndNoneOfAnUnknownOne) {
+  EXPECT_STREQ(instruction_set_named(nullptr).name, usable_instruction_sets().front().name);
+  EXPECT_STREQ(instruction_set_named("").name, usable_instruction_sets().front().name);
+  EXPECT_STREQ(usable_instruction_sets().back().name, "generic");
+  EXPECT_THROW(instruction_set_named("mmx"), InvalidArgument);
 }
 
 INSTANTIATE_TEST_SUITE_P(Sets, TileKernelsTest, ::testing::ValuesIn(usable_instruction_sets()),

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -377,34 +373,3 @@ def test_arguments_are_checked() -> None:
     assert message(kv_slot_bytes=8).startswith("kv_slot_bytes: expected at least")
     assert message(first_wave=False).startswith("acc: expected a tensor, got NoneType")
     assert message(num_keys=torch.ones(2, dtype=torch.int32)).startswith("num_keys: expected shape")
-
-
-INSTRUCTION_SET_SCRIPT = """
-import test_cpu_kernels as tests
-from oomb import _C
-print(_C.cpu_instruction_set())
-tests.test_float64_is_exact("all_together")
-tests.test_float32("all_together")
-tests.test_half_storage("all_together", tests.torch.float16, tests.torch.float32)
-"""
-
-
-def run_with_instruction_set(name: str) -> subprocess.CompletedProcess[str]:
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-c", INSTRUCTION_SET_SCRIPT],
-        env={**os.environ, "PYTHONPATH": path, "OOMB_CPU_ISA": name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_an_instruction_set_can_be_asked_for() -> None:
-    result = run_with_instruction_set("generic")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "generic"
-    result = run_with_instruction_set("mmx")
-    assert result.returncode != 0
-    assert "OOMB_CPU_ISA: expected one of" in result.stderr
