@@ -43,10 +43,10 @@ class Size:
 FULL = Size(
     chunk_size=512,
     page_size=128,
-    gradient_tokens=4096,
+    gradient_tokens=2048,
     lengths=(4096, 8192, 16384, 32768, 65536),
     budget=1024 * MIB,
-    training=TrainingSize(num_steps=60, num_tokens=2048, held_out_tokens=4096, evaluate_every=5),
+    training=TrainingSize(num_steps=40, num_tokens=2048, held_out_tokens=2048, evaluate_every=5),
 )
 QUICK = Size(
     chunk_size=128,

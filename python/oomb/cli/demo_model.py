@@ -16,7 +16,7 @@ def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrained
         "hidden_size": 256,
         "intermediate_size": 768,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
         "max_position_embeddings": 1 << 20,
