@@ -26,15 +26,15 @@ from oomb import _C
 Run = Callable[[], object]
 
 
-def seconds(runs: dict[str, Run], repeat: int) -> dict[str, float]:
+def seconds(runs: dict[str, Run], repeat: int, clock: Callable[[], float]) -> dict[str, float]:
     """Median of each, taken in turns so that a busy machine disturbs all alike."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeat + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if turn > 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -117,8 +117,14 @@ def main() -> None:
     ]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    if arguments.cpu_time:
+        arguments.threads = 1
     torch.set_num_threads(arguments.threads)
     _C.set_num_threads(arguments.threads)
 
@@ -140,11 +146,12 @@ def main() -> None:
             "sdpa_plain_forward": plain, "sdpa_plain_forward_backward": plain_both,
         },
         arguments.repeat,
+        clock,
     )  # fmt: skip
     product = 2 * arguments.heads * arguments.head_dim * rows * average / 1e9
     size = 1536
     a, b = torch.randn(size, size), torch.randn(size, size)
-    sgemm = 2 * size**3 / 1e9 / seconds({"sgemm": lambda: a @ b}, arguments.repeat)["sgemm"]
+    sgemm = 2 * size**3 / 1e9 / seconds({"a": lambda: a @ b}, arguments.repeat, clock)["a"]
 
     print(
         f"{_C.cpu_instruction_set()}, {arguments.threads} threads, torch sgemm {sgemm:.0f} GFLOP/s"
