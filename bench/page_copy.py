@@ -33,7 +33,7 @@ ROUNDS = 3
 class Copies:
     """Batches of page copies over a pool of each tier."""
 
-    def __init__(self, page_bytes: int, batched: bool = True) -> None:
+    def __init__(self, page_bytes: int, batched: bool = True, hint: bool = True) -> None:
         slots = POOL // page_bytes
         self.copier = _C.PageCopier(
             device=0,
@@ -41,6 +41,7 @@ class Copies:
             device_slots=slots,
             host_slots=slots,
             batched=batched,
+            overlap_hint=hint,
         )
         self.copier.commit_host()
         rng = np.random.default_rng(0)
@@ -127,18 +128,21 @@ def beside_attention(copies: Copies, attention: Attention, directions: str) -> d
     }
 
 
-def pages() -> list[dict[str, Any]]:
+def pages(sizes: list[int]) -> list[dict[str, Any]]:
     attention = Attention()
     rows = []
     for directions, name in (("d", "H2D"), ("h", "D2H"), ("hd", "both")):
         rows.append({"page": "one block", "direction": name, "alone": plain(directions)})
-    for kib in (64, 128, 256, 512):
+        print(rows[-1], flush=True)
+    for kib in sizes:
         copies = Copies(kib * 1024)
         loop = Copies(kib * 1024, batched=False)
+        unhinted = Copies(kib * 1024, hint=False)
         for directions, name in (("d", "H2D"), ("h", "D2H"), ("hd", "both")):
             row: dict[str, Any] = {"page": f"{kib} KiB", "direction": name}
             row |= beside_attention(copies, attention, directions)
             row["loop"] = loop.gigabytes_per_second(directions)
+            row["without_hint"] = beside_attention(unhinted, attention, directions)
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -207,7 +211,7 @@ def growth_beside_kernels(gib: int) -> dict[str, float]:
     launches()
     small_alone = min(launches() for _ in range(5))
     results = {"attention_alone_ms": alone}
-    for piece_mib in (32, 128, 1024):
+    for piece_mib in (64, 128):
         copier = _C.PageCopier(
             device=0,
             slot_bytes=2**18,
@@ -232,14 +236,19 @@ def growth_beside_kernels(gib: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pin-gib", type=int, default=32)
+    parser.add_argument("--page-kib", type=int, nargs="*", default=[64, 128, 256, 512])
+    parser.add_argument("--only", choices=["pinned", "growth", "pages"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "pinned": pinned(arguments.pin_gib),
-        "growth": growth_beside_kernels(arguments.pin_gib // 2),
-        "pages": pages(),
+    parts = {
+        "pinned": lambda: pinned(arguments.pin_gib),
+        "growth": lambda: growth_beside_kernels(arguments.pin_gib // 2),
+        "pages": lambda: pages(arguments.page_kib),
     }
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            result[name] = part()
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
 

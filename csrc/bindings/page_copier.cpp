@@ -23,7 +23,7 @@ using SlotArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast
 class PageCopier {
  public:
   PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
-             int64_t piece_bytes, bool huge_pages, bool batched)
+             int64_t piece_bytes, bool huge_pages, bool batched, bool overlap_hint)
       : device_(memory::make_device_resource(device, device_slots * slot_bytes)),
         host_({.device = device,
                .capacity = host_slots * slot_bytes,
@@ -36,7 +36,8 @@ class PageCopier {
                                               .device_base = device_->base(),
                                               .host_base = host_.base(),
                                               .slot_bytes = slot_bytes,
-                                              .batched = batched});
+                                              .batched = batched,
+                                              .overlap_hint = overlap_hint});
   }
 
   // Starts getting host memory in the background.
@@ -79,10 +80,10 @@ class PageCopier {
 
 void bind_page_copier(py::module_& module) {
   py::class_<PageCopier>(module, "PageCopier")
-      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool>(), py::kw_only(),
+      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool, bool>(), py::kw_only(),
            py::arg("device"), py::arg("slot_bytes"), py::arg("device_slots"), py::arg("host_slots"),
            py::arg("piece_bytes") = int64_t{1} << 30, py::arg("huge_pages") = true,
-           py::arg("batched") = true)
+           py::arg("batched") = true, py::arg("overlap_hint") = true)
       .def("prepare_host", &PageCopier::prepare_host)
       .def("commit_host", &PageCopier::commit_host)
       .def("ready_host_bytes", &PageCopier::ready_host_bytes)

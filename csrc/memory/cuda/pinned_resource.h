@@ -2,6 +2,8 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,6 +34,8 @@ struct PinnedOptions {
 //
 //     |== committed ==|== ready ==|-- being made by the thread --|----- addresses only -----|
 //
+// While one piece is registered the next is touched already.
+//
 // prepare() tells how much will be needed: a thread goes ahead, and commit() waits for it only
 // where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
 class PinnedResource final : public MemoryResource {
@@ -51,8 +55,11 @@ class PinnedResource final : public MemoryResource {
 
  private:
   void run();
-  void add_piece(int64_t begin, int64_t bytes);
-  void touch(std::byte* begin, int64_t bytes);
+  double add_piece(int64_t begin, bool touch_next);
+  int64_t piece_at(int64_t begin) const;
+  void touch_piece(int64_t begin);
+  double register_piece(int64_t begin);  // seconds it took
+  void give_back_from(int64_t begin);
   void stop_thread();
 
   PinnedOptions options_;
@@ -66,10 +73,14 @@ class PinnedResource final : public MemoryResource {
   std::condition_variable changed_;
   int64_t target_ = 0;
   int64_t ready_ = 0;
+  bool hurry_ = false;  // a commit() is waiting
   bool stop_ = false;
   std::exception_ptr failure_;
   std::thread thread_;
   std::vector<int64_t> pieces_;  // sizes of what is registered, from the front
+  // Of the thread alone (and of whoever has joined it):
+  std::future<void> touching_;  // the piece behind the one being registered
+  int64_t touched_ = 0;         // pages below this have been taken
 };
 
 }  // namespace oomb::memory

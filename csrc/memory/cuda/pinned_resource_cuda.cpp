@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
+#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -22,6 +23,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr double kPauses = 4;  // times as long as the registration before, unless someone waits
 
 // The memory node nearest to the device, -1 where unknown.
 int numa_node_of(int device) {
@@ -33,9 +35,11 @@ int numa_node_of(int device) {
   std::string path = bus;
   std::transform(path.begin(), path.end(), path.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  std::ifstream file("/sys/bus/pci/devices/" + path + "/numa_node");
+  path = "/sys/bus/pci/devices/" + path + "/numa_node";
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "r"),
+                                                             &std::fclose);
   int node = -1;
-  return file >> node ? node : -1;
+  return file && std::fscanf(file.get(), "%d", &node) == 1 ? node : -1;
 }
 
 // A preference, not an order: memory elsewhere is better than none.
@@ -132,7 +136,10 @@ void PinnedResource::commit(int64_t bytes) {
   }
   prepare(bytes);
   std::unique_lock lock(mutex_);
+  hurry_ = true;
+  changed_.notify_all();
   changed_.wait(lock, [&] { return ready_ >= bytes || failure_ != nullptr; });
+  hurry_ = false;
   if (ready_ < bytes) {
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
     target_ = ready_;
@@ -148,11 +155,13 @@ void PinnedResource::run() {
     changed_.wait(lock, [this] { return stop_ || (ready_ < target_ && failure_ == nullptr); });
     if (stop_) return;
     const int64_t begin = ready_;
-    const int64_t bytes = std::min(piece_, capacity_ - begin);
+    const int64_t bytes = piece_at(begin);
+    const bool touch_next = hurry_ && begin + bytes < target_;
     lock.unlock();
     std::exception_ptr failure;
+    double seconds = 0;
     try {
-      add_piece(begin, bytes);
+      seconds = add_piece(begin, touch_next);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -164,52 +173,83 @@ void PinnedResource::run() {
       ready_ += bytes;
     }
     changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
+                      [this] { return stop_ || hurry_; });
   }
 }
 
-void PinnedResource::add_piece(int64_t begin, int64_t bytes) {
-  std::byte* piece = base_ + begin;
-  const auto size = static_cast<size_t>(bytes);
-  require_head_room(bytes, begin, options_.explicit_size);
-  const auto give_back = [&] {
-    madvise(piece, size, MADV_DONTNEED);
-    mprotect(piece, size, PROT_NONE);
-  };
-  if (mprotect(piece, size, PROT_READ | PROT_WRITE) != 0) {
-    throw OutOfMemory(
-        concat("host memory: ", human_bytes(bytes), " refused: ", std::strerror(errno)), bytes, 0);
-  }
-  prefer_node(piece, bytes, numa_node_);
-  if (options_.huge_pages) madvise(piece, size, MADV_HUGEPAGE);
-  touch(piece, bytes);
+int64_t PinnedResource::piece_at(int64_t begin) const {
+  return std::min(piece_, capacity_ - begin);
+}
+
+double PinnedResource::add_piece(int64_t begin, bool touch_next) {
   try {
-    const DeviceGuard guard(options_.device);
-    cuda_call("cudaHostRegister", [&] {
-      return cudaHostRegister(piece, size, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    });
-  } catch (const CudaError& error) {
-    give_back();
-    throw OutOfMemory(concat("host memory: ", human_bytes(bytes), " could not be pinned beside ",
-                             human_bytes(begin), ": ", error.what(), "; lower host_memory"),
-                      bytes, read_head_room().available);
+    if (touching_.valid()) {
+      touching_.get();
+    } else {
+      touch_piece(begin);
+    }
+    const int64_t next = begin + piece_at(begin);
+    if (touch_next) touching_ = std::async(std::launch::async, [this, next] { touch_piece(next); });
+    return register_piece(begin);
+  } catch (...) {
+    if (touching_.valid()) touching_.wait();
+    touching_ = {};
+    give_back_from(begin);
+    throw;
   }
+}
+
+void PinnedResource::give_back_from(int64_t begin) {
+  if (touched_ <= begin) return;
+  const auto size = static_cast<size_t>(touched_ - begin);
+  madvise(base_ + begin, size, MADV_DONTNEED);
+  mprotect(base_ + begin, size, PROT_NONE);
+  touched_ = begin;
 }
 
 // The first touch of a page is what takes it; it costs far more than the write.
-void PinnedResource::touch(std::byte* begin, int64_t bytes) {
+void PinnedResource::touch_piece(int64_t begin) {
+  const int64_t bytes = piece_at(begin);
+  std::byte* piece = base_ + begin;
+  require_head_room(bytes, begin, options_.explicit_size);
+  if (mprotect(piece, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE) != 0) {
+    throw OutOfMemory(
+        concat("host memory: ", human_bytes(bytes), " refused: ", std::strerror(errno)), bytes, 0);
+  }
+  touched_ = begin + bytes;
+  prefer_node(piece, bytes, numa_node_);
+  if (options_.huge_pages) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
   const int64_t wanted = std::min<int64_t>({options_.touch_threads, cores, bytes / kHugePage});
-  const int64_t threads = std::max<int64_t>(1, wanted);
-  const int64_t share = align_up(ceil_div(bytes, threads), kHugePage);
+  const int64_t share = align_up(ceil_div(bytes, std::max<int64_t>(1, wanted)), kHugePage);
   std::vector<std::thread> team;
   for (int64_t first = 0; first < bytes; first += share) {
-    team.emplace_back([begin, first, last = std::min(first + share, bytes)] {
+    team.emplace_back([piece, first, last = std::min(first + share, bytes)] {
       for (int64_t at = first; at < last; at += kPage) {
-        reinterpret_cast<volatile std::byte*>(begin)[at] = std::byte{0};
+        reinterpret_cast<volatile std::byte*>(piece)[at] = std::byte{0};
       }
     });
   }
   for (std::thread& member : team) member.join();
+}
+
+double PinnedResource::register_piece(int64_t begin) {
+  const int64_t bytes = piece_at(begin);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    const DeviceGuard guard(options_.device);
+    cuda_call("cudaHostRegister", [&] {
+      return cudaHostRegister(base_ + begin, static_cast<size_t>(bytes),
+                              cudaHostRegisterPortable | cudaHostRegisterMapped);
+    });
+  } catch (const CudaError& error) {
+    throw OutOfMemory(concat("host memory: ", human_bytes(bytes), " could not be pinned beside ",
+                             human_bytes(begin), ": ", error.what(), "; lower host_memory"),
+                      bytes, read_head_room().available);
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void PinnedResource::stop_thread() {
@@ -223,14 +263,15 @@ void PinnedResource::stop_thread() {
 
 void PinnedResource::release() {
   stop_thread();
+  if (touching_.valid()) touching_.wait();
+  touching_ = {};
   int64_t begin = 0;
   for (const int64_t bytes : pieces_) {
     // A failure here can only be that of a broken context, which has unpinned everything anyway.
     if (cudaHostUnregister(base_ + begin) != cudaSuccess) cudaGetLastError();
-    madvise(base_ + begin, static_cast<size_t>(bytes), MADV_DONTNEED);
-    mprotect(base_ + begin, static_cast<size_t>(bytes), PROT_NONE);
     begin += bytes;
   }
+  give_back_from(0);
   pieces_.clear();
   target_ = ready_ = committed_ = 0;
   failure_ = nullptr;

@@ -13,8 +13,9 @@ struct CudaCopyOptions {
   std::byte* device_base = nullptr;
   std::byte* host_base = nullptr;  // page-locked
   int64_t slot_bytes = 0;
-  double timeout_seconds = 60;                        // work that takes longer counts as stuck
-  bool batched = true;                                // false: one copy call per page
+  double timeout_seconds = 60;  // work that takes longer counts as stuck
+  bool batched = true;          // false: one copy call per page
+  bool overlap_hint = true;     // tells the driver that kernels run beside the copies
   std::optional<uint64_t> delay_seed = std::nullopt;  // batches are late at random (tests)
 };
 

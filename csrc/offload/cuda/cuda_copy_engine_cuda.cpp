@@ -218,7 +218,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
     // Sources are read in stream order: any other order could pass the waits issued before.
     cudaMemcpyAttributes attributes = {};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    if (options_.overlap_hint) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t first = 0;
     cudaError_t status = cudaSuccess;
     if (memory::fault_due()) throw CudaError("injected failure of cudaMemcpyBatchAsync");

@@ -31,7 +31,7 @@ class CudaLane {
   // The event to wait on for a ticket; null: it has passed.
   cudaEvent_t event_of(paging::Ticket ticket);
 
-  // Blocks until the ticket has passed. Throws after `timeout_seconds`.
+  // Blocks until the ticket has passed. Throws after `timeout_seconds` without any progress.
   void synchronize(paging::Ticket ticket, double timeout_seconds);
   // Waits without checking, and forgets all marks: after a failure.
   void abandon();

@@ -1,5 +1,6 @@
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "memory/cuda/cuda_call.h"
 #include "offload/cuda/cuda_lane.h"
@@ -23,10 +24,10 @@ CudaLane::~CudaLane() {
 
 void CudaLane::switch_stream(cudaStream_t stream) {
   if (stream == stream_) return;
-  if (issued_ > completed_) {
-    const Ticket ticket = mark();
-    cuda_call("cudaStreamWaitEvent",
-              [&] { return cudaStreamWaitEvent(stream, event_of(ticket), 0); });
+  if (issued_ > completed()) {
+    if (cudaEvent_t event = event_of(mark()); event != nullptr) {
+      cuda_call("cudaStreamWaitEvent", [&] { return cudaStreamWaitEvent(stream, event, 0); });
+    }
   }
   stream_ = stream;
 }
@@ -62,9 +63,12 @@ cudaEvent_t CudaLane::event_of(Ticket ticket) {
 }
 
 void CudaLane::synchronize(Ticket ticket, double timeout_seconds) {
-  const auto start = std::chrono::steady_clock::now();
+  auto last_progress = std::chrono::steady_clock::now();
+  Ticket passed = completed_;
   for (int64_t round = 0; completed() < ticket; ++round) {
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    const auto now = std::chrono::steady_clock::now();
+    if (std::exchange(passed, completed_) != completed_) last_progress = now;
+    const std::chrono::duration<double> waited = now - last_progress;
     if (waited.count() > timeout_seconds) {
       throw Error(concat("work on pages has been stuck for ", timeout_seconds,
                          " seconds: a copy or the kernels it waits for do not finish"));

@@ -110,7 +110,7 @@ def test_any_failing_cuda_call_leaves_everything_usable() -> None:
 
 
 def test_ten_thousand_chunks_leave_no_trace() -> None:
-    case = Case(16, spin=False, chunks=4)  # 13 slots for 96 of pages
+    case = Case(9, spin=False, chunks=4)  # 4 slots for 32 of pages
     manager = case.manager()
     player = Player()
     marks = []
