@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import oomb
+from oomb.engine.attention import ChunkAttention
 
 from .models import ARCHITECTURES, ROPES, make
 from .reference import assert_equal, chunked, ordinary, random_ids
@@ -150,15 +153,30 @@ def test_label_masks(kept: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # its new name is too new
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_switched_on_beforehand(reentrant: bool) -> None:
+def test_gradient_checkpointing_switched_on_beforehand(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same gradients, with no attention run a second time; afterwards it is on again."""
+    calls: list[int] = []
+    forward = ChunkAttention.forward
+
+    def counted(self: ChunkAttention, layer: int, *arguments: Any) -> Any:
+        calls.append(layer)
+        return forward(self, layer, *arguments)
+
+    monkeypatch.setattr(ChunkAttention, "forward", counted)
     model = make("llama")
     ids = random_ids(1, 60)
     expected = ordinary(model, ids, ids)
+    chunked(model, config(), ids, ids)
+    without = len(calls)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     assert model.model.gradient_checkpointing
     for recompute in ("none", "layer"):
+        calls.clear()
         assert_equal(chunked(model, config(recompute=recompute), ids, ids), expected)
+        assert len(calls) == without
     assert model.model.gradient_checkpointing
     assert_equal(ordinary(model, ids, ids), expected)
 

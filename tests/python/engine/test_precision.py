@@ -174,14 +174,19 @@ def test_float32() -> None:
 
 
 def test_sums_over_many_chunks_keep_their_precision() -> None:
-    """100 chunks: added up in bf16, the gradient would lose most of them."""
+    """100 chunks are as good as one: added up in bf16, the sum would lose what each brings."""
     model = rounded("llama")
     ids = random_ids(1, 800)
     reference = ordinary(model, ids, ids)
     low = in_bfloat16(model)
-    usual = ordinary(low, ids, ids)
-    result = chunked(low, oomb.Config(chunk_size=8, page_size=8), ids, ids)
-    assert_as_good_as_ordinary(result, usual, reference)
+    one, many = (
+        chunked(low, oomb.Config(chunk_size=chunk, page_size=8), ids, ids) for chunk in (800, 8)
+    )
+    for name, gradient in reference.gradients.items():
+        if "lm_head" in name or "norm" in name:  # their terms differ by nothing but the sum
+            error = relative_error(many.gradients[name], gradient)
+            assert error <= 1.2 * relative_error(one.gradients[name], gradient), name
+    assert total_error(many, reference) <= 1.2 * total_error(one, reference)
 
 
 def test_rounding_is_reproducible() -> None:

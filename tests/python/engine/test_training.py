@@ -231,6 +231,37 @@ def test_dropout_is_the_same_in_fill_and_sweep() -> None:
         assert slope == pytest.approx(float((result.gradients[name] * direction).sum()), rel=1e-5)
 
 
+def test_dropout_differs_between_chunks_and_layers() -> None:
+    """And what fill and sweep of a chunk drop at a layer is the same."""
+    model = with_dropout(0.5)
+    dropped: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+    now: list[int] = [0]
+    for index, layer in enumerate(model.model.layers):
+
+        def record(_: Any, __: Any, output: torch.Tensor, index: int = index) -> None:
+            phase = "sweep" if torch.is_grad_enabled() else "fill"
+            dropped.setdefault((phase, now[0], index), []).append(output == 0)
+
+        layer.mlp.down_proj.dropout.register_forward_hook(record)
+
+    def report(progress: oomb.Progress) -> None:
+        now[0] = progress.chunk + 1 if progress.phase == "fill" else progress.chunk - 1
+
+    ids = IDS[:, :64]  # four chunks; the engine's probe has its own
+    with oomb.Engine(model, config()) as engine:
+        dropped.clear()
+        engine.forward_backward(ids, ids.roll(1), on_progress=report)
+    for (phase, chunk, layer), masks in dropped.items():
+        if phase == "fill":
+            assert torch.equal(masks[0], dropped["sweep", chunk, layer][0])
+    masks = [
+        masks[0] for (phase, chunk, _), masks in dropped.items() if phase == "sweep" and chunk < 3
+    ]
+    for i, one in enumerate(masks):
+        for other in masks[i + 1 :]:
+            assert 0.4 < float((one == other).float().mean()) < 0.6
+
+
 def test_dropout_leaves_the_callers_generator_one_draw_further() -> None:
     """So that a run is reproducible whatever the chunk size."""
     model = with_dropout()
