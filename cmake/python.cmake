@@ -14,6 +14,9 @@ list(JOIN architectures " " architectures)
 Python_add_library(_C MODULE WITH_SOABI ${binding_sources})
 target_include_directories(_C SYSTEM PRIVATE "${pybind11_include}")
 target_link_libraries(_C PRIVATE oomb_core oomb_attention)
+# Some compilers link libstdc++ statically. Its symbols must not mix with those of the libstdc++ that
+# torch has loaded: streams of one would use locales of the other.
+target_link_options(_C PRIVATE LINKER:--exclude-libs,ALL)
 target_compile_definitions(_C PRIVATE
   OOMB_VERSION="${OOMB_VERSION}"
   OOMB_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"
