@@ -48,14 +48,25 @@ int num_multiprocessors() {
   return count;
 }
 
+// Descriptors of the keys and values for boxes of own_rows and past_rows.
+void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
+  const BackwardParams& params = args.params;
+  const Shape& shape = params.shape;
+  args.k = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
+                          shape.chunk, shape.head_dim, own_rows);
+  args.v = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads,
+                          shape.chunk, shape.head_dim, own_rows);
+  args.pool = has_past(params) ? make_pool_map(params.past, shape, past_rows) : args.k;
+}
+
 }  // namespace
 
 // The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait for
 // each other within a head trail by about two steps, so that a head keeps no more blocks busy than
-// half its query tiles; and with lists, pages that are at work together should share few queries.
+// half its query tiles. With lists nothing waits.
 int64_t heads_together(const BackwardParams& params) {
   const Shape& shape = params.shape;
-  if (params.past.selection != nullptr) return params.deterministic ? shape.kv_heads : 1;
+  if (params.past.selection != nullptr) return 1;
   const int64_t heads = shape.batch * shape.kv_heads;
   const int64_t steps =
       ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
@@ -73,15 +84,14 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   BackwardWorkspace workspace;
   workspace.lse = arena.take<float>(heads * tiles * kQueryRows);
   workspace.delta = arena.take<float>(heads * tiles * kQueryRows);
-  if (params.dq_acc == nullptr) {
+  if (params.dq_acc == nullptr && !queries_apart(params)) {
     workspace.dq = arena.take<float>(heads * shape.chunk * shape.head_dim);
   }
-  if (params.visibility.window > 0 || params.visibility.first_key != nullptr) {
-    workspace.lower = arena.take<TileLower>(shape.batch * tiles);
-  }
+  workspace.query_tiles = arena.take<QueryTile>(shape.batch * tiles);
   workspace.zeroed_offset = arena.used();
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
   workspace.next_unit = arena.take<int32_t>(1);
+  workspace.num_units = arena.take<int32_t>(1);
   if (past.selection != nullptr && has_past(params)) {
     const int64_t tiles =
         last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size);
@@ -97,6 +107,13 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
+  const int64_t past_tiles =
+      has_past(params)
+          ? last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size)
+          : 0;
+  const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, kKeyRows) : 0;
+  workspace.max_units = (own_tiles + past_tiles) * shape.batch * shape.kv_heads;
+  workspace.units = arena.take<Unit>(workspace.max_units);
   workspace.bytes = arena.used();
   return workspace;
 }
@@ -123,8 +140,6 @@ void backward(const BackwardParams& params) {
   const BackwardWorkspace workspace = plan_workspace(params, params.workspace);
   expect(params.workspace_bytes >= workspace.bytes, "workspace",
          concat("at least ", workspace.bytes, " bytes"), params.workspace_bytes);
-  launch_backward_prepare(params, workspace);
-
   BackwardKernelArgs args;
   args.params = params;
   args.workspace = workspace;
@@ -132,35 +147,44 @@ void backward(const BackwardParams& params) {
                           shape.chunk, shape.head_dim, kQueryRows);
   args.d_o = make_token_map("d_o", params.d_o, params.do_strides, shape.batch, shape.query_heads,
                             shape.chunk, shape.head_dim, kQueryRows);
-  args.k = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
-                          shape.chunk, shape.head_dim, kKeyRows);
-  args.v = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads,
-                          shape.chunk, shape.head_dim, kKeyRows);
+  set_key_maps(args, kKeyRows, static_cast<int>(shape.page_size));
   float* sum = params.dq_acc != nullptr ? static_cast<float*>(params.dq_acc) : workspace.dq;
-  args.dq = make_sum_map("dq_acc", sum, shape.batch * shape.query_heads, shape.chunk,
-                         shape.head_dim, kQueryRows);
+  args.dq = args.q;
+  if (!queries_apart(params)) {
+    args.dq = make_sum_map("dq_acc", sum, shape.batch * shape.query_heads, shape.chunk,
+                           shape.head_dim, kQueryRows);
+  }
   args.own_tiles =
       params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, kKeyRows)) : 0;
   args.tile_begin = 0;
   args.tile_end = 0;
-  args.pool = args.k;
   args.pool_rows_per_slot = 0;
   if (has_past(params)) {
-    args.pool = make_pool_map(params.past, shape, static_cast<int>(shape.page_size));
     args.pool_rows_per_slot = static_cast<int32_t>(pool_rows_per_slot(params.past, shape));
     args.tile_begin = static_cast<int32_t>(first_key_tile(params.past, shape.page_size));
     args.tile_end = static_cast<int32_t>(last_key_tile(params.past, shape.page_size));
-  } else {
-    args.params.past.selection = nullptr;
   }
-  const int blocks = num_multiprocessors();
   args.heads_together = static_cast<int32_t>(heads_together(params));
+  args.query_tiles = static_cast<int32_t>(ceil_div(shape.chunk, kQueryRows));
+  args.group = static_cast<int32_t>(shape.query_heads / shape.kv_heads);
+  args.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634);
+  launch_backward_prepare(args);
+  const int blocks = num_multiprocessors();
   if (shape.head_dim == 64) {
     launch_backward_d64(args, blocks);
   } else {
     launch_backward_d128(args, blocks);
   }
-  if (params.last_wave) launch_backward_finish(params, workspace);
+  if (!queries_apart(params)) {
+    if (params.last_wave) launch_backward_finish(params, workspace);
+    return;
+  }
+  set_key_maps(args, kQueryKernelKeys, kQueryKernelKeys);
+  if (shape.head_dim == 64) {
+    launch_backward_query_d64(args);
+  } else {
+    launch_backward_query_d128(args);
+  }
 }
 
 }  // namespace oomb::attention::sm90

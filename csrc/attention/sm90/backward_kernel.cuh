@@ -49,19 +49,6 @@ inline constexpr uint32_t kMasked = 1u << 16;  // some element is hidden
 inline constexpr uint32_t kCausal = 1u << 17;
 inline constexpr uint32_t kLower = 1u << 18;  // a window or a document begins inside the tile
 
-// The unit at work.
-struct Unit {
-  int32_t own;  // own chunk or past; -1: no more units
-  int32_t batch;
-  int32_t kv_head;
-  int32_t tile;       // of 128 rows: of the chunk if own, else of the past
-  int32_t list;       // sparse: selection head
-  int32_t entry;      // sparse: of its readers
-  int32_t key_begin;  // first key, in the sequence
-  int32_t row_begin;  // rows of the tile that exist, for some query
-  int32_t row_end;
-};
-
 // Lies at the start of shared memory. Who writes and who reads:
 //   units, steps    planner -> loader, computers, adders
 //   k, v            planner -> computers
@@ -92,10 +79,6 @@ struct BackwardShared {
   uint64_t dq_full[2], dq_empty[2];
 };
 
-__device__ inline int num_query_tiles(const BackwardKernelArgs& args) {
-  return (static_cast<int>(args.params.shape.chunk) + kQueryRows - 1) / kQueryRows;
-}
-
 // Decides the order of units and steps, and loads keys and values. One warp; its lanes walk
 // together and lane 0 issues.
 template <int kDim>
@@ -114,8 +97,7 @@ struct Planner {
       Unit& unit = shared.units[count & 1];
       // The computers have left the unit before this one.
       barrier_wait(&shared.k_empty, (count & 1) ^ 1);
-      if (leads()) place_unit(unit, atomicAdd(args.workspace.next_unit, 1));
-      __syncwarp();
+      take_unit(unit);
       if (unit.own < 0) break;
       if (leads()) {
         barrier_arrive_expect(&shared.k_full, sizeof(shared.k));
@@ -126,100 +108,26 @@ struct Planner {
         barrier_arrive_expect(&shared.v_full, sizeof(shared.v));
         load_tile(unit, shared.v, args.v, 1, &shared.v_full);
       }
-      if (unit.row_begin < unit.row_end) {
-        if (unit.own || args.params.past.selection == nullptr) {
-          walk_all(unit);
-        } else {
-          walk_readers(unit);
-        }
-      }
+      if (unit.row_begin < unit.row_end) walk(unit);
       mark(kUnitEnds);
     }
     mark(kAllDone);
     if (leads()) barrier_arrive(&shared.k_full);
   }
 
-  __device__ void place_unit(Unit& unit, int index) {
-    const Shape& shape = args.params.shape;
-    const PastPages& past = args.params.past;
-    const int kv_heads = static_cast<int>(shape.kv_heads);
-    const int together = args.heads_together;
-    const int past_tiles = args.tile_end - args.tile_begin;
-    int head;  // batch * Hkv + kv head
-    int tile;  // own tiles first
-    if (past.selection == nullptr) {
-      const int units_of_heads = (args.own_tiles + past_tiles) * together;
-      head = index / units_of_heads * together + index % together;
-      tile = index % units_of_heads / together;
-      if (head >= shape.batch * kv_heads) {
-        unit.own = -1;
-        return;
-      }
-    } else {
-      // Own tiles of all heads, then the lists.
-      const int heads = static_cast<int>(shape.batch) * kv_heads;
-      if (index < args.own_tiles * heads) {
-        head = index % heads;
-        tile = index / heads;
-      } else if (!place_listed(unit, index - args.own_tiles * heads, head, tile)) {
-        unit.own = -1;
-        return;
-      }
+  // The next one of the list; past its end own = -1.
+  __device__ void take_unit(Unit& unit) {
+    constexpr uint32_t kWords = sizeof(Unit) / 4;
+    const uint32_t lane = threadIdx.x % 32;
+    int index = 0;
+    if (lane == 0) index = atomicAdd(args.workspace.next_unit, 1);
+    index = __shfl_sync(0xffffffff, index, 0);
+    const bool any = index < *args.workspace.num_units;
+    if (lane < kWords) {
+      reinterpret_cast<int32_t*>(&unit)[lane] =
+          any ? reinterpret_cast<const int32_t*>(args.workspace.units + index)[lane] : -1;
     }
-    unit.batch = head / kv_heads;
-    unit.kv_head = head % kv_heads;
-    if (tile < args.own_tiles) {
-      unit.own = 1;
-      unit.tile = args.own_tiles - 1 - tile;
-      unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * kKeyRows;
-      unit.row_begin = 0;
-      unit.row_end = min(kKeyRows, static_cast<int>(shape.chunk) - unit.tile * kKeyRows);
-    } else {
-      const int page_size = static_cast<int>(shape.page_size);
-      const int wave_begin = static_cast<int>(past.page_begin) * page_size;
-      const int wave_end = min(static_cast<int>(past.page_end) * page_size,
-                               static_cast<int>(past.num_tokens));
-      unit.own = 0;
-      unit.tile = args.tile_begin + tile - args.own_tiles;
-      unit.key_begin = unit.tile * kKeyRows;
-      unit.row_begin = max(0, wave_begin - unit.key_begin);
-      unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
-    }
-    if (args.params.visibility.num_keys != nullptr) {
-      unit.row_end =
-          min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
-    }
-  }
-
-  // The index-th unit of the lists; false past the last one.
-  __device__ bool place_listed(Unit& unit, int index, int& head, int& tile) {
-    const BackwardWorkspace& workspace = args.workspace;
-    const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
-    const int lists = static_cast<int>(args.params.past.selection_heads);
-    const int lists_together = static_cast<int>(workspace.lists_together);
-    const int heads_per_list = kv_heads / lists;
-    for (int segment = 0; segment < workspace.segments; ++segment) {
-      const int begin = workspace.active_begin[segment];
-      const int entries = workspace.active_begin[segment + 1] - begin;
-      if (index >= entries * heads_per_list) {
-        index -= entries * heads_per_list;
-        continue;
-      }
-      // One list for all heads: the segment once for every group of heads.
-      const int heads_together = lists == 1 ? args.heads_together : 1;
-      const int group_units = entries * heads_together;
-      const int entry = workspace.active[begin + index % group_units / heads_together];
-      const int in_segment = entry - segment * static_cast<int>(workspace.segment_entries);
-      const int groups = lists / lists_together;
-      unit.entry = entry;
-      unit.list = segment % groups * lists_together + in_segment % lists_together;
-      tile = args.own_tiles + in_segment / lists_together;
-      head = segment / groups * kv_heads +
-             (lists == 1 ? index / group_units * heads_together + index % heads_together
-                         : unit.list);
-      return true;
-    }
-    return false;
+    __syncwarp();
   }
 
   // kind 0: keys, 1: values.
@@ -251,127 +159,86 @@ struct Planner {
     }
   }
 
-  __device__ TileLower lower_of(int batch, int tile) const {
-    if (args.workspace.lower == nullptr) return {0, 0};
-    return args.workspace.lower[batch * num_query_tiles(args) + tile];
-  }
-
-  // The own tiles that a query tile sees: from the one that its first key lies in to its own.
-  __device__ int last_own_tile(int batch, int tile) const {
-    int last = tile / 2;
-    if (args.params.visibility.num_keys != nullptr) {
-      const int keys = args.params.visibility.num_keys[batch] -
-                       static_cast<int>(args.params.past.num_tokens);
-      last = min(last, (keys + kKeyRows - 1) / kKeyRows - 1);
-    }
-    return last;
-  }
-
-  __device__ int first_own_tile(TileLower lower) const {
-    return max(0, lower.min - static_cast<int>(args.params.past.num_tokens)) / kKeyRows;
-  }
-
-  __device__ int own_parts(int batch, int tile, TileLower lower) const {
-    if (args.own_tiles == 0) return 0;
-    return max(0, last_own_tile(batch, tile) - first_own_tile(lower) + 1);
-  }
-
-  // The own chunk, and a past without lists: every query tile that can see the unit. Tiles come in
-  // pairs, so that the group's heads stay close together.
-  __device__ void walk_all(const Unit& unit) {
-    const int tiles = num_query_tiles(args);
-    for (int first = unit.own ? 2 * unit.tile : 0; first < tiles; first += 2) {
-      for (int head = 0; head < group(); ++head) {
-        for (int tile = first; tile < min(first + 2, tiles); ++tile) {
-          const TileLower lower = lower_of(unit.batch, tile);
-          int rank;
-          if (unit.own) {
-            rank = last_own_tile(unit.batch, tile) - unit.tile;
-            if (rank < 0 || unit.tile < first_own_tile(lower)) continue;
-          } else {
-            rank = unit.tile - lower.min / kKeyRows;
-            if (rank < 0) continue;
-            rank = min(rank, unit.tile - args.tile_begin) + own_parts(unit.batch, tile, lower);
-          }
-          emit(unit, tile, head, rank, unit.row_begin, unit.row_end, lower);
+  // Every query tile that can see the unit, block by block and in a block head by head, so that the
+  // group's heads stay close together. Without lists all blocks, else those that list the unit.
+  __device__ void walk(const Unit& unit) {
+    const bool listed = !unit.own && args.params.past.selection != nullptr;
+    const bool halves = listed && args.params.shape.page_size == kKeyRows / 2;
+    const int tiles_per_block = halves ? 1 : 2;
+    int block = unit.own ? unit.tile : 0;
+    while (true) {
+      if (listed) block = next_reader(unit, block);
+      if (block * tiles_per_block >= args.query_tiles) break;
+      int row_begin = unit.row_begin;
+      int row_end = unit.row_end;
+      if (halves) {
+        // Which of the unit's two pages does the block list?
+        if (!lists(unit, block, 0)) row_begin = max(row_begin, kKeyRows / 2);
+        if (!lists(unit, block, 1)) row_end = min(row_end, kKeyRows / 2);
+      }
+#pragma unroll 1
+      for (int head = 0; head < args.group; ++head) {
+#pragma unroll 1
+        for (int i = 0; i < tiles_per_block; ++i) {
+          emit(unit, block * tiles_per_block + i, head, row_begin, row_end);
         }
       }
+      ++block;
     }
   }
 
-  // Lists: the query blocks that list a page of the unit, ascending.
-  __device__ void walk_readers(const Unit& unit) {
+  // The first query block from `block` on that lists the unit; some number past the last block if
+  // there is none.
+  __device__ int next_reader(const Unit& unit, int block) {
     const int words = static_cast<int>(args.workspace.reader_words);
-    for (int word = 0; word < words; ++word) {
-      uint32_t bits = args.workspace.readers[static_cast<int64_t>(unit.entry) * words + word];
-      for (; bits != 0; bits &= bits - 1) walk_block(unit, word * 32 + __ffs(bits) - 1);
+    const uint32_t* readers = args.workspace.readers + static_cast<int64_t>(unit.entry) * words;
+    for (; block / 32 < words; block = (block / 32 + 1) * 32) {
+      const uint32_t bits = readers[block / 32] & (0xffffffffu << block % 32);
+      if (bits != 0) return block / 32 * 32 + __ffs(bits) - 1;
     }
+    return 1 << 24;
   }
 
-  __device__ void walk_block(const Unit& unit, int block) {
-    const int page_size = static_cast<int>(args.params.shape.page_size);
-    // The block's own list says how many key tiles come before, and which pages are meant.
-    uint32_t halves;
-    const int before = place_in_list(unit, block, halves);
-    const int row_begin = halves == 2 ? max(unit.row_begin, page_size) : unit.row_begin;
-    const int row_end = halves == 1 ? min(unit.row_end, page_size) : unit.row_end;
-    const int first = block * page_size / kQueryRows;
-    const int last = min((block + 1) * page_size / kQueryRows, num_query_tiles(args));
-    for (int head = 0; head < group(); ++head) {
-      for (int tile = first; tile < last; ++tile) {
-        const TileLower lower = lower_of(unit.batch, tile);
-        emit(unit, tile, head, before + own_parts(unit.batch, tile, lower), row_begin, row_end,
-             lower);
-      }
-    }
-  }
-
-  // Key tiles of the wave that the block lists before this one. halves: which of the unit's pages
-  // of 64 it lists, bit by bit; 3 for a page of 128.
-  __device__ int place_in_list(const Unit& unit, int block, uint32_t& halves) {
+  // Whether the block lists page 0 or 1 of the unit.
+  __device__ bool lists(const Unit& unit, int block, int page) {
     const PastPages& past = args.params.past;
-    const int page_size = static_cast<int>(args.params.shape.page_size);
-    const int blocks = (static_cast<int>(args.params.shape.chunk) + page_size - 1) / page_size;
-    const int lists = static_cast<int>(past.selection_heads);
+    const int blocks = (static_cast<int>(args.params.shape.chunk) + kKeyRows / 2 - 1) /
+                       (kKeyRows / 2);
     const int budget = static_cast<int>(past.budget);
-    const int32_t* pages =
-        past.selection +
-        ((static_cast<int64_t>(unit.batch) * blocks + block) * lists + unit.list) * budget;
-    const int wave_begin = static_cast<int>(past.page_begin);
-    const bool pairs = page_size < kKeyRows;
-    int before = 0;
-    halves = pairs ? 0 : 3;
-    for (int i = threadIdx.x % 32; i - static_cast<int>(threadIdx.x % 32) < budget; i += 32) {
-      const int page = i < budget ? pages[i] : -1;
-      const int tile = pairs ? page >> 1 : page;
-      bool counts = page >= wave_begin && tile < unit.tile;
-      if (pairs) {
-        // The second page of a pair adds nothing to the count.
-        const int previous = i > 0 && i < budget ? pages[i - 1] : -1;
-        if (previous >= wave_begin && previous >> 1 == tile) counts = false;
-        if (__any_sync(0xffffffff, page >= 0 && page == unit.tile * 2)) halves |= 1;
-        if (__any_sync(0xffffffff, page >= 0 && page == unit.tile * 2 + 1)) halves |= 2;
+    const int row = (unit.batch * blocks + block) * static_cast<int>(past.selection_heads) +
+                    unit.list;
+    bool found = false;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < budget; i += 32) {
+      if (past.selection[static_cast<int64_t>(row) * budget + i] == unit.tile * 2 + page) {
+        found = true;
       }
-      before += __popc(__ballot_sync(0xffffffff, counts));
     }
-    return before;
+    return __any_sync(0xffffffff, found);
   }
 
-  __device__ int group() const {
-    return static_cast<int>(args.params.shape.query_heads / args.params.shape.kv_heads);
-  }
-
-  __device__ void emit(const Unit& unit, int tile, int head, int rank, int row_begin, int row_end,
-                       TileLower lower) {
+  // One step, unless nothing of the unit is seen.
+  __device__ void emit(const Unit& unit, int tile, int head, int row_begin, int row_end) {
+    if (tile >= args.query_tiles) return;
+    const QueryTile& seen =
+        args.workspace.query_tiles[unit.batch * args.query_tiles + tile];
+    int rank;
     uint32_t flags = 0;
-    if (unit.own && tile * kQueryRows < unit.tile * kKeyRows + kKeyRows - 1) flags |= kCausal;
-    if (lower.max > unit.key_begin) flags |= kLower;
+    if (unit.own) {
+      rank = seen.last_own - unit.tile;
+      if (rank < 0 || unit.tile < seen.first_own) return;
+      if (tile * kQueryRows < unit.tile * kKeyRows + kKeyRows - 1) flags = kCausal;
+    } else {
+      if (unit.tile < seen.first_past) return;
+      rank = seen.past_rank + unit.tile;
+    }
+    if (seen.lower_max > unit.key_begin) flags |= kLower;
     if (flags != 0 || row_begin > 0 || row_end < kKeyRows) flags |= kMasked;
-    StepInfo& info = shared.steps[step % kSteps];
     barrier_wait(&shared.step_empty[step % kSteps], (step / kSteps & 1) ^ 1);
     if (leads()) {
+      StepInfo& info = shared.steps[step % kSteps];
       info.row = tile * kQueryRows;
-      info.head = unit.kv_head * group() + head;
+      info.head = unit.kv_head * args.group + head;
       info.batch = unit.batch;
       info.rank = rank;
       info.key_range = row_begin | max(row_end, 0) << 8 | flags;
@@ -414,7 +281,7 @@ __device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShar
     const int batch = info.batch;
     const int64_t offset =
         (static_cast<int64_t>(batch * static_cast<int>(args.params.shape.query_heads) + head) *
-             num_query_tiles(args) +
+             args.query_tiles +
          row / kQueryRows) *
         kQueryRows;
     barrier_arrive_expect(&shared.q_full[stage], kBytes);
@@ -448,7 +315,7 @@ __device__ inline void add_queries(const BackwardKernelArgs& args, BackwardShare
     const int rank = shared.dq_info[half].rank;
     int32_t* counter =
         args.workspace.counters +
-        (static_cast<int64_t>(head) * num_query_tiles(args) + row / kQueryRows) * 2 + half;
+        (static_cast<int64_t>(head) * args.query_tiles + row / kQueryRows) * 2 + half;
     if (args.params.deterministic) {
       while (load_acquire(counter) != rank) {
       }
@@ -509,7 +376,7 @@ struct Place {
 };
 
 // One of the two computing warpgroups.
-template <int kDim>
+template <int kDim, bool kSums>
 struct Computer {
   using Shared = BackwardShared<kDim>;
 
@@ -517,6 +384,7 @@ struct Computer {
   Shared& shared;
   const int half;  // which 64 key rows, and which columns of dQ
   int dq_count = 0;
+  int step = 0;
 
   __device__ Computer(const BackwardKernelArgs& args, Shared& shared, int half)
       : args(args),
@@ -594,12 +462,14 @@ struct Computer {
     const Place at;
     const int row = half * 64 + at.warp * 16 + at.lane % 16;
     const uint32_t target = shared_address(shared.ds[stage]) + row * 128;
+    if constexpr (kSums) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      store_matrices(target + (((2 * i + at.lane / 16) ^ (at.lane & 7)) << 4), packed[4 * i],
-                     packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]);
+      for (int i = 0; i < 4; ++i) {
+        store_matrices(target + (((2 * i + at.lane / 16) ^ (at.lane & 7)) << 4), packed[4 * i],
+                       packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]);
+      }
+      fence_async_shared();
     }
-    fence_async_shared();
     __syncwarp();
     if (at.lane == 0) barrier_arrive(&shared.ds_full[stage]);
   }
@@ -608,15 +478,144 @@ struct Computer {
     barrier_wait(&shared.ds_full[step & (kDsStages - 1)], step / kDsStages & 1);
   }
 
-  __device__ void run() {
-    float dk[kDim / 2];
-    float dv[kDim / 2];
-
-    const float scale_log2 = static_cast<float>(args.params.scale * 1.4426950408889634);
+  // All steps of a unit. False if there are none.
+  __device__ __forceinline__ bool walk(const Unit& unit, float (&dk)[kDim / 2],
+                                       float (&dv)[kDim / 2]) {
     const uint64_t k_rows = operand_k_major(shared.k + half * 64 * 64);
     const uint64_t v_rows = operand_k_major(shared.v + half * 64 * 64);
 
-    int step = 0;
+    bool lagging = false;  // whether a dS waits to be multiplied
+    while (true) {
+      const int stage = step % kStages;
+      const uint32_t parity = step / kStages & 1;
+      barrier_wait(&shared.q_full[stage], parity);
+      const StepInfo& info = shared.steps[step % kSteps];
+      if (info.row < 0) break;
+
+      // Declared here, so that none of them lives on into the next step.
+      float s[32];
+      float dp[32];
+      float dq[kDim / 4];
+      uint32_t packed_p[16];
+      uint32_t packed_ds[16];
+
+      const uint64_t q_rows = operand_k_major(shared.q[stage]);
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < kDim; d += 16) {
+        wgmma_ss<64>(s, operand_advance(k_rows, operand_k_step(d, kKeyRows)),
+                     operand_advance(q_rows, operand_k_step(d, kQueryRows)), d > 0);
+      }
+      wgmma_commit();
+      barrier_wait(&shared.do_full[stage], parity);
+      const uint64_t do_rows = operand_k_major(shared.d_o[stage]);
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < kDim; d += 16) {
+        wgmma_ss<64>(dp, operand_advance(v_rows, operand_k_step(d, kKeyRows)),
+                     operand_advance(do_rows, operand_k_step(d, kQueryRows)), d > 0);
+      }
+      wgmma_commit();
+
+      wgmma_wait<1>();  // S, and dK of the step before
+      if (lagging && Place().lane == 0) barrier_arrive(&shared.q_empty[stage ^ 1]);
+      if (info.key_range & kMasked) mask(s, info, unit);
+      const int column0 = Place().column();
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 lse =
+            *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
+        s[4 * j] = exp2_approx(fmaf(s[4 * j], args.scale_log2, -lse.x));
+        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], args.scale_log2, -lse.y));
+        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], args.scale_log2, -lse.x));
+        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], args.scale_log2, -lse.y));
+      }
+      // Here, although dS is multiplied later: ptxas moves the exponentials behind the wait for dP if
+      // nothing but arithmetic lies between, and then nothing runs beside that product.
+      if constexpr (kSums) {
+        if (lagging) wait_ds(step - 1);
+      } else {
+        barrier_wait(&shared.q_full[stage], parity);  // passes at once
+      }
+      wgmma_wait<0>();  // dP
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
+        packed_p[2 * j] = pack_bf16(s[4 * j], s[4 * j + 1]);
+        packed_p[2 * j + 1] = pack_bf16(s[4 * j + 2], s[4 * j + 3]);
+        packed_ds[2 * j] = pack_bf16(s[4 * j] * (dp[4 * j] - delta.x),
+                                     s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
+        packed_ds[2 * j + 1] = pack_bf16(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
+                                         s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
+      }
+      share_ds(packed_ds, step % kDsStages);
+
+      if constexpr (kSums) {
+        // The first step has no dS before it; its product is not used.
+        wgmma_fence();
+        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+        wgmma_commit();
+      } else {
+        wgmma_fence();
+      }
+      const uint64_t do_columns = operand_mn_major(shared.d_o[stage], kQueryRows * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_rs<kDim, true>(dv, packed_p[4 * i], packed_p[4 * i + 1], packed_p[4 * i + 2],
+                             packed_p[4 * i + 3], operand_advance(do_columns, i * 2048), 1);
+      }
+      wgmma_commit();
+      const uint64_t q_columns = operand_mn_major(shared.q[stage], kQueryRows * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_rs<kDim, true>(dk, packed_ds[4 * i], packed_ds[4 * i + 1], packed_ds[4 * i + 2],
+                             packed_ds[4 * i + 3], operand_advance(q_columns, i * 2048), 1);
+      }
+      wgmma_commit();
+      if constexpr (kSums) {
+        wgmma_wait<2>();  // dQ
+        if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
+      }
+      wgmma_wait<1>();  // dV
+      if (Place().lane == 0) barrier_arrive(&shared.do_empty[stage]);
+
+      lagging = true;
+      ++step;
+    }
+
+    // End of the unit: V is free, the last dQ is due.
+    const int stage = step % kStages;
+    barrier_wait(&shared.do_full[stage], step / kStages & 1);
+    const int lane = Place().lane;
+    if (lane == 0) barrier_arrive(&shared.v_empty);
+    float dq[kDim / 4];
+    if constexpr (kSums) {
+      if (lagging) wait_ds(step - 1);
+      wgmma_fence();
+      multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    if (lane == 0) {
+      barrier_arrive(&shared.k_empty);
+      if (lagging) barrier_arrive(&shared.q_empty[stage ^ 1]);
+    }
+    if constexpr (kSums) {
+      if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
+    }
+    if (lane == 0) {
+      barrier_arrive(&shared.q_empty[stage]);
+      barrier_arrive(&shared.do_empty[stage]);
+      barrier_arrive(&shared.ds_full[step % kDsStages]);
+    }
+    ++step;
+    return lagging;
+  }
+
+  __device__ void run() {
+    float dk[kDim / 2];
+    float dv[kDim / 2];
     for (int count = 0;; ++count) {
       barrier_wait(&shared.k_full, count & 1);
       const Unit& unit = shared.units[count & 1];
@@ -624,129 +623,20 @@ struct Computer {
       barrier_wait(&shared.v_full, count & 1);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.0f;
-
-      bool lagging = false;  // whether a dS waits to be multiplied
-      while (true) {
-        const int stage = step % kStages;
-        const uint32_t parity = step / kStages & 1;
-        barrier_wait(&shared.q_full[stage], parity);
-        const StepInfo& info = shared.steps[step % kSteps];
-        if (info.row < 0) break;
-
-        // Declared here, so that none of them lives on into the next step.
-        float s[32];
-        float dp[32];
-        float dq[kDim / 4];
-        uint32_t packed_p[16];
-        uint32_t packed_ds[16];
-
-        const uint64_t q_rows = operand_k_major(shared.q[stage]);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < kDim; d += 16) {
-          wgmma_ss<64>(s, operand_advance(k_rows, operand_k_step(d, kKeyRows)),
-                       operand_advance(q_rows, operand_k_step(d, kQueryRows)), d > 0);
-        }
-        wgmma_commit();
-        barrier_wait(&shared.do_full[stage], parity);
-        const uint64_t do_rows = operand_k_major(shared.d_o[stage]);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < kDim; d += 16) {
-          wgmma_ss<64>(dp, operand_advance(v_rows, operand_k_step(d, kKeyRows)),
-                       operand_advance(do_rows, operand_k_step(d, kQueryRows)), d > 0);
-        }
-        wgmma_commit();
-
-        wgmma_wait<1>();  // S, and dK of the step before
-        if (lagging && Place().lane == 0) barrier_arrive(&shared.q_empty[stage ^ 1]);
-        if (info.key_range & kMasked) mask(s, info, unit);
-        const int column0 = Place().column();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float2 lse =
-              *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
-          s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -lse.x));
-          s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -lse.y));
-          s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -lse.x));
-          s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -lse.y));
-          packed_p[2 * j] = pack_bf16(s[4 * j], s[4 * j + 1]);
-          packed_p[2 * j + 1] = pack_bf16(s[4 * j + 2], s[4 * j + 3]);
-        }
-        wgmma_wait<0>();  // dP
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float2 delta =
-              *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
-          packed_ds[2 * j] = pack_bf16(s[4 * j] * (dp[4 * j] - delta.x),
-                                       s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
-          packed_ds[2 * j + 1] = pack_bf16(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
-                                           s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
-        }
-        share_ds(packed_ds, step % kDsStages);
-
-        // The first step has no dS before it; its product is not used.
-        if (lagging) wait_ds(step - 1);
-        wgmma_fence();
-        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
-        wgmma_commit();
-        const uint64_t do_columns = operand_mn_major(shared.d_o[stage], kQueryRows * 128);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          wgmma_rs<kDim, true>(dv, packed_p[4 * i], packed_p[4 * i + 1], packed_p[4 * i + 2],
-                               packed_p[4 * i + 3], operand_advance(do_columns, i * 2048), 1);
-        }
-        wgmma_commit();
-        const uint64_t q_columns = operand_mn_major(shared.q[stage], kQueryRows * 128);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          wgmma_rs<kDim, true>(dk, packed_ds[4 * i], packed_ds[4 * i + 1], packed_ds[4 * i + 2],
-                               packed_ds[4 * i + 3], operand_advance(q_columns, i * 2048), 1);
-        }
-        wgmma_commit();
-        wgmma_wait<2>();  // dQ
-        if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
-        wgmma_wait<1>();  // dV
-        if (Place().lane == 0) barrier_arrive(&shared.do_empty[stage]);
-
-        lagging = true;
-        ++step;
-      }
-
-      // End of the unit: V is free, the last dQ is due.
-      const int stage = step % kStages;
-      barrier_wait(&shared.do_full[stage], step / kStages & 1);
-      const int lane = Place().lane;
-      if (lane == 0) barrier_arrive(&shared.v_empty);
-      if (lagging) wait_ds(step - 1);
-      float dq[kDim / 4];
-      wgmma_fence();
-      multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
-      wgmma_commit();
-      wgmma_wait<0>();
-      if (lane == 0) {
-        barrier_arrive(&shared.k_empty);
-        if (lagging) barrier_arrive(&shared.q_empty[stage ^ 1]);
-      }
-      if (lagging) hand_over(dq, shared.steps[(step - 1) & (kSteps - 1)]);
-      if (lane == 0) {
-        barrier_arrive(&shared.q_empty[stage]);
-        barrier_arrive(&shared.do_empty[stage]);
-        barrier_arrive(&shared.ds_full[step % kDsStages]);
-      }
-      ++step;
-
+      const bool any = walk(unit, dk, dv);
       if (unit.own) {
         write_own(unit, dk, dv);
-      } else if (lagging) {
+      } else if (any) {
         add_page(unit, dk, dv);
       }
     }
-    barrier_wait(&shared.dq_empty[half], (dq_count & 1) ^ 1);
-    const Place at;
-    if (at.warp == 0 && at.lane == 0) shared.dq_info[half].row = -1;
-    __syncwarp();
-    if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
+    if constexpr (kSums) {
+      barrier_wait(&shared.dq_empty[half], (dq_count & 1) ^ 1);
+      const Place at;
+      if (at.warp == 0 && at.lane == 0) shared.dq_info[half].row = -1;
+      __syncwarp();
+      if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
+    }
   }
 
   __device__ void write_own(const Unit& unit, const float (&dk)[kDim / 2],
@@ -829,7 +719,7 @@ struct Computer {
   }
 };
 
-template <int kDim>
+template <int kDim, bool kSums>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     backward_kernel(const __grid_constant__ BackwardKernelArgs args) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -870,7 +760,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     } else if (threadIdx.x % 32 == 0) {
       if (warp == 1) {
         load_queries<kDim>(args, shared);
-      } else {
+      } else if constexpr (kSums) {
         add_queries<kDim>(args, shared, warp - 2);
       }
     }
@@ -878,19 +768,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     registers_grow<240>();
     // The same in all lanes, also to the compiler.
     const int half = __shfl_sync(0xffffffff, warpgroup - 1, 0);
-    Computer<kDim>(args, shared, half).run();
+    Computer<kDim, kSums>(args, shared, half).run();
   }
 }
 
-template <int kDim>
+template <int kDim, bool kSums>
 void launch_backward(const BackwardKernelArgs& args, int blocks) {
   constexpr int kBytes = sizeof(BackwardShared<kDim>);
   static_assert(kBytes <= 227 * 1024);
-  check_cuda(cudaFuncSetAttribute(backward_kernel<kDim>,
+  check_cuda(cudaFuncSetAttribute(backward_kernel<kDim, kSums>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "cudaFuncSetAttribute");
-  backward_kernel<kDim><<<blocks, kBackwardThreads, kBytes,
-                          static_cast<cudaStream_t>(args.params.stream)>>>(args);
+  backward_kernel<kDim, kSums><<<blocks, kBackwardThreads, kBytes,
+                                 static_cast<cudaStream_t>(args.params.stream)>>>(args);
   check_launch("attention backward");
 }
 

@@ -28,11 +28,29 @@ namespace oomb::attention::sm90 {
 
 inline constexpr int kKeyRows = 128;   // of a unit
 inline constexpr int kQueryRows = 64;  // of a query tile
+inline constexpr int kQueryKernelKeys = 64;  // of a stage of the query kernel
 
-// Smallest and largest first visible key over the rows of a query tile.
-struct TileLower {
-  int32_t min;
-  int32_t max;
+// What a query tile sees, over its rows.
+struct alignas(32) QueryTile {
+  int32_t lower_min;   // smallest and largest first visible key
+  int32_t lower_max;
+  int32_t first_own;   // own tiles seen
+  int32_t last_own;
+  int32_t first_past;  // first past tile seen
+  int32_t past_rank;   // plus a past tile's number: the parts of dQ that come before it in a wave
+};
+
+// A unit of work.
+struct Unit {
+  int32_t own;  // own chunk or past; -1: no more units
+  int32_t batch;
+  int32_t kv_head;
+  int32_t tile;       // of 128 rows: of the chunk if own, else of the past
+  int32_t list;       // lists: selection head
+  int32_t entry;      // lists: of its readers
+  int32_t key_begin;  // first key, in the sequence
+  int32_t row_begin;  // rows of the tile that exist, for some query
+  int32_t row_end;
 };
 
 // Pointers into the workspace. Tc: query tiles, Cp = 64 Tc padded rows, j: past key tiles of the
@@ -41,9 +59,12 @@ struct BackwardWorkspace {
   float* lse = nullptr;           // [B Hq, Cp] times log2(e); +inf where a row sees nothing
   float* delta = nullptr;         // [B Hq, Cp]
   float* dq = nullptr;            // [B Hq, C, D], null where dq_acc is given
-  TileLower* lower = nullptr;     // [B, Tc], null without window and documents
+  QueryTile* query_tiles = nullptr;  // [B, Tc]
   int32_t* counters = nullptr;    // [B Hq, Tc, 2]: parts added to each half of a dQ tile
   int32_t* next_unit = nullptr;   // the units handed out so far
+  int32_t* num_units = nullptr;
+  Unit* units = nullptr;  // in the order in which they are handed out
+  int64_t max_units = 0;
 
   // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first
   // dimension is a segment, whose units come one after the other.
@@ -82,17 +103,27 @@ struct BackwardKernelArgs {
   int32_t tile_begin;  // past key tiles
   int32_t tile_end;
   int32_t heads_together;
+  int32_t query_tiles;  // of 64 rows
+  int32_t group;        // query heads per kv head
+  float scale_log2;     // scale times log2(e)
 };
+
+// Whether dQ comes from the query kernel (backward_query.cuh).
+inline bool queries_apart(const BackwardParams& params) {
+  return params.deterministic && params.past.selection != nullptr;
+}
 
 // (Batch, kv head) pairs whose units alternate; those of the others come after.
 int64_t heads_together(const BackwardParams& params);
 
-// Main kernel, one translation unit per head dimension.
+// One translation unit per kernel and head dimension.
 void launch_backward_d64(const BackwardKernelArgs& args, int blocks);
 void launch_backward_d128(const BackwardKernelArgs& args, int blocks);
+void launch_backward_query_d64(const BackwardKernelArgs& args);
+void launch_backward_query_d128(const BackwardKernelArgs& args);
 
 // Before it: delta, lse, bounds and page readers; zeroed counters and sums. After it: dq.
-void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspace& workspace);
+void launch_backward_prepare(const BackwardKernelArgs& args);
 void launch_backward_finish(const BackwardParams& params, const BackwardWorkspace& workspace);
 
 }  // namespace oomb::attention::sm90

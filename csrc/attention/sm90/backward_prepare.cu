@@ -70,11 +70,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One warp per query tile: its first visible keys.
+// One warp per query tile.
 __global__ void __launch_bounds__(32)
-    bounds_kernel(const BackwardParams params, const BackwardWorkspace workspace) {
+    query_tiles_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  const BackwardParams& params = args.params;
   const int64_t batch = blockIdx.y;
   const int64_t chunk = params.shape.chunk;
+  const int past_tokens = static_cast<int>(params.past.num_tokens);
   int32_t low = INT32_MAX;
   int32_t high = 0;
   for (int i = threadIdx.x; i < kQueryRows; i += 32) {
@@ -90,9 +92,19 @@ __global__ void __launch_bounds__(32)
     low = min(low, static_cast<int32_t>(first));
     high = max(high, static_cast<int32_t>(first));
   }
-  low = __reduce_min_sync(0xffffffff, low);
-  high = __reduce_max_sync(0xffffffff, high);
-  if (threadIdx.x == 0) workspace.lower[batch * gridDim.x + blockIdx.x] = {low, high};
+  QueryTile tile;
+  tile.lower_min = __reduce_min_sync(0xffffffff, low);
+  tile.lower_max = __reduce_max_sync(0xffffffff, high);
+  tile.first_own = max(0, tile.lower_min - past_tokens) / kKeyRows;
+  tile.last_own = static_cast<int>(blockIdx.x) * kQueryRows / kKeyRows;
+  if (params.visibility.num_keys != nullptr) {
+    const int own_keys = params.visibility.num_keys[batch] - past_tokens;
+    tile.last_own = min(tile.last_own, (own_keys + kKeyRows - 1) / kKeyRows - 1);
+  }
+  tile.first_past = tile.lower_min / kKeyRows;
+  const int own_parts = args.own_tiles > 0 ? max(0, tile.last_own - tile.first_own + 1) : 0;
+  tile.past_rank = own_parts - max(args.tile_begin, tile.first_past);
+  if (threadIdx.x == 0) args.workspace.query_tiles[batch * gridDim.x + blockIdx.x] = tile;
 }
 
 // One thread per list entry: sets the query block's bit at the key tile.
@@ -150,6 +162,100 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) workspace.active_begin[workspace.segments] = total;
 }
 
+// The index-th unit of the lists: false past the last one. tile counts the own tiles first.
+__device__ bool place_listed(const BackwardKernelArgs& args, int index, Unit& unit, int& head,
+                             int& tile) {
+  const BackwardWorkspace& workspace = args.workspace;
+  const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
+  const int lists = static_cast<int>(args.params.past.selection_heads);
+  const int lists_together = static_cast<int>(workspace.lists_together);
+  const int heads_per_list = kv_heads / lists;
+  for (int segment = 0; segment < workspace.segments; ++segment) {
+    const int begin = workspace.active_begin[segment];
+    const int entries = workspace.active_begin[segment + 1] - begin;
+    if (index >= entries * heads_per_list) {
+      index -= entries * heads_per_list;
+      continue;
+    }
+    // One list for all heads: the segment once for every group of heads.
+    const int heads_together = lists == 1 ? args.heads_together : 1;
+    const int group_units = entries * heads_together;
+    const int entry = workspace.active[begin + index % group_units / heads_together];
+    const int in_segment = entry - segment * static_cast<int>(workspace.segment_entries);
+    const int groups = lists / lists_together;
+    unit.entry = entry;
+    unit.list = segment % groups * lists_together + in_segment % lists_together;
+    tile = args.own_tiles + in_segment / lists_together;
+    head = segment / groups * kv_heads +
+           (lists == 1 ? index / group_units * heads_together + index % heads_together : unit.list);
+    return true;
+  }
+  return false;
+}
+
+// One thread per unit, in the order in which units are handed out.
+__global__ void __launch_bounds__(kThreads)
+    units_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  const Shape& shape = args.params.shape;
+  const PastPages& past = args.params.past;
+  const int kv_heads = static_cast<int>(shape.kv_heads);
+  const int heads = static_cast<int>(shape.batch) * kv_heads;
+  const int index = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (index >= args.workspace.max_units) return;
+
+  Unit unit{};
+  int head = 0;  // batch * Hkv + kv head
+  int tile = 0;  // own tiles first
+  if (past.selection == nullptr) {
+    const int units_of_heads =
+        (args.own_tiles + args.tile_end - args.tile_begin) * args.heads_together;
+    head = index / units_of_heads * args.heads_together + index % args.heads_together;
+    tile = index % units_of_heads / args.heads_together;
+    if (index == 0) *args.workspace.num_units = static_cast<int>(args.workspace.max_units);
+  } else {
+    // Own tiles of all heads, then the lists.
+    const int own_units = args.own_tiles * heads;
+    if (index == 0) {
+      int listed = 0;
+      if (args.workspace.segments > 0) {
+        listed = args.workspace.active_begin[args.workspace.segments] *
+                 static_cast<int>(kv_heads / past.selection_heads);
+      }
+      *args.workspace.num_units = own_units + listed;
+    }
+    if (index < own_units) {
+      head = index % heads;
+      tile = index / heads;
+    } else if (!place_listed(args, index - own_units, unit, head, tile)) {
+      return;
+    }
+  }
+  unit.batch = head / kv_heads;
+  unit.kv_head = head % kv_heads;
+  if (tile < args.own_tiles) {
+    unit.own = 1;
+    unit.tile = args.own_tiles - 1 - tile;
+    unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * kKeyRows;
+    unit.row_begin = 0;
+    unit.row_end = min(kKeyRows, static_cast<int>(shape.chunk) - unit.tile * kKeyRows);
+  } else {
+    const int page_size = static_cast<int>(shape.page_size);
+    const int wave_begin = static_cast<int>(past.page_begin) * page_size;
+    const int wave_end =
+        min(static_cast<int>(past.page_end) * page_size, static_cast<int>(past.num_tokens));
+    unit.own = 0;
+    unit.tile = args.tile_begin + tile - args.own_tiles;
+    unit.key_begin = unit.tile * kKeyRows;
+    unit.row_begin = max(0, wave_begin - unit.key_begin);
+    unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
+  }
+  if (args.params.visibility.num_keys != nullptr) {
+    unit.row_end =
+        min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
+  }
+  args.workspace.units[index] = unit;
+}
+
 // dq = bf16(scale * sum), four elements per thread.
 __global__ void __launch_bounds__(kThreads)
     convert_kernel(const BackwardParams params, const float* sum) {
@@ -174,14 +280,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspace& workspace) {
+void launch_backward_prepare(const BackwardKernelArgs& args) {
+  const BackwardParams& params = args.params;
+  const BackwardWorkspace& workspace = args.workspace;
   const auto stream = static_cast<cudaStream_t>(params.stream);
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
   check_cuda(cudaMemsetAsync(reinterpret_cast<char*>(params.workspace) + workspace.zeroed_offset,
                              0, workspace.zeroed_bytes, stream),
              "cudaMemsetAsync");
-  if (params.first_wave) {
+  if (params.first_wave && !queries_apart(params)) {
     void* sum = params.dq_acc != nullptr ? params.dq_acc : workspace.dq;
     check_cuda(cudaMemsetAsync(sum, 0,
                                shape.batch * shape.query_heads * shape.chunk * shape.head_dim *
@@ -197,11 +305,9 @@ void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspa
   } else {
     rows_kernel<128><<<row_blocks, kThreads, 0, stream>>>(params, workspace);
   }
-  if (workspace.lower != nullptr) {
-    const dim3 grid(static_cast<uint32_t>(ceil_div(shape.chunk, kQueryRows)),
-                    static_cast<uint32_t>(shape.batch));
-    bounds_kernel<<<grid, 32, 0, stream>>>(params, workspace);
-  }
+  const dim3 tiles(static_cast<uint32_t>(ceil_div(shape.chunk, kQueryRows)),
+                   static_cast<uint32_t>(shape.batch));
+  query_tiles_kernel<<<tiles, 32, 0, stream>>>(args);
   if (workspace.readers != nullptr) {
     const int64_t listed = shape.batch * ceil_div(shape.chunk, shape.page_size) *
                            past.selection_heads * past.budget;
@@ -210,6 +316,10 @@ void launch_backward_prepare(const BackwardParams& params, const BackwardWorkspa
           params, workspace);
     }
     active_kernel<<<1, 1024, 0, stream>>>(workspace);
+  }
+  if (workspace.max_units > 0) {
+    units_kernel<<<static_cast<uint32_t>(ceil_div(workspace.max_units, kThreads)), kThreads, 0,
+                   stream>>>(args);
   }
   check_launch("attention backward, preparation");
 }

@@ -75,10 +75,22 @@ __device__ __forceinline__ void reduce_add_pair(float* address, float first, flo
                : "memory");
 }
 
+// Two neighbouring floats, or zeros.
+__device__ __forceinline__ void load_pair_if(bool condition, const float* address, float& first,
+                                             float& second) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+      "@p ld.global.v2.f32 {%0, %1}, [%2];\n}\n"
+      : "=&f"(first), "=&f"(second)
+      : "l"(address), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 // 2^x; 0 for minus infinity.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -1,0 +1,9 @@
+// dQ over page lists for head dimension 128.
+
+#include "attention/sm90/backward_query.cuh"
+
+namespace oomb::attention::sm90 {
+
+void launch_backward_query_d128(const BackwardKernelArgs& args) { launch_query_kernel<128>(args); }
+
+}  // namespace oomb::attention::sm90
