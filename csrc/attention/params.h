@@ -1,13 +1,13 @@
 #pragma once
 
-// What every implementation of an attention operation (cpu, sm90, sm80, plain) receives. Plain data:
-// pointers, sizes and strides. All strides count elements; the head dimension is contiguous.
+// What every implementation of an attention operation (cpu, sm90, sm80, plain) receives. Plain
+// data: pointers, sizes and strides. All strides count elements; the head dimension is contiguous.
 //
-// Legend of shapes: B batch, Hq query heads, Hkv key/value heads, C tokens of the chunk, D head dim,
-// P page size, N past tokens, n past pages = ceil(N / P), Q query blocks = ceil(C / P).
+// Legend of shapes: B batch, Hq query heads, Hkv key/value heads, C tokens of the chunk, D head
+// dim, P page size, N past tokens, n past pages = ceil(N / P), Q query blocks = ceil(C / P).
 //
-// Key i of a sequence is past token i for i < N and the chunk's own token i - N after that. Query row
-// r of the chunk is key N + r. It sees key i when all of these hold:
+// Key i of a sequence is past token i for i < N and the chunk's own token i - N after that. Query
+// row r of the chunk is key N + r. It sees key i when all of these hold:
 //   i <= N + r                        causal
 //   i > N + r - window                window > 0
 //   i >= first_key[b][r]              first_key != null (documents)
@@ -30,7 +30,8 @@ struct Strides {
 struct Shape {
   int64_t batch = 0;
   int64_t query_heads = 0;
-  int64_t kv_heads = 0;  // divides query_heads; query head h reads kv head h / (query_heads / kv_heads)
+  int64_t kv_heads =
+      0;  // divides query_heads; query head h reads kv head h / (query_heads / kv_heads)
   int64_t chunk = 0;
   int64_t head_dim = 0;
   int64_t page_size = 0;
@@ -62,7 +63,8 @@ struct PastPages {
 };
 
 // Raw softmax state carried between waves, private to one implementation. acc is the unnormalised
-// output. Double where the inputs are double, float otherwise. Laid out [B, Hq, C, D] and [B, Hq, C].
+// output. Double where the inputs are double, float otherwise. Laid out [B, Hq, C, D] and [B, Hq,
+// C].
 struct SoftmaxState {
   void* acc = nullptr;
   void* max = nullptr;
@@ -93,9 +95,9 @@ struct ForwardParams {
   void* stream = nullptr;  // cudaStream_t
 };
 
-// Gradient pages: dK of a logical page is at dkv_pool + dkv_table[b][page][0] * dkv_unit_bytes, dV at
-// entry [1]; each [Hkv, P, D]. So dK|dV may share one slot or take one each. Entry -1: no gradient is
-// wanted for that page (dQ still is). Gradients are added to what is there.
+// Gradient pages: dK of a logical page is at dkv_pool + dkv_table[b][page][0] * dkv_unit_bytes, dV
+// at entry [1]; each [Hkv, P, D]. So dK|dV may share one slot or take one each. Entry -1: no
+// gradient is wanted for that page (dQ still is). Gradients are added to what is there.
 struct GradientPages {
   void* dkv_pool = nullptr;
   int64_t dkv_unit_bytes = 0;
@@ -149,11 +151,12 @@ struct PageWriteParams {
   int64_t page_end = 0;
   void* kv_pool = nullptr;
   int64_t kv_slot_bytes = 0;
-  const int32_t* slots = nullptr;     // [B, slots_stride]: slot of the chunk's page; -1: skip the page
+  const int32_t* slots = nullptr;  // [B, slots_stride]: slot of the chunk's page; -1: skip the page
   int64_t slots_stride = 0;
-  const int32_t* num_rows = nullptr;  // [B] real tokens of the chunk per sequence, may be null (= C)
-  void* summary = nullptr;            // [B, summary_stride, Hkv, D] of dtype, at the chunk's first page
-  int64_t summary_stride = 0;         // pages per sequence; summary may be null. Mean over real tokens
+  const int32_t* num_rows =
+      nullptr;                 // [B] real tokens of the chunk per sequence, may be null (= C)
+  void* summary = nullptr;     // [B, summary_stride, Hkv, D] of dtype, at the chunk's first page
+  int64_t summary_stride = 0;  // pages per sequence; summary may be null. Mean over real tokens
   void* stream = nullptr;
 };
 
@@ -177,10 +180,12 @@ enum class ScoreKind : int32_t { kBlockMean, kTokenSoftmax };
 
 // scores[b, block, head, page] of every past page for every query block. A page that no row of the
 // block's first document may see gets -inf.
-//   kBlockMean:    mean over the block's real queries and the group's heads . summary; summed over kv
+//   kBlockMean:    mean over the block's real queries and the group's heads . summary; summed over
+//   kv
 //                  heads when score_heads == 1
 //   kTokenSoftmax: per real token softmax over candidate pages of (group-summed query . summary),
-//                  unscaled; summed over the block's tokens, and over kv heads when score_heads == 1
+//                  unscaled; summed over the block's tokens, and over kv heads when score_heads ==
+//                  1
 // Candidates of a block: pages p with (p + 1) * P > first_key[b][first row of the block] and
 // p * P < min(N, num_keys[b]).
 struct PageScoreParams {
@@ -200,9 +205,9 @@ struct PageScoreParams {
   void* stream = nullptr;
 };
 
-// The budget highest scores of each row, ties to the lower page; ascending page ids, -1 padded. Pages
-// at -inf are never chosen. The first sink_pages and last recent_pages candidates are always chosen
-// and count against the budget.
+// The budget highest scores of each row, ties to the lower page; ascending page ids, -1 padded.
+// Pages at -inf are never chosen. The first sink_pages and last recent_pages candidates are always
+// chosen and count against the budget.
 struct PageSelectParams {
   int64_t rows = 0;  // B * Q * score_heads
   int64_t num_pages = 0;
