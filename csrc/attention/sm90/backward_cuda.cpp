@@ -1,10 +1,9 @@
-#include "attention/sm90/backward.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/sm90/backward.h"
 #include "attention/sm90/backward_plan.h"
 #include "attention/sm90/sum_map.h"
 #include "attention/sm90/tensor_map.h"
@@ -52,24 +51,23 @@ int num_multiprocessors() {
 void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
   const BackwardParams& params = args.params;
   const Shape& shape = params.shape;
-  args.k = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
-                          shape.chunk, shape.head_dim, own_rows);
-  args.v = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads,
-                          shape.chunk, shape.head_dim, own_rows);
+  args.k = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads, shape.chunk,
+                          shape.head_dim, own_rows);
+  args.v = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads, shape.chunk,
+                          shape.head_dim, own_rows);
   args.pool = has_past(params) ? make_pool_map(params.past, shape, past_rows) : args.k;
 }
 
 }  // namespace
 
-// The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait for
-// each other within a head trail by about two steps, so that a head keeps no more blocks busy than
-// half its query tiles. With lists nothing waits.
+// The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait
+// for each other within a head trail by about two steps, so that a head keeps no more blocks busy
+// than half its query tiles. With lists nothing waits.
 int64_t heads_together(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (params.past.selection != nullptr) return 1;
   const int64_t heads = shape.batch * shape.kv_heads;
-  const int64_t steps =
-      ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
+  const int64_t steps = ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
   int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), steps));
   while (heads % together != 0) ++together;
   return together;
@@ -107,10 +105,9 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
-  const int64_t past_tiles =
-      has_past(params)
-          ? last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size)
-          : 0;
+  const int64_t past_tiles = has_past(params) ? last_key_tile(past, shape.page_size) -
+                                                    first_key_tile(past, shape.page_size)
+                                              : 0;
   const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, kKeyRows) : 0;
   workspace.max_units = (own_tiles + past_tiles) * shape.batch * shape.kv_heads;
   workspace.units = arena.take<Unit>(workspace.max_units);
@@ -132,8 +129,7 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 void backward(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
-  expect(backward_supported(params), "head_dim, page_size, dtype",
-         "64 or 128, 64 or 128, bfloat16",
+  expect(backward_supported(params), "head_dim, page_size, dtype", "64 or 128, 64 or 128, bfloat16",
          concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype)));
   expect(params.dq_acc != nullptr || (params.first_wave && params.last_wave), "dq_acc",
          "an accumulator where the past comes in several waves", "none");
@@ -154,8 +150,7 @@ void backward(const BackwardParams& params) {
     args.dq = make_sum_map("dq_acc", sum, shape.batch * shape.query_heads, shape.chunk,
                            shape.head_dim, kQueryRows);
   }
-  args.own_tiles =
-      params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, kKeyRows)) : 0;
+  args.own_tiles = params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, kKeyRows)) : 0;
   args.tile_begin = 0;
   args.tile_end = 0;
   args.pool_rows_per_slot = 0;

@@ -2,19 +2,20 @@
 
 // The fused backward of one key tile at a time; see backward_plan.h for units and ordering.
 //
-// Three warpgroups. Warpgroup 0: warp 0 plans units and steps and loads keys and values, warp 1
-// loads queries, warps 2 and 3 add dQ to memory. Warpgroups 1 and 2 compute; they
-// each own 64 of the unit's 128 key rows. One step is one query tile of one head; in a step each
-// of them computes, with everything but dS in registers:
+// Three warpgroups. Of the first, warp 0 plans units and steps and loads keys and values, warp 1
+// loads queries, warps 2 and 3 add dQ to memory. The other two compute: each owns 64 of the unit's
+// 128 key rows. A step is one query tile of one head; in a step each of them does, with everything
+// but dS in registers,
 //
 //   S^T  = K Q^T          64 keys x 64 queries
-//   dP^T = V dO^T                               while S^T is turned into P^T
-//   dV  += P^T dO                               while dP^T is turned into dS^T
-//   dQ   = dS K           64 queries x D / 2    of the step before: dS passes through shared memory
-//   dK  += dS^T Q                               while dQ is handed to the adding warp
+//   dP^T = V dO^T         beside it S^T becomes P^T, then dS^T = P^T (dP^T - delta)
+//   dQ   = dS K           64 queries x D / 2, of the step before: dS passes through shared memory
+//   dV  += P^T dO         beside it dQ is handed to the adding warp
+//   dK  += dS^T Q         the same
 //
 // dQ lags a step behind so that no warpgroup waits for the other one's dS, and the two drift apart
-// until one's exponentials run beside the other's matrix products.
+// until one's exponentials run beside the other's matrix products. Without kSums there is no dQ
+// (see backward_query.cuh).
 
 #include <cuda_bf16.h>
 
@@ -31,9 +32,10 @@
 namespace oomb::attention::sm90 {
 
 inline constexpr int kBackwardThreads = 384;
-inline constexpr int kStages = 2;    // of Q and of dO
-inline constexpr int kSteps = 8;     // records of steps: two stages' worth in use, as many ahead
-inline constexpr int kDsStages = 4;  // a warpgroup may still read dS of two steps ago
+inline constexpr int kStages = 2;  // of Q and of dO
+inline constexpr int kSteps = 8;   // records of steps: four in use, four ahead
+inline constexpr int kDsStages =
+    4;  // one warpgroup may write dS while the other reads the last two
 
 // A step: one query tile of one head.
 struct StepInfo {
@@ -50,11 +52,12 @@ inline constexpr uint32_t kCausal = 1u << 17;
 inline constexpr uint32_t kLower = 1u << 18;  // a window or a document begins inside the tile
 
 // Lies at the start of shared memory. Who writes and who reads:
-//   units, steps    planner -> loader, computers, adders
-//   k, v            planner -> computers
-//   q, lse, d_o, delta      loader -> computers
-//   ds              computers -> computers
-//   dq, dq_info     computers -> adders
+//   units               planner -> computers
+//   steps               planner -> loader, computers
+//   k, v                planner -> computers
+//   q, lse, d_o, delta  loader -> computers
+//   ds                  computers -> computers
+//   dq, dq_info         computers -> adders
 template <int kDim>
 struct BackwardShared {
   static constexpr int kKeyTile = kKeyRows * kDim;
@@ -79,8 +82,8 @@ struct BackwardShared {
   uint64_t dq_full[2], dq_empty[2];
 };
 
-// Decides the order of units and steps, and loads keys and values. One warp; its lanes walk
-// together and lane 0 issues.
+// Takes units, decides the order of steps, and loads keys and values. One warp; its lanes walk
+// together and lane 0 issues. It has 24 registers: no 64-bit division, no unrolled loops.
 template <int kDim>
 struct Planner {
   const BackwardKernelArgs& args;
@@ -115,7 +118,7 @@ struct Planner {
     if (leads()) barrier_arrive(&shared.k_full);
   }
 
-  // The next one of the list; past its end own = -1.
+  // The next unit; past the last one own = -1.
   __device__ void take_unit(Unit& unit) {
     constexpr uint32_t kWords = sizeof(Unit) / 4;
     const uint32_t lane = threadIdx.x % 32;
@@ -202,11 +205,11 @@ struct Planner {
   // Whether the block lists page 0 or 1 of the unit.
   __device__ bool lists(const Unit& unit, int block, int page) {
     const PastPages& past = args.params.past;
-    const int blocks = (static_cast<int>(args.params.shape.chunk) + kKeyRows / 2 - 1) /
-                       (kKeyRows / 2);
+    const int blocks =
+        (static_cast<int>(args.params.shape.chunk) + kKeyRows / 2 - 1) / (kKeyRows / 2);
     const int budget = static_cast<int>(past.budget);
-    const int row = (unit.batch * blocks + block) * static_cast<int>(past.selection_heads) +
-                    unit.list;
+    const int row =
+        (unit.batch * blocks + block) * static_cast<int>(past.selection_heads) + unit.list;
     bool found = false;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < budget; i += 32) {
@@ -220,8 +223,7 @@ struct Planner {
   // One step, unless nothing of the unit is seen.
   __device__ void emit(const Unit& unit, int tile, int head, int row_begin, int row_end) {
     if (tile >= args.query_tiles) return;
-    const QueryTile& seen =
-        args.workspace.query_tiles[unit.batch * args.query_tiles + tile];
+    const QueryTile& seen = args.workspace.query_tiles[unit.batch * args.query_tiles + tile];
     int rank;
     uint32_t flags = 0;
     if (unit.own) {
@@ -269,7 +271,8 @@ __device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShar
     const int row = info.row;
     if (row == kAllDone) break;
     barrier_wait(&shared.q_empty[stage], free_parity);
-    // The stage's last reader but one has passed: nobody looks at that step's record any more.
+    // The step two before has left its stage, so dQ of the one before that has been handed over:
+    // nobody looks at the records of still earlier steps any more.
     if (step >= 2 * kStages) barrier_arrive(&shared.step_empty[(step - 2 * kStages) % kSteps]);
     if (row == kUnitEnds) {
       barrier_wait(&shared.do_empty[stage], free_parity);
@@ -313,9 +316,9 @@ __device__ inline void add_queries(const BackwardKernelArgs& args, BackwardShare
     const int head = shared.dq_info[half].batch * static_cast<int>(args.params.shape.query_heads) +
                      shared.dq_info[half].head;
     const int rank = shared.dq_info[half].rank;
-    int32_t* counter =
-        args.workspace.counters +
-        (static_cast<int64_t>(head) * args.query_tiles + row / kQueryRows) * 2 + half;
+    int32_t* counter = args.workspace.counters +
+                       (static_cast<int64_t>(head) * args.query_tiles + row / kQueryRows) * 2 +
+                       half;
     if (args.params.deterministic) {
       while (load_acquire(counter) != rank) {
       }
@@ -387,9 +390,7 @@ struct Computer {
   int step = 0;
 
   __device__ Computer(const BackwardKernelArgs& args, Shared& shared, int half)
-      : args(args),
-        shared(shared),
-        half(half) {}
+      : args(args), shared(shared), half(half) {}
 
   // Hides what a query may not see.
   __device__ void mask(float (&s)[32], const StepInfo& info, const Unit& unit) const {
@@ -412,8 +413,8 @@ struct Computer {
         if (info.key_range & kLower) {
           int lower = 0;
           if (visibility.first_key != nullptr) {
-            lower = visibility.first_key[static_cast<int64_t>(unit.batch) * chunk +
-                                         min(row, chunk - 1)];
+            lower = visibility
+                        .first_key[static_cast<int64_t>(unit.batch) * chunk + min(row, chunk - 1)];
           }
           if (visibility.window > 0) {
             lower = static_cast<int>(
@@ -443,11 +444,10 @@ struct Computer {
       const int other = j ^ 2;
       char* place = base + j / 4 * (kQueryRows * 128) +
                     ((((odd ? other : j) % 4 * 2 + piece) ^ (row & 7)) << 4);
-      *reinterpret_cast<float2*>(place) = make_float2(odd ? dq[4 * other] : dq[4 * j],
-                                                      odd ? dq[4 * other + 1] : dq[4 * j + 1]);
-      *reinterpret_cast<float2*>(place + 8 * 128) =
-          make_float2(odd ? dq[4 * other + 2] : dq[4 * j + 2],
-                      odd ? dq[4 * other + 3] : dq[4 * j + 3]);
+      *reinterpret_cast<float2*>(place) =
+          make_float2(odd ? dq[4 * other] : dq[4 * j], odd ? dq[4 * other + 1] : dq[4 * j + 1]);
+      *reinterpret_cast<float2*>(place + 8 * 128) = make_float2(
+          odd ? dq[4 * other + 2] : dq[4 * j + 2], odd ? dq[4 * other + 3] : dq[4 * j + 3]);
     }
     if (at.warp == 0 && at.lane == 0) shared.dq_info[half] = info;
     fence_async_shared();
@@ -523,15 +523,14 @@ struct Computer {
       const int column0 = Place().column();
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float2 lse =
-            *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
         s[4 * j] = exp2_approx(fmaf(s[4 * j], args.scale_log2, -lse.x));
         s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], args.scale_log2, -lse.y));
         s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], args.scale_log2, -lse.x));
         s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], args.scale_log2, -lse.y));
       }
-      // Here, although dS is multiplied later: ptxas moves the exponentials behind the wait for dP if
-      // nothing but arithmetic lies between, and then nothing runs beside that product.
+      // Here, although dS is multiplied later: ptxas moves the exponentials behind the wait for dP
+      // if nothing but arithmetic lies between, and then nothing runs beside that product.
       if constexpr (kSums) {
         if (lagging) wait_ds(step - 1);
       } else {
@@ -544,8 +543,8 @@ struct Computer {
             *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + column0]);
         packed_p[2 * j] = pack_bf16(s[4 * j], s[4 * j + 1]);
         packed_p[2 * j + 1] = pack_bf16(s[4 * j + 2], s[4 * j + 3]);
-        packed_ds[2 * j] = pack_bf16(s[4 * j] * (dp[4 * j] - delta.x),
-                                     s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
+        packed_ds[2 * j] =
+            pack_bf16(s[4 * j] * (dp[4 * j] - delta.x), s[4 * j + 1] * (dp[4 * j + 1] - delta.y));
         packed_ds[2 * j + 1] = pack_bf16(s[4 * j + 2] * (dp[4 * j + 2] - delta.x),
                                          s[4 * j + 3] * (dp[4 * j + 3] - delta.y));
       }
@@ -779,8 +778,8 @@ void launch_backward(const BackwardKernelArgs& args, int blocks) {
   check_cuda(cudaFuncSetAttribute(backward_kernel<kDim, kSums>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "cudaFuncSetAttribute");
-  backward_kernel<kDim, kSums><<<blocks, kBackwardThreads, kBytes,
-                                 static_cast<cudaStream_t>(args.params.stream)>>>(args);
+  backward_kernel<kDim, kSums>
+      <<<blocks, kBackwardThreads, kBytes, static_cast<cudaStream_t>(args.params.stream)>>>(args);
   check_launch("attention backward");
 }
 

@@ -26,15 +26,15 @@
 
 namespace oomb::attention::sm90 {
 
-inline constexpr int kKeyRows = 128;   // of a unit
-inline constexpr int kQueryRows = 64;  // of a query tile
+inline constexpr int kKeyRows = 128;         // of a unit
+inline constexpr int kQueryRows = 64;        // of a query tile
 inline constexpr int kQueryKernelKeys = 64;  // of a stage of the query kernel
 
 // What a query tile sees, over its rows.
 struct alignas(32) QueryTile {
-  int32_t lower_min;   // smallest and largest first visible key
+  int32_t lower_min;  // smallest and largest first visible key
   int32_t lower_max;
-  int32_t first_own;   // own tiles seen
+  int32_t first_own;  // own tiles seen
   int32_t last_own;
   int32_t first_past;  // first past tile seen
   int32_t past_rank;   // plus a past tile's number: the parts of dQ that come before it in a wave
@@ -56,20 +56,20 @@ struct Unit {
 // Pointers into the workspace. Tc: query tiles, Cp = 64 Tc padded rows, j: past key tiles of the
 // wave, S: selection heads.
 struct BackwardWorkspace {
-  float* lse = nullptr;           // [B Hq, Cp] times log2(e); +inf where a row sees nothing
-  float* delta = nullptr;         // [B Hq, Cp]
-  float* dq = nullptr;            // [B Hq, C, D], null where dq_acc is given
+  float* lse = nullptr;              // [B Hq, Cp] times log2(e); +inf where a row sees nothing
+  float* delta = nullptr;            // [B Hq, Cp]
+  float* dq = nullptr;               // [B Hq, C, D], null where dq_acc is given
   QueryTile* query_tiles = nullptr;  // [B, Tc]
-  int32_t* counters = nullptr;    // [B Hq, Tc, 2]: parts added to each half of a dQ tile
-  int32_t* next_unit = nullptr;   // the units handed out so far
+  int32_t* counters = nullptr;       // [B Hq, Tc, 2]: parts added to each half of a dQ tile
+  int32_t* next_unit = nullptr;      // the units handed out so far
   int32_t* num_units = nullptr;
   Unit* units = nullptr;  // in the order in which they are handed out
   int64_t max_units = 0;
 
   // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first
   // dimension is a segment, whose units come one after the other.
-  uint32_t* readers = nullptr;     // [entries, reader_words], bit i: query block i lists j
-  int32_t* active = nullptr;       // the entries with any reader, ascending
+  uint32_t* readers = nullptr;      // [entries, reader_words], bit i: query block i lists j
+  int32_t* active = nullptr;        // the entries with any reader, ascending
   int32_t* active_begin = nullptr;  // [segments + 1], where a segment's entries begin in `active`
   int64_t reader_words = 0;
   int64_t segments = 0;
@@ -89,9 +89,8 @@ inline int64_t first_key_tile(const PastPages& past, int64_t page_size) {
   return past.page_begin * page_size / kKeyRows;
 }
 inline int64_t last_key_tile(const PastPages& past, int64_t page_size) {
-  return past.page_end > past.page_begin
-             ? (past.page_end * page_size + kKeyRows - 1) / kKeyRows
-             : first_key_tile(past, page_size);
+  return past.page_end > past.page_begin ? (past.page_end * page_size + kKeyRows - 1) / kKeyRows
+                                         : first_key_tile(past, page_size);
 }
 
 struct BackwardKernelArgs {

@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t list = row % past.selection_heads;
   const int64_t block = row / past.selection_heads % blocks;
   const int64_t batch = row / past.selection_heads / blocks;
-  const int64_t tile =
-      page * params.shape.page_size / kKeyRows - past.page_begin * params.shape.page_size / kKeyRows;
+  const int64_t tile = page * params.shape.page_size / kKeyRows -
+                       past.page_begin * params.shape.page_size / kKeyRows;
   const int64_t together = workspace.lists_together;
   const int64_t segment = batch * (past.selection_heads / together) + list / together;
   const int64_t entry = segment * workspace.segment_entries + tile * together + list % together;
@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block: the entries with readers, in ascending order.
-__global__ void __launch_bounds__(1024)
-    active_kernel(const BackwardWorkspace workspace) {
+__global__ void __launch_bounds__(1024) active_kernel(const BackwardWorkspace workspace) {
   const int64_t entries = workspace.segments * workspace.segment_entries;
   __shared__ int warp_counts[32];
   const int warp = threadIdx.x / 32;
@@ -250,8 +249,7 @@ __global__ void __launch_bounds__(kThreads)
     unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
   }
   if (args.params.visibility.num_keys != nullptr) {
-    unit.row_end =
-        min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
+    unit.row_end = min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
   }
   args.workspace.units[index] = unit;
 }
@@ -286,19 +284,18 @@ void launch_backward_prepare(const BackwardKernelArgs& args) {
   const auto stream = static_cast<cudaStream_t>(params.stream);
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
-  check_cuda(cudaMemsetAsync(reinterpret_cast<char*>(params.workspace) + workspace.zeroed_offset,
-                             0, workspace.zeroed_bytes, stream),
+  check_cuda(cudaMemsetAsync(reinterpret_cast<char*>(params.workspace) + workspace.zeroed_offset, 0,
+                             workspace.zeroed_bytes, stream),
              "cudaMemsetAsync");
   if (params.first_wave && !queries_apart(params)) {
     void* sum = params.dq_acc != nullptr ? params.dq_acc : workspace.dq;
-    check_cuda(cudaMemsetAsync(sum, 0,
-                               shape.batch * shape.query_heads * shape.chunk * shape.head_dim *
-                                   sizeof(float),
-                               stream),
-               "cudaMemsetAsync");
+    check_cuda(
+        cudaMemsetAsync(
+            sum, 0, shape.batch * shape.query_heads * shape.chunk * shape.head_dim * sizeof(float),
+            stream),
+        "cudaMemsetAsync");
   }
-  const int64_t rows =
-      shape.batch * shape.query_heads * align_up(shape.chunk, kQueryRows);
+  const int64_t rows = shape.batch * shape.query_heads * align_up(shape.chunk, kQueryRows);
   const auto row_blocks = static_cast<uint32_t>(ceil_div(rows, kWarps));
   if (shape.head_dim == 64) {
     rows_kernel<64><<<row_blocks, kThreads, 0, stream>>>(params, workspace);
@@ -309,8 +306,8 @@ void launch_backward_prepare(const BackwardKernelArgs& args) {
                    static_cast<uint32_t>(shape.batch));
   query_tiles_kernel<<<tiles, 32, 0, stream>>>(args);
   if (workspace.readers != nullptr) {
-    const int64_t listed = shape.batch * ceil_div(shape.chunk, shape.page_size) *
-                           past.selection_heads * past.budget;
+    const int64_t listed =
+        shape.batch * ceil_div(shape.chunk, shape.page_size) * past.selection_heads * past.budget;
     if (listed > 0) {
       readers_kernel<<<static_cast<uint32_t>(ceil_div(listed, kThreads)), kThreads, 0, stream>>>(
           params, workspace);

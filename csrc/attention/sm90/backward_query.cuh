@@ -1,9 +1,9 @@
 #pragma once
 
-// dQ where it cannot be summed on the way: with page lists, in deterministic mode. Units of the main
-// kernel that are at work together share query blocks in no useful order, so that adding dQ up in a
-// fixed order would make them wait for each other. Instead this kernel walks a query block's own
-// list once more, as the forward does, and recomputes S and dP:
+// dQ where it cannot be summed on the way: with page lists, in deterministic mode. Units of the
+// main kernel that are at work together share query blocks in no useful order, so that adding dQ up
+// in a fixed order would make them wait for each other. Instead this kernel walks a query block's
+// own list once more, as the forward does, and recomputes S and dP:
 //
 //   S  = Q K^T     64 queries x 64 keys
 //   dP = dO V^T    the same, while S becomes P
@@ -108,8 +108,7 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
     }
   }
 
-  const QueryTile* tiles =
-      args.workspace.query_tiles + unit.batch * args.query_tiles;
+  const QueryTile* tiles = args.workspace.query_tiles + unit.batch * args.query_tiles;
   int lower_min = tiles[unit.tile].lower_min;
   int lower_max = tiles[unit.tile].lower_max;
   if (other.valid) {
@@ -292,14 +291,15 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     for (int i = 0; i < 32; ++i) {
       s[i] = exp2_approx(fmaf(s[i], args.scale_log2, -lse[i / 2 % 2]));
     }
-    // Passes at once; but ptxas moves the exponentials behind the wait for dP if nothing but arithmetic
-    // lies between, and then nothing runs beside that product.
+    // Passes at once; but ptxas moves the exponentials behind the wait for dP if nothing but
+    // arithmetic lies between, and then nothing runs beside that product.
     barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
     wgmma_wait<0>();  // dP
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float minus = delta[i % 2];
-      packed_ds[i] = pack_bf16(s[2 * i] * (dp[2 * i] - minus), s[2 * i + 1] * (dp[2 * i + 1] - minus));
+      packed_ds[i] =
+          pack_bf16(s[2 * i] * (dp[2 * i] - minus), s[2 * i + 1] * (dp[2 * i + 1] - minus));
     }
     const uint64_t k_columns = operand_mn_major(shared.k[stage], 64 * 128);
     wgmma_fence();
@@ -319,10 +319,8 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     const int64_t r = row + 8 * i;
     if (r >= chunk) continue;
     if (params.last_wave) {
-      auto* target = static_cast<__nv_bfloat16*>(params.dq) +
-                     unit.batch * params.dq_strides.batch +
-                     unit.head * params.dq_strides.head + r * params.dq_strides.token +
-                     column0;
+      auto* target = static_cast<__nv_bfloat16*>(params.dq) + unit.batch * params.dq_strides.batch +
+                     unit.head * params.dq_strides.head + r * params.dq_strides.token + column0;
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         *reinterpret_cast<uint32_t*>(target + 8 * j) =
@@ -373,12 +371,12 @@ void launch_query_kernel(const BackwardKernelArgs& args) {
   const int64_t group = shape.query_heads / shape.kv_heads;
   const int64_t blocks = (shape.chunk + shape.page_size - 1) / shape.page_size;
   const int64_t units = shape.page_size == 2 * kQueryRows ? group : (group + 1) / 2;
-  check_cuda(cudaFuncSetAttribute(query_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kBytes),
-             "cudaFuncSetAttribute");
-  query_kernel<kDim><<<static_cast<uint32_t>(shape.batch * shape.kv_heads * blocks * units),
-                       kQueryKernelThreads, kBytes,
-                       static_cast<cudaStream_t>(args.params.stream)>>>(args);
+  check_cuda(
+      cudaFuncSetAttribute(query_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+      "cudaFuncSetAttribute");
+  query_kernel<kDim>
+      <<<static_cast<uint32_t>(shape.batch * shape.kv_heads * blocks * units), kQueryKernelThreads,
+         kBytes, static_cast<cudaStream_t>(args.params.stream)>>>(args);
   check_launch("attention backward, dq");
 }
 
