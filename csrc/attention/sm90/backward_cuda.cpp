@@ -99,6 +99,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
     workspace.reader_words = ceil_div(ceil_div(shape.chunk, shape.page_size), 32);
     const int64_t entries = workspace.segments * workspace.segment_entries;
     workspace.readers = arena.take<uint32_t>(entries * workspace.reader_words);
+    workspace.halves = arena.take<uint32_t>(entries);
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
     workspace.active = arena.take<int32_t>(entries);
     workspace.active_begin = arena.take<int32_t>(workspace.segments + 1);

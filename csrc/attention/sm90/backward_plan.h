@@ -69,6 +69,7 @@ struct BackwardWorkspace {
   // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first
   // dimension is a segment, whose units come one after the other.
   uint32_t* readers = nullptr;      // [entries, reader_words], bit i: query block i lists j
+  uint32_t* halves = nullptr;       // [entries], bits 0 and 1: some block lists those 64 rows
   int32_t* active = nullptr;        // the entries with any reader, ascending
   int32_t* active_begin = nullptr;  // [segments + 1], where a segment's entries begin in `active`
   int64_t reader_words = 0;

@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t segment = batch * (past.selection_heads / together) + list / together;
   const int64_t entry = segment * workspace.segment_entries + tile * together + list % together;
   atomicOr(workspace.readers + entry * workspace.reader_words + block / 32, 1u << block % 32);
+  atomicOr(workspace.halves + entry, params.shape.page_size == kKeyRows ? 3u : 1u << (page & 1));
 }
 
 // One block: the entries with readers, in ascending order.
@@ -247,6 +248,12 @@ __global__ void __launch_bounds__(kThreads)
     unit.key_begin = unit.tile * kKeyRows;
     unit.row_begin = max(0, wave_begin - unit.key_begin);
     unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
+    if (past.selection != nullptr) {
+      // A page of 64 that nobody lists is neither read nor given a gradient: it may be elsewhere.
+      const uint32_t halves = args.workspace.halves[unit.entry];
+      if (halves == 1) unit.row_end = min(unit.row_end, kKeyRows / 2);
+      if (halves == 2) unit.row_begin = max(unit.row_begin, kKeyRows / 2);
+    }
   }
   if (args.params.visibility.num_keys != nullptr) {
     unit.row_end = min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
