@@ -130,8 +130,6 @@ struct Kernels {
   static constexpr int64_t kPanelRows = S::kPanelRows;
   static constexpr Real kInfinity = static_cast<Real>(__builtin_inf());
 
-  [[gnu::always_inline]] static bool none(const RowMask<Real>& mask) { return !mask.masked; }
-
   // Replaces the vector by value where row (vector j of the panel) does not see the key.
   [[gnu::always_inline]] static Vec hide(const RowMask<Real>& mask, int64_t key, int j, Vec vector,
                                          Real value) {

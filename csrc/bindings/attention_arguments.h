@@ -1,0 +1,117 @@
+#pragma once
+
+// What the attention operations share: their tensors' checks, in the order ndim, device, dtype,
+// shape, strides, and the parameters made of them.
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "attention/params.h"
+#include "bindings/tensor.h"
+#include "common/error.h"
+#include "common/math.h"
+
+namespace oomb::bindings {
+
+// Where an operation goes, by the device of its first tensor.
+template <typename Params>
+void launch(const Device& device, const Params& params, void (*cpu)(const Params&),
+            void (*cuda)(const Params&)) {
+  const pybind11::gil_scoped_release unlocked;
+  (device.cuda ? cuda : cpu)(params);
+}
+
+void* pointer_to(int64_t address);
+attention::Strides strides_of(const Tensor& tensor);
+
+// A tensor that must look as expected.
+Tensor tensor_like(pybind11::handle object, const char* name, const Expected& expected);
+
+// Its address; null for None.
+void* optional_like(pybind11::handle object, const char* name, const Expected& expected);
+
+// The workspace may be a tensor of bytes, or a function that makes one of the size it is given; it
+// is not called where nothing is needed. Returns what must live until the launch.
+template <typename Params>
+pybind11::object provide_workspace(Params& params, pybind11::object workspace, const Device& device,
+                                   int64_t bytes) {
+  if (bytes == 0) return workspace;
+  if (PyCallable_Check(workspace.ptr()) != 0) workspace = workspace(bytes);
+  const Tensor tensor =
+      tensor_like(workspace, "workspace", {{Extents::kAny}, device, Element::kUInt8, true});
+  expect(tensor.shape[0] >= bytes, "workspace", concat("at least ", bytes, " bytes"),
+         tensor.shape[0]);
+  params.workspace = tensor.data;
+  params.workspace_bytes = tensor.shape[0];
+  return workspace;
+}
+
+// Pages from one sequence to the next in a summary table [B, pages, Hkv, D], which may be a range
+// of the pages of a longer one.
+int64_t summary_stride(const Tensor& summary);
+
+// Sizes and type that all tensors of a call share, taken from its first ones.
+struct Chunk {
+  attention::Shape shape;
+  Device device;
+  DType dtype = DType::kFloat32;
+
+  Expected queries() const {
+    return {{shape.batch, shape.query_heads, shape.chunk, shape.head_dim},
+            device,
+            element_of(dtype),
+            false};
+  }
+  Expected keys() const {
+    return {{shape.batch, shape.kv_heads, shape.chunk, shape.head_dim},
+            device,
+            element_of(dtype),
+            false};
+  }
+  // Statistics and state: float64 for float64 inputs, else float32.
+  Element statistics_element() const {
+    return dtype == DType::kFloat64 ? Element::kFloat64 : Element::kFloat32;
+  }
+  Expected statistics() const {
+    return {{shape.batch, shape.query_heads, shape.chunk}, device, statistics_element(), true};
+  }
+  Expected accumulator() const {
+    return {{shape.batch, shape.query_heads, shape.chunk, shape.head_dim},
+            device,
+            statistics_element(),
+            true};
+  }
+  Expected table(const Extents& extents) const { return {extents, device, Element::kInt32, true}; }
+  // Some columns of a table.
+  Expected table_slice(const Extents& extents) const {
+    return {extents, device, Element::kInt32, true, true};
+  }
+
+  attention::Visibility visibility(int64_t window, pybind11::handle first_key,
+                                   pybind11::handle num_keys) const;
+
+  int64_t blocks() const { return ceil_div(shape.chunk, shape.page_size); }
+};
+
+Chunk chunk_of(const Tensor& q, const Tensor& k, int64_t page_size);
+
+// Of keys alone.
+Chunk chunk_of_keys(const Tensor& k, int64_t page_size);
+
+struct PastArguments {
+  int64_t kv_pool, kv_slot_bytes, kv_num_slots;
+  pybind11::object block_table;
+  int64_t num_past, page_begin, page_end;
+  pybind11::object selection;
+};
+
+attention::PastPages past_of(const Chunk& chunk, const PastArguments& arguments);
+
+// `table` says what dkv_table must look like. No table, no gradients.
+attention::GradientPages gradients_of(const Chunk& chunk, int64_t dkv_pool, int64_t dkv_unit_bytes,
+                                      pybind11::handle dkv_table, const Expected& table,
+                                      const std::string& dkv_dtype, uint64_t rounding_seed);
+
+}  // namespace oomb::bindings
