@@ -30,8 +30,7 @@ struct Strides {
 struct Shape {
   int64_t batch = 0;
   int64_t query_heads = 0;
-  int64_t kv_heads =
-      0;  // divides query_heads; query head h reads kv head h / (query_heads / kv_heads)
+  int64_t kv_heads = 0;  // divides query_heads; head h reads kv head h / (query_heads / kv_heads)
   int64_t chunk = 0;
   int64_t head_dim = 0;
   int64_t page_size = 0;
@@ -63,8 +62,7 @@ struct PastPages {
 };
 
 // Raw softmax state carried between waves, private to one implementation. acc is the unnormalised
-// output. Double where the inputs are double, float otherwise. Laid out [B, Hq, C, D] and [B, Hq,
-// C].
+// output. Double where the inputs are, float otherwise. Laid out [B, Hq, C, D] and [B, Hq, C].
 struct SoftmaxState {
   void* acc = nullptr;
   void* max = nullptr;
@@ -153,8 +151,7 @@ struct PageWriteParams {
   int64_t kv_slot_bytes = 0;
   const int32_t* slots = nullptr;  // [B, slots_stride]: slot of the chunk's page; -1: skip the page
   int64_t slots_stride = 0;
-  const int32_t* num_rows =
-      nullptr;                 // [B] real tokens of the chunk per sequence, may be null (= C)
+  const int32_t* num_rows = nullptr;  // [B] real tokens of the chunk, may be null (= C)
   void* summary = nullptr;     // [B, summary_stride, Hkv, D] of dtype, at the chunk's first page
   int64_t summary_stride = 0;  // pages per sequence; summary may be null. Mean over real tokens
   void* stream = nullptr;
@@ -180,12 +177,11 @@ enum class ScoreKind : int32_t { kBlockMean, kTokenSoftmax };
 
 // scores[b, block, head, page] of every past page for every query block. A page that no row of the
 // block's first document may see gets -inf.
-//   kBlockMean:    mean over the block's real queries and the group's heads . summary; summed over
-//   kv
-//                  heads when score_heads == 1
+//   kBlockMean:    mean over the block's real queries and the group's heads . summary; summed
+//                  over kv heads when score_heads == 1
 //   kTokenSoftmax: per real token softmax over candidate pages of (group-summed query . summary),
-//                  unscaled; summed over the block's tokens, and over kv heads when score_heads ==
-//                  1
+//                  unscaled; summed over the block's tokens, and over kv heads when
+//                  score_heads == 1
 // Candidates of a block: pages p with (p + 1) * P > first_key[b][first row of the block] and
 // p * P < min(N, num_keys[b]).
 struct PageScoreParams {
