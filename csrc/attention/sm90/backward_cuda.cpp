@@ -78,6 +78,9 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   const PastPages& past = params.past;
   const int64_t heads = shape.batch * shape.query_heads;
   const int64_t tiles = ceil_div(shape.chunk, kQueryRows);
+  const int64_t past_tiles = has_past(params) ? last_key_tile(past, shape.page_size) -
+                                                    first_key_tile(past, shape.page_size)
+                                              : 0;
   Arena arena(base);
   BackwardWorkspace workspace;
   workspace.lse = arena.take<float>(heads * tiles * kQueryRows);
@@ -91,11 +94,9 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.next_unit = arena.take<int32_t>(1);
   workspace.num_units = arena.take<int32_t>(1);
   if (past.selection != nullptr && has_past(params)) {
-    const int64_t tiles =
-        last_key_tile(past, shape.page_size) - first_key_tile(past, shape.page_size);
     workspace.lists_together = std::min(heads_together(params), past.selection_heads);
     workspace.segments = shape.batch * past.selection_heads / workspace.lists_together;
-    workspace.segment_entries = tiles * workspace.lists_together;
+    workspace.segment_entries = past_tiles * workspace.lists_together;
     workspace.reader_words = ceil_div(ceil_div(shape.chunk, shape.page_size), 32);
     const int64_t entries = workspace.segments * workspace.segment_entries;
     workspace.readers = arena.take<uint32_t>(entries * workspace.reader_words);
@@ -106,9 +107,6 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
-  const int64_t past_tiles = has_past(params) ? last_key_tile(past, shape.page_size) -
-                                                    first_key_tile(past, shape.page_size)
-                                              : 0;
   const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, kKeyRows) : 0;
   workspace.max_units = (own_tiles + past_tiles) * shape.batch * shape.kv_heads;
   workspace.units = arena.take<Unit>(workspace.max_units);
