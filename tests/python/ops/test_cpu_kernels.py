@@ -202,7 +202,7 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
     dv = torch.randn(2, 3, 40, 16).to(dtype)
     pool = torch.randn(12, 3, 16, 16).to(dkv_dtype)
     table = torch.tensor([[[3, 4], [-1, -1], [0, 9]], [[1, 2], [7, 11], [5, 6]]], dtype=torch.int32)
-    expected = [dk.float(), dv.float()]
+    expected = [dk.clone().float(), dv.clone().float()]
     for kind, b, page in itertools.product(range(2), range(2), range(1, 3)):
         if table[b, page, kind] >= 0:
             rows = slice(page * 16, min(page * 16 + 16, 40))
