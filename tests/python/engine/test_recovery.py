@@ -220,3 +220,18 @@ def test_what_is_not_finite_is_named_on_request() -> None:
             engine.forward_backward(IDS, IDS)
         hook.remove()
         assert_untouched(engine, model, before, expected)
+
+
+def test_an_error_inside_a_call_carries_a_snapshot() -> None:
+    model = make("llama")
+
+    def stop(progress: oomb.Progress) -> None:
+        if progress.phase == "sweep":
+            raise oomb.Error("stopped by the test")
+
+    ids = random_ids(1, 100)
+    with oomb.Engine(model, config(model)) as engine:
+        with pytest.raises(oomb.Error, match="stopped") as caught:
+            engine.forward_backward(ids, ids, on_progress=stop)
+        assert caught.value.snapshot, "where the pages were"
+        assert caught.value.snapshot != engine.snapshot(), "of the call, not of what is left now"
