@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 GPU := $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi)
 OOMB_CUDA ?= $(if $(GPU),auto,off)
 export OOMB_CUDA
+# Waiting threads of torch would spin on cores that others need.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu in-place bench fmt check clean
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
 class Error(RuntimeError):
-    """Base of everything that oomb raises besides ``ValueError``."""
+    """Base of everything that oomb raises besides ``ValueError``.
+
+    Attributes:
+        snapshot: where every page was when a call failed, as from ``engine.snapshot()``.
+    """
+
+    snapshot: dict[str, Any] | None = None
 
 
 class OutOfMemoryError(Error, torch.OutOfMemoryError):

@@ -282,8 +282,9 @@ class Engine:
         loss = ChunkLoss.of_call(self._model.head, inputs, self._model.vocab_size, return_logprobs)
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)
+            stack.callback(self._end_pages)
+            stack.enter_context(self._snapshot_on_error())
             pages = self._begin_pages(inputs, chunks, layout, swept)
-            stack.callback(pages.manager.end_call)
             attention = ChunkAttention(pages)
             runner = LayerRunner(recompute=recompute, seed=seed)
             yield (
@@ -300,6 +301,19 @@ class Engine:
                 loss,
                 attention,
             )
+
+    def _end_pages(self) -> None:
+        if self._manager is not None:
+            self._manager.end_call()
+
+    @contextmanager
+    def _snapshot_on_error(self) -> Iterator[None]:
+        """Errors of the tiers carry the state that they left behind."""
+        try:
+            yield
+        except Error as error:
+            error.snapshot = self.snapshot()
+            raise
 
     def _begin_pages(
         self, inputs: CallInputs, chunks: Chunks, layout: PageLayout, swept: list[int] | None
@@ -390,7 +404,13 @@ class Engine:
         if self._manager is None or self._manager_key != key:
             if self._manager is not None:
                 self._manager.close()
-            self._manager = page_manager(self._model.device, layout, caps, **self._test_switches)
+            self._manager = page_manager(
+                self._model.device,
+                layout,
+                caps,
+                explicit_host_memory=self.config.host_memory is not None,
+                **self._test_switches,
+            )
             self._manager_key = key
         return self._manager
 
