@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """What heads of any kind look for in their decoder's output."""
+
+    cross_attentions: None = None
 
 
 class Head:
@@ -37,7 +45,7 @@ class Head:
         def forward(*args: Any, **keywords: Any) -> Any:
             if self._hidden is None:
                 return decoder_forward(*args, **keywords)
-            return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+            return _DecoderOutput(last_hidden_state=self._hidden)
 
         self._decoder.forward = forward
         try:

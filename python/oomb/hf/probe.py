@@ -40,7 +40,12 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
     positions = torch.arange(2, device=model.device)[None]
     session = model.session(record, largest_position=1, rope_angles="model")
     with torch.no_grad(), recorded_masks(), session:
-        model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        try:
+            model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{type(model.decoder).__name__}: fails where attention is the engine's: {error}"
+            ) from error
     for layer, name in enumerate(model.layer_names):
         if layer not in shapes:
             raise UnsupportedModelError(f"{name}: does not call attention")

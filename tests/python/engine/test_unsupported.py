@@ -13,7 +13,8 @@ from torch import nn
 
 import oomb
 
-from .models import make
+from .models import make, spread_weights
+from .reference import assert_equal, chunked, ordinary, random_ids
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
 SIZES: dict[str, Any] = {
@@ -181,17 +182,47 @@ def test_an_optimizer_fused_into_backward() -> None:
         engine.forward_backward(ids, ids)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Gemma", "Starcoder2", "OLMo2", "StableLm"])
+def own_mask() -> nn.Module:
+    config = transformers.TrOCRConfig(
+        vocab_size=97, d_model=48, decoder_layers=2, decoder_attention_heads=6, decoder_ffn_dim=64
+    )
+    return transformers.TrOCRForCausalLM(config).eval()  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_checks_its_mask_itself() -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match="TrOCR.*mask should be of size"):
+        oomb.Engine(own_mask(), CONFIG)
+
+
+# Decoders of the same parts, at most with another window, experts, or positions that are learnt.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma": {},
+    "Starcoder2": {},
+    "Olmo2": {},
+    "StableLm": {},
+    "SmolLM3": {},  # layers without rotary angles
+    "GPTNeoX": {"num_key_value_heads": 6},
+    "Phi": {},  # partial rotary
+    "Gemma3": {"config": "Gemma3TextConfig", "sliding_window": 12},  # angles per kind of layer
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 12},
+    "Mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Qwen3Moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "GPTBigCode": {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_decoders_of_the_same_parts_work(name: str) -> None:
-    prefix = {"OLMo2": "Olmo2"}.get(name, name)
-    settings = {"num_local_experts": 2} if name == "Mixtral" else {}
-    model = of(prefix, **settings).double()
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    if name == "Mixtral":
-        model.set_experts_implementation("eager")  # type: ignore[operator]
-    ids = torch.randint(1, 97, (1, 60))
-    labels = ids
-    own = model(input_ids=ids, labels=labels).loss.detach()
-    with oomb.Engine(model, CONFIG) as engine:
-        step = engine.forward_backward(ids, labels)
-    assert abs(float(step.loss - own)) < 1e-5 * float(own)
+    """Their norms round to fp32 inside, on both sides at other places."""
+    settings = dict(OTHERS[name])
+    kind = getattr(transformers, settings.pop("config", f"{name}Config"))
+    model = getattr(transformers, f"{name}ForCausalLM")(kind(**{**SIZES, **settings}))
+    spread_weights(model)
+    model = model.double().eval()
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("eager")
+    ids = random_ids(2, 60)
+    expected = ordinary(model, ids, ids)
+    for recompute in ("none", "layer"):
+        config = oomb.Config(chunk_size=16, page_size=8, recompute=recompute)  # type: ignore[arg-type]
+        assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
