@@ -173,6 +173,20 @@ def test_is_exact_with_any_tier(name: str, share: float) -> None:
     assert_equal(with_slots(model, settings, slots, ids, ids), ordinary(model, ids, ids))
 
 
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("trained", ["layers.2.", "layers.1.", "layers.0.self_attn.v_proj", "norm"])
+def test_layers_that_backward_never_reaches(trained: str, recompute: str) -> None:
+    """The access order names reads of them that do not come."""
+    model = make("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    ids = random_ids(2, 75)
+    expected = ordinary(model, ids, ids)
+    settings = {"chunk_size": CHUNK, "page_size": PAGE, "recompute": recompute}
+    for slots in (smallest_slots(2, 1), 9, 20):
+        assert_equal(with_slots(model, settings, slots, ids, ids, {"poison": True}), expected)
+
+
 # Limits -------------------------------------------------------------------------------------------
 
 

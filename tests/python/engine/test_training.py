@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import peft
@@ -284,6 +286,51 @@ def test_evaluate_in_training_mode_drops_too() -> None:
         quiet = engine.evaluate(IDS, IDS).loss
         assert torch.equal(engine.evaluate(IDS, IDS).loss, quiet)
     assert not torch.equal(noisy, quiet)
+
+
+# The caller's surroundings ------------------------------------------------------------------------
+
+
+def in_a_thread(call: Callable[[], Result]) -> Result:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def without_grad(call: Callable[[], Result]) -> Result:
+    with torch.no_grad():
+        return call()
+
+
+def detecting_anomalies(call: Callable[[], Result]) -> Result:
+    with torch.autograd.set_detect_anomaly(True):
+        return call()
+
+
+def beside_another_engine(call: Callable[[], Result]) -> Result:
+    model = make("llama")
+    with oomb.Engine(model, config(attention=oomb.TopKPages(budget=2))) as other:
+        other.forward_backward(IDS, IDS)
+        result = call()
+        other.forward_backward(IDS, IDS)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    "surroundings", [in_a_thread, without_grad, detecting_anomalies, beside_another_engine]
+)
+def test_surroundings(surroundings: Callable[[Callable[[], Result]], Result]) -> None:
+    model = make("llama")
+    expected = ordinary(model, IDS, IDS)
+    assert_equal(surroundings(lambda: chunked(model, config(), IDS, IDS)), expected)
+
+
+def test_evaluate_in_inference_mode() -> None:
+    model = make("llama")
+    expected = ordinary(model, IDS, IDS)
+    with torch.inference_mode(), oomb.Engine(model, config()) as engine:
+        assert relative_error(engine.evaluate(IDS, IDS).loss, expected.loss) <= 1e-12
+    assert_equal(chunked(model, config(), IDS, IDS), expected)
 
 
 # State and reports --------------------------------------------------------------------------------
