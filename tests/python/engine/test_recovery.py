@@ -133,6 +133,34 @@ def test_stopped_by_a_signal() -> None:
         assert_untouched(engine, model, before, expected)
 
 
+class Interrupting(dict[Any, Any]):
+    """Sends SIGINT when its third entry is taken."""
+
+    taken = 0
+
+    def pop(self, *arguments: Any) -> Any:
+        self.taken += 1
+        if self.taken == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().pop(*arguments)
+
+
+def test_an_interrupt_while_gradients_are_written_comes_after_all_of_them() -> None:
+    """All or none, in the few milliseconds in which param.grad changes."""
+    model = make("llama")
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+
+        def report(progress: oomb.Progress) -> None:
+            if (progress.phase, progress.chunk) == ("sweep", 0):
+                engine._grads._sums = Interrupting(engine._grads._sums)
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(IDS, IDS, on_progress=report)
+        assert_identical(Result(expected.loss, take_gradients(model)), expected)
+        assert_identical(usual(engine, model), expected)
+
+
 def test_stopped_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     with oomb.Engine(model, config(model)) as engine:
