@@ -196,7 +196,8 @@ void bind_paging(py::module_& module) {
     return names;
   });
   module.def("smallest_device_slots", &PageManager::smallest_device_slots, py::kw_only(),
-             py::arg("batch"), py::arg("grad_slots"), py::arg("backward"));
+             py::arg("batch"), py::arg("grad_slots"), py::arg("backward"),
+             py::arg("wave_pages") = 1);
 
 #if OOMB_WITH_CUDA
   bind_page_copier(module);
@@ -212,16 +213,18 @@ void bind_paging(py::module_& module) {
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
-             int grad_slots, const Int32Array& visits, bool exact) {
+             int grad_slots, const Int32Array& visits, bool exact, int64_t wave_pages) {
             paging::CallPlan plan{.num_layers = num_layers,
                                   .pages_per_sequence = std::move(pages_per_sequence),
                                   .grad_slots = grad_slots,
                                   .visits = to_visits(visits),
-                                  .exact = exact};
+                                  .exact = exact,
+                                  .wave_pages = wave_pages};
             self.with([&](PageManager& manager) { manager.begin_call(std::move(plan)); });
           },
           py::kw_only(), py::arg("num_layers"), py::arg("pages_per_sequence"),
-          py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true)
+          py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true,
+          py::arg("wave_pages") = 1)
       .def(
           "set_visit_pages",
           [](SharedManager& self, int32_t visit, const Int64Array& pages) {

@@ -33,8 +33,9 @@ PageManager::~PageManager() {
   }
 }
 
-int64_t PageManager::smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward) {
-  return batch * (backward ? 1 + grad_slots : 1);
+int64_t PageManager::smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward,
+                                           int64_t wave_pages) {
+  return wave_pages * batch * (backward ? 1 + grad_slots : 1);
 }
 
 void PageManager::begin_call(CallPlan plan) {
@@ -43,6 +44,7 @@ void PageManager::begin_call(CallPlan plan) {
   expect(plan.num_layers > 0, "num_layers", "at least 1", plan.num_layers);
   expect(!plan.pages_per_sequence.empty(), "pages_per_sequence", "one number per sequence", "none");
   expect(plan.grad_slots == 1 || plan.grad_slots == 2, "grad_slots", "1 or 2", plan.grad_slots);
+  expect(plan.wave_pages > 0, "wave_pages", "at least 1", plan.wave_pages);
   space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
   bool backward = false;
   for (const Visit& visit : plan.visits) {
@@ -58,7 +60,8 @@ void PageManager::begin_call(CallPlan plan) {
   schedule_ = Schedule(space_, std::move(plan.visits));
   exact_ = plan.exact;
   grad_slots_ = plan.grad_slots;
-  smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward);
+  wave_pages_ = plan.wave_pages;
+  smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
   if (device_slots() < smallest_slots_) throw_out_of_memory(smallest_slots_);
   // What does not fit streams through two buffers inside the pool: a wave brings at most
   // stream_slots_ slots of pages that were not resident, and as much is loaded ahead while its
@@ -279,23 +282,23 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64
   int64_t slots = 0;
   int64_t missing = 0;
   for (size_t i = 0; i < gathered_.size();) {
-    // All of one logical page: its sequences, keys and gradients.
-    const int64_t page = space_.page(gathered_[i]);
-    int64_t page_slots = 0;
-    int64_t page_missing = 0;
-    for (; i < gathered_.size() && space_.page(gathered_[i]) == page; ++i) {
-      page_slots += tiers_.slots_of(gathered_[i]);
+    // All of what a wave must not part: the sequences, keys and gradients of wave_pages_ pages.
+    const int64_t group = space_.page(gathered_[i]) / wave_pages_;
+    int64_t group_slots = 0;
+    int64_t group_missing = 0;
+    for (; i < gathered_.size() && space_.page(gathered_[i]) / wave_pages_ == group; ++i) {
+      group_slots += tiers_.slots_of(gathered_[i]);
       const PageRecord& record = tiers_[gathered_[i]];
-      if (!record.on_device() || record.ahead) page_missing += tiers_.slots_of(gathered_[i]);
+      if (!record.on_device() || record.ahead) group_missing += tiers_.slots_of(gathered_[i]);
     }
-    if (page_slots > room) throw_out_of_memory(page_slots);
-    if (slots > 0 && (slots + page_slots > limit || missing + page_missing > missing_limit)) {
-      result.emplace_back(first, page);
-      first = page;
+    if (group_slots > room) throw_out_of_memory(group_slots);
+    if (slots > 0 && (slots + group_slots > limit || missing + group_missing > missing_limit)) {
+      result.emplace_back(first, group * wave_pages_);
+      first = group * wave_pages_;
       slots = missing = 0;
     }
-    slots += page_slots;
-    missing += page_missing;
+    slots += group_slots;
+    missing += group_missing;
   }
   if (first < end) result.emplace_back(first, end);
   return result;

@@ -34,7 +34,8 @@ struct CallPlan {
   std::vector<int32_t> pages_per_sequence;
   int grad_slots = 1;         // slots of one gradient page
   std::vector<Visit> visits;  // the access order
-  bool exact = true;  // ranges say what is used; false: an upper bound until set_visit_pages
+  bool exact = true;       // ranges say what is used; false: an upper bound until set_visit_pages
+  int64_t wave_pages = 1;  // waves end at multiples of this: kernels take so many pages at once
 };
 
 struct PageStatistics {
@@ -59,9 +60,10 @@ class PageManager {
               const PageManagerOptions& options);
   ~PageManager();
 
-  // The smallest device tier, in slots, with which a call can run at all: one logical page of every
-  // sequence with its gradient.
-  static int64_t smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward);
+  // The smallest device tier, in slots, with which a call can run at all: the pages of one wave, of
+  // every sequence, with their gradients.
+  static int64_t smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward,
+                                       int64_t wave_pages = 1);
 
   void begin_call(CallPlan plan);
   void set_visit_pages(int32_t visit, std::vector<int64_t> positions);
@@ -136,6 +138,7 @@ class PageManager {
   bool exact_ = true;
   int grad_slots_ = 1;
   int64_t smallest_slots_ = 0;
+  int64_t wave_pages_ = 1;
   int64_t total_slots_ = 0;   // if every page that may exist did
   int64_t stream_slots_ = 0;  // see begin_call
   int64_t create_slots_ = 0;  // most slots that one create has taken

@@ -29,7 +29,7 @@ from oomb.engine.plan import (
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Stats, Step
 from oomb.engine.selection import Selector
-from oomb.engine.tiers import Caps, PageLayout, free_memory, page_manager
+from oomb.engine.tiers import Caps, PageLayout, free_memory, page_manager, wave_pages
 from oomb.errors import Error
 from oomb.hf.interface import AttentionCall
 from oomb.hf.model import CausalModel
@@ -336,7 +336,10 @@ class Engine:
             others = activation_bytes(self._model, self.config, inputs.batch, recompute)
             others += gradient_bytes(self._model)
         smallest = _C.smallest_device_slots(
-            batch=inputs.batch, grad_slots=layout.grad_slots, backward=swept is not None
+            batch=inputs.batch,
+            grad_slots=layout.grad_slots,
+            backward=swept is not None,
+            wave_pages=wave_pages(self._model.device, self.config.page_size),
         )
         device_memory, host_memory = self.config.device_memory, self.config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
@@ -357,6 +360,7 @@ class Engine:
             grad_slots=layout.grad_slots,
             visits=order.visits,
             exact=not isinstance(self.config.attention, TopKPages),
+            wave_pages=wave_pages(self._model.device, self.config.page_size),
         )
         selector: Selector | None = None
         summaries: list[torch.Tensor | None] = [None] * len(windows)

@@ -13,6 +13,7 @@ from oomb import _C
 from oomb.errors import OutOfMemoryError
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_GPU_KEY_TILE = 128
 _MARGIN = 0.9  # share of free memory that a pool without a cap may take
 
 
@@ -125,6 +126,14 @@ def _cgroup_head_room() -> int:
         return int(limit) - (current - int(stat.get("file", 0)))
     except (OSError, ValueError):
         return 2**62
+
+
+def wave_pages(device: torch.device, page_size: int) -> int:
+    """Pages that a wave must not part, so that its end changes no bit of the result.
+
+    Kernels on a GPU take keys in tiles of 128 tokens; on the CPU in tiles of one page.
+    """
+    return max(1, _GPU_KEY_TILE // page_size) if device.type == "cuda" else 1
 
 
 def page_manager(

@@ -210,6 +210,29 @@ TEST(PageManager, WavesCoverTheVisitAndFit) {
   }
 }
 
+TEST(PageManager, WavesEndWhereKernelsAllow) {
+  for (int64_t slots : {8, 9, 12, 13, 40}) {
+    Fixture f(slots);
+    CallPlan plan_of_pairs = plan(1, {20, 17}, {{0, VisitKind::kAccumulate, 3, 20}});
+    plan_of_pairs.wave_pages = 2;
+    f.manager.begin_call(std::move(plan_of_pairs));
+    f.write(0, 0, 20);
+    f.manager.create_gradients(0, 0, 20);
+    const auto waves = f.manager.waves(0, 3, 20);
+    EXPECT_GT(waves.size(), 1u);
+    int64_t expected = 3;
+    for (const auto& [first, last] : waves) {
+      EXPECT_EQ(first, expected);
+      EXPECT_TRUE(last % 2 == 0) << last;
+      expected = last;
+      f.manager.acquire(0, first, last, std::nullopt, nullptr);
+      f.manager.release(0, first, last, std::nullopt, nullptr);
+    }
+    EXPECT_EQ(expected, 20);
+  }
+  EXPECT_EQ(PageManager::smallest_device_slots(2, 1, true, 2), 8);
+}
+
 TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   Fixture f(4);
   f.manager.begin_call({.num_layers = 1,
