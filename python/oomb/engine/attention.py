@@ -50,7 +50,6 @@ class CallPages:
     deterministic: bool
     check_finite: bool
     spilled: bool
-    pages_per_sequence: list[int]
     tables: list[torch.Tensor] = field(default_factory=list)
     gradient_tables: list[torch.Tensor] = field(default_factory=list)
 

@@ -383,7 +383,6 @@ class Engine:
             deterministic=self.config.deterministic,
             check_finite=self.config.check_finite,
             spilled=caps.host_slots > 0,
-            pages_per_sequence=per_sequence,
         )
         for layer in range(len(windows)):
             pages.tables.append(_table(manager.block_table(layer)))

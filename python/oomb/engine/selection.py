@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -109,13 +107,6 @@ class Selector:
             named = (lists.long() + sequence * self._max_pages)[lists >= 0]
             self._pages[layer, chunk] = named.unique().cpu().numpy()
         return self._pages[layer, chunk]
-
-    def replay(self, lists: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Use these lists instead of choosing; ``lists[layer][chunk]``."""
-        for layer, per_chunk in enumerate(lists):
-            for chunk, given in enumerate(per_chunk):
-                if given is not None:
-                    self._lists[layer, chunk] = given
 
     def as_lists(self, num_chunks: int) -> list[list[torch.Tensor | None]]:
         """``[layer][chunk]``, for ``step.selection``."""
