@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -148,6 +149,8 @@ class ChunkLoop:
         if self._on_progress is not None:
             seconds = time.perf_counter() - self._began
             assert phase in ("fill", "sweep")
+            manager = self._attention.pages.manager
+            counters, tiers = manager.stats(), json.loads(manager.snapshot())
             self._on_progress(
                 Progress(
                     phase=phase,  # type: ignore[arg-type]
@@ -155,5 +158,14 @@ class ChunkLoop:
                     num_chunks=num_chunks,
                     tokens_done=tokens_done * self._inputs.batch,
                     seconds=seconds,
+                    device_bytes=_bytes_in_use(tiers["device"]),
+                    host_bytes=_bytes_in_use(tiers["host"]),
+                    h2d_bytes=counters["h2d_bytes"],
+                    d2h_bytes=counters["d2h_bytes"],
+                    exposed_copy_seconds=counters["exposed_copy_seconds"],
                 )
             )
+
+
+def _bytes_in_use(pool: dict[str, int]) -> int:
+    return pool["taken_slots"] * pool["slot_bytes"]

@@ -24,13 +24,26 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a call stands, at a chunk border. ``tokens_done`` counts tokens of one phase."""
+    """Where a call stands, at a chunk border.
+
+    Attributes:
+        tokens_done: tokens of this phase that are done.
+        seconds: since the call began. A GPU may still be at work on what the host has queued.
+        device_bytes, host_bytes: pages that each tier holds now.
+        h2d_bytes, d2h_bytes: moved since the call began.
+        exposed_copy_seconds: time that compute waited for copies since the call began.
+    """
 
     phase: Literal["fill", "sweep"]
     chunk: int
     num_chunks: int
     tokens_done: int
     seconds: float
+    device_bytes: int = 0
+    host_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    exposed_copy_seconds: float = 0.0
 
 
 Selection = list[list[torch.Tensor | None]]
