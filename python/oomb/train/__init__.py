@@ -1,0 +1,1 @@
+"""Runs from one YAML file: ``oomb train``."""

@@ -1,0 +1,229 @@
+"""Settings of a run, section by section as in its YAML file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from oomb.train.engine_settings import EngineSettings
+from oomb.train.errors import nearest
+from oomb.train.section import Section
+
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0)]
+Scalar = str | int | float | bool
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Paths = Annotated[list[str], BeforeValidator(_one_or_more), Field(min_length=1)]
+
+
+class RopeSettings(Section):
+    """As `rope_parameters` in a transformers config; what is null stays as it is."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    """How positions are stretched; `yarn` is the usual choice for real extension."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the angles."""
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """How many times more positions than the model was trained on."""
+    original_max_position_embeddings: Count | None = None
+    """Positions that the model was trained on. null: what its config says."""
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """Of `yarn` and `longrope`: factor on the attention's logits. null: derived from `factor`."""
+    beta_fast: float | None = None
+    """Of `yarn`: rotations above which a dimension is left as it is."""
+    beta_slow: float | None = None
+    """Of `yarn`: rotations below which a dimension is fully stretched."""
+    low_freq_factor: float | None = None
+    """Of `llama3`."""
+    high_freq_factor: float | None = None
+    """Of `llama3`."""
+    short_factor: list[float] | None = None
+    """Of `longrope`: one number per pair of dimensions."""
+    long_factor: list[float] | None = None
+    """Of `longrope`: one number per pair of dimensions."""
+
+
+class ModelSettings(Section):
+    name: str
+    """Folder of a transformers causal language model, or its name on the Hugging Face hub."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer. null: the model's."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the weights; `auto`: as they were saved."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto`: the GPU where there is one."""
+    rope: RopeSettings | None = None
+    """Position extension, written into the model's own config."""
+    max_position_embeddings: Count | None = None
+    """Positions the model is declared to have from now on, where a new `rope_theta` extends it."""
+
+
+class LoraSettings(Section):
+    r: Count = 16
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale of the adapters: alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapters' input."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers that get adapters, or `all-linear`."""
+    modules_to_save: list[str] | None = None
+    """Layers that are trained whole and saved with the adapters, such as `embed_tokens`."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r)."""
+
+
+class DataSettings(Section):
+    train: Paths
+    """Files, folders or patterns such as `books/*.txt`; one or a list."""
+    eval: Paths | None = None
+    """Likewise, for evaluation."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training sequences held out for evaluation, where `eval` is null."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto`: by the suffix; `.jsonl`, `.json` and `.parquet`, everything else is text. A text \
+file is one document, otherwise a row is one."""
+    text_field: str = "text"
+    """Column of JSONL and Parquet files that has the text."""
+    arrange: Literal["windows", "packed"] = "windows"
+    """`windows`: each document is cut into sequences of `context` tokens. `packed`: several \
+documents share a sequence and do not see each other."""
+    add_bos: bool | None = None
+    """Begin each document with the tokenizer's BOS token. null: as the tokenizer does by itself."""
+    add_eos: bool = True
+    """End each document with the tokenizer's EOS token."""
+    num_proc: Count | None = None
+    """Processes that tokenise. null: the cores there are, 16 at most."""
+    cache_dir: str | None = None
+    """Folder of the tokenised text. null: the cache of Hugging Face datasets."""
+
+    @model_validator(mode="after")
+    def _one_evaluation_set(self) -> DataSettings:
+        if self.eval is not None and self.eval_fraction > 0:
+            raise ValueError("eval_fraction: expected 0 where eval has files, got both")
+        return self
+
+
+class OptimizerSettings(Section):
+    name: str = "adamw_torch"
+    """As `optim` of transformers' TrainingArguments: `adamw_torch`, `adafactor`, `sgd`, …"""
+    learning_rate: Rate = 1e-5
+    """Peak of the schedule."""
+    weight_decay: Rate = 0.0
+    """Not on biases and norms."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of Adam."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Of Adam."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Of Adam."""
+    arguments: dict[str, Scalar] = Field(default_factory=dict)
+    """More arguments of the optimizer by name."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from transformers.training_args import OptimizerNames
+
+        return _expect_name(name, [str(option.value) for option in OptimizerNames])
+
+
+class ScheduleSettings(Section):
+    name: str = "linear"
+    """As `lr_scheduler_type` of transformers: `linear`, `cosine`, `constant_with_warmup`, …"""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps in which the rate rises from 0."""
+    arguments: dict[str, Scalar] = Field(default_factory=dict)
+    """More arguments of the schedule by name."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from transformers import SchedulerType
+
+        return _expect_name(name, [str(option.value) for option in SchedulerType])
+
+
+def _expect_name(name: str, names: list[str]) -> str:
+    if name not in names:
+        known = nearest(name, names) or f" (known: {', '.join(names)})"
+        raise ValueError(f"expected a name that transformers knows, got {name!r}{known}")
+    return name
+
+
+class TrainingSettings(Section):
+    steps: Count | None = None
+    """Optimizer steps; wins over `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data, where `steps` is null."""
+    batch_size: Count = 1
+    """Sequences per call of the engine."""
+    accumulation_steps: Count = 1
+    """Calls of the engine per optimizer step."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are clipped to this norm; 0: not at all."""
+    autocast: Literal["bfloat16"] | None = None
+    """Mixed precision: matrix products in this dtype, weights in `model.dtype`."""
+    seed: int = 0
+    """Of the order of the data, dropout and new weights."""
+
+
+class EvaluationSettings(Section):
+    every_steps: Count | None = None
+    """Optimizer steps between evaluations. null: at the end only, where there is data for it."""
+    batch_size: Count = 1
+    """Sequences per call."""
+
+
+class SavingSettings(Section):
+    every_steps: Count | None = None
+    """Optimizer steps between checkpoints. null: none but on a signal."""
+    keep_last: Count = 2
+    """Checkpoints that are kept."""
+
+
+class LoggingSettings(Section):
+    every_steps: Count = 1
+    """Optimizer steps between lines of transformers' log and `report_to`."""
+    report_to: list[str] = Field(default_factory=list)
+    """Trackers by transformers' names: `tensorboard`, `wandb`, `mlflow`, …"""
+    chunk_records_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between memory timelines in metrics.jsonl; 0: of the first step only."""
+
+
+class RunSettings(Section):
+    output_dir: str
+    """Folder of the run; new or empty, unless `--resume` is given."""
+    model: ModelSettings
+    lora: LoraSettings | None = None
+    """Train adapters through peft. null: train every weight."""
+    data: DataSettings
+    context: Annotated[int, Field(ge=2)]
+    """Tokens per sequence at most."""
+    engine: EngineSettings = EngineSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    training: TrainingSettings = TrainingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    saving: SavingSettings = SavingSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> RunSettings:
+        no_data = self.data.eval is None and self.data.eval_fraction == 0
+        if self.evaluation.every_steps is not None and no_data:
+            raise ValueError(
+                "evaluation.every_steps: expected data.eval or data.eval_fraction beside it, "
+                "got neither"
+            )
+        return self
