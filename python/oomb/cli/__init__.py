@@ -7,6 +7,7 @@ import typer
 from oomb.cli import bench
 from oomb.cli.demo import demo
 from oomb.cli.doctor import doctor
+from oomb.cli.report import report
 
 app = typer.Typer(
     name="oomb",
@@ -23,4 +24,5 @@ def main() -> None:
 
 app.command()(demo)
 app.command()(doctor)
+app.command()(report)
 app.add_typer(bench.app, name="bench")

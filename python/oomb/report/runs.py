@@ -1,0 +1,87 @@
+"""A run's folder, read for a report."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oomb.monitor.metrics import Metrics, read_metrics
+from oomb.monitor.observer import Record
+from oomb.monitor.run import METRICS_FILE
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder tells about its run.
+
+    Attributes:
+        settings: text of ``run.yaml``, None where there is none.
+        plan: ``plan.json``, None where there is none.
+    """
+
+    folder: Path
+    metrics: Metrics
+    settings: str | None
+    plan: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def steps(self) -> list[float]:
+        return [float(r["step"]) for r in self.metrics.steps]
+
+    def column(self, key: str) -> list[float | None]:
+        """A number of each step; None where it was not finite or not recorded."""
+        return [r.get(key) for r in self.metrics.steps]
+
+    def most(self, key: str) -> float | None:
+        return max((v for v in self.column(key) if v is not None), default=None)
+
+    def total(self, key: str) -> float:
+        return sum(v for v in self.column(key) if v is not None)
+
+    def median(self, key: str) -> float | None:
+        """Median of the steps behind the first, which also compiles and allocates."""
+        values = [v for v in self.column(key) if v is not None]
+        return statistics.median(values[1:] or values) if values else None
+
+    def chunks_of_a_step(self) -> tuple[int, list[Record]] | None:
+        """The last finished step whose chunks were recorded: (step, records)."""
+        finished = {r["step"] for r in self.metrics.steps}
+        whole = [(step, r) for step, r in self.metrics.chunks.items() if step in finished]
+        return max(whole, key=lambda pair: pair[0], default=None)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        FileNotFoundError: the folder has no metrics.
+        ValueError: its metrics or plan cannot be read, or no step is recorded.
+    """
+    folder = Path(folder)
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"run: expected a folder with {METRICS_FILE}, got {folder}")
+    metrics = read_metrics(path)
+    if not metrics.steps:
+        raise ValueError(f"run: expected at least one finished step in {path}, got none")
+    settings, plan = folder / "run.yaml", folder / "plan.json"
+    return Run(
+        folder=folder,
+        metrics=metrics,
+        settings=settings.read_text() if settings.is_file() else None,
+        plan=_plan(plan) if plan.is_file() else None,
+    )
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    plan = json.loads(path.read_text())
+    if not isinstance(plan, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return plan

@@ -1,0 +1,258 @@
+"""The sections of a report, each from the records of one run or of several to compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from oomb.monitor.observer import Record
+from oomb.monitor.units import bytes_text, count_text, seconds_text
+from oomb.report.chart import Series, YAxis, line_chart, smoothed, stacked_areas, stacked_bars
+from oomb.report.png import data_uri, map_png
+from oomb.report.runs import Run
+from oomb.report.scale import unit_of_bytes
+
+SMOOTH_FROM = 40  # steps from which a smoothed line helps
+BARS = 48  # of the breakdown over steps
+
+
+def tiles(run: Run) -> str:
+    """The figures to know first."""
+    losses = [v for v in run.column("loss") if v is not None]
+    evals = [e["loss"] for e in run.metrics.evals if e.get("loss") is not None]
+    facts = [
+        ("steps", f"{run.steps[-1]:,.0f}"),
+        ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),
+        ("best evaluation", f"{min(evals):.4f}" if evals else ""),
+        ("tokens", count_text(run.total("tokens"))),
+        ("tokens/s, median", _thousands(run.median("tokens_per_second"))),
+        ("step, median", _optional(run.median("seconds"), seconds_text)),
+        ("device tier, peak", _optional(run.most("device_peak_bytes"), bytes_text)),
+        ("host tier, peak", _optional(run.most("host_peak_bytes"), bytes_text)),
+        ("torch, peak", _optional(run.most("torch_peak_bytes"), bytes_text)),
+    ]
+    cells = "".join(
+        f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in facts if value
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def loss(runs: Sequence[Run]) -> str:
+    series = []
+    for number, run in enumerate(runs):
+        color, prefix = 2 * number, f"{run.name}, " if len(runs) > 1 else ""
+        values = run.column("loss")
+        smooth = len(values) >= SMOOTH_FROM
+        if smooth:
+            series.append(Series("each step", run.steps, values, color, faint=True))
+        name = prefix + ("training, smoothed" if smooth else "training")
+        series.append(Series(name, run.steps, smoothed(values) if smooth else values, color))
+        evals = run.metrics.evals
+        if evals:
+            x, y = [float(e["step"]) for e in evals], [e.get("loss") for e in evals]
+            series.append(Series(prefix + "evaluation", x, y, color + 1, dots=True))
+    return line_chart(series, "step", YAxis("loss, nats per token", from_zero=False))
+
+
+def throughput(runs: Sequence[Run]) -> str:
+    series = [
+        Series(run.name, run.steps, run.column("tokens_per_second"), 2 * number)
+        for number, run in enumerate(runs)
+    ]
+    return line_chart(series, "step", YAxis("tokens per second"))
+
+
+def memory_timeline(run: Run) -> tuple[int, str] | None:
+    """(step, chart) of what each tier holds over the chunks of a step."""
+    found = run.chunks_of_a_step()
+    if found is None:
+        return None
+    step, chunks = found
+    # A point per chunk border: nothing is held before the first chunk.
+    x = [float(number) for number in range(len(chunks) + 1)]
+    series = [
+        Series(name, x, [0.0, *(float(c[key]) for c in chunks)], color)
+        for name, key, color in (
+            ("device tier", "device_bytes", 0),
+            ("host tier", "host_bytes", 1),
+        )
+    ]
+    most = max(c["device_bytes"] + c["host_bytes"] for c in chunks)
+    unit, name = unit_of_bytes(most)
+    axis = YAxis(f"pages held, {name}", unit)
+    borders = [float(b) for b in _phase_borders(chunks)]
+    return step, stacked_areas(series, "chunks done, fill then sweep", axis, borders)
+
+
+def chunk_times(run: Run) -> tuple[int, str] | None:
+    """(step, chart) of where the time of each chunk went."""
+    found = run.chunks_of_a_step()
+    if found is None:
+        return None
+    step, chunks = found
+    x = [float(number + 1) for number in range(len(chunks))]
+    waits = [min(float(c["exposed_copy_seconds"]), float(c["seconds"])) for c in chunks]
+    busy = [float(c["seconds"]) - wait for c, wait in zip(chunks, waits, strict=True)]
+    fill = [b if c["phase"] == "fill" else None for b, c in zip(busy, chunks, strict=True)]
+    sweep = [b if c["phase"] == "sweep" else None for b, c in zip(busy, chunks, strict=True)]
+    unit, name = _unit_of_seconds(max(c["seconds"] for c in chunks))
+    series = [
+        Series("fill", x, fill, 2),
+        Series("sweep", x, sweep, 0),
+        Series("waited for copies", x, list(waits), 3),
+    ]
+    borders = [b + 0.5 for b in _phase_borders(chunks)]
+    axis = YAxis(f"{name} per chunk", unit)
+    return step, stacked_bars(series, "chunk, in the order they ran", axis, borders)
+
+
+def breakdown(run: Run) -> str:
+    """Seconds of each step by what they went to; long runs: the mean of several steps."""
+    groups = _grouped(run.metrics.steps, BARS)
+    x = [float(number + 1) for number in range(len(groups))]
+    parts: dict[str, list[float | None]] = {}
+    for group in groups:
+        fill, sweep, waited, whole = (
+            statistics.fmean(float(r.get(key) or 0.0) for r in group)
+            for key in ("fill_seconds", "sweep_seconds", "exposed_copy_seconds", "seconds")
+        )
+        # Which phase waited is not recorded per step: both give in proportion.
+        share = min(1.0, waited / (fill + sweep)) if fill + sweep > 0 else 0.0
+        for name, value in (
+            ("fill", fill * (1 - share)),
+            ("sweep", sweep * (1 - share)),
+            ("waited for copies", (fill + sweep) * share),
+            ("optimizer, data, other", max(0.0, whole - fill - sweep)),
+        ):
+            parts.setdefault(name, []).append(value)
+    colors = {"fill": 2, "sweep": 0, "waited for copies": 3, "optimizer, data, other": 6}
+    series = [Series(name, x, values, colors[name]) for name, values in parts.items()]
+    size = len(groups[0])
+    label = "step" if size == 1 else f"groups of {size} steps"
+    unit, name = _unit_of_seconds(run.most("seconds") or 0.0)
+    return stacked_bars(series, label, YAxis(f"{name} per step", unit))
+
+
+def page_maps(run: Run) -> tuple[int, str] | None:
+    """(step, figures) of the pages that each query block read, per layer."""
+    selections = run.metrics.selections
+    if not selections:
+        return None
+    step = max(selections)
+    figures = []
+    for record in sorted(selections[step], key=lambda r: int(r["layer"])):
+        picture = data_uri(map_png(record["read"]))
+        share = _share_of_past(record["read"])
+        figures.append(
+            f'<figure><img src="{picture}" alt="pages read in layer {record["layer"]}">'
+            f"<figcaption>layer {record['layer']}: {share:.0f} % of the past</figcaption></figure>"
+        )
+    return step, f'<div class="maps">{"".join(figures)}</div>'
+
+
+def settings(runs: Sequence[Run]) -> str:
+    """What each run was started with, row by row."""
+    columns = [_flat(run.metrics.start) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    for left_out in ("event", "time"):
+        if left_out in names:
+            names.remove(left_out)
+    rows = []
+    for name in names:
+        values = [column.get(name, "") for column in columns]
+        differs = ' class="differs"' if len(set(values)) > 1 else ""
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        rows.append(f"<tr{differs}><th>{escape(name)}</th>{cells}</tr>")
+    return table(runs, rows)
+
+
+def totals(runs: Sequence[Run]) -> str:
+    """Results side by side."""
+    rows = []
+    for name, key, how, form in (
+        ("last loss", "loss", "last", lambda v: f"{v:.4f}"),
+        ("tokens/s, median", "tokens_per_second", "median", lambda v: f"{v:,.0f}"),
+        ("seconds per step, median", "seconds", "median", lambda v: f"{v:.3g}"),
+        ("device tier, peak", "device_peak_bytes", "most", bytes_text),
+        ("host tier, peak", "host_peak_bytes", "most", bytes_text),
+        ("torch, peak", "torch_peak_bytes", "most", bytes_text),
+        ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
+    ):
+        values = [run.column(key)[-1] if how == "last" else getattr(run, how)(key) for run in runs]
+        if any(v is not None for v in values):
+            cells = "".join(f"<td>{'' if v is None else escape(form(v))}</td>" for v in values)
+            rows.append(f"<tr><th>{name}</th>{cells}</tr>")
+    return table(runs, rows)
+
+
+def plan(run: Run) -> str:
+    """What was predicted before the run, and what was measured."""
+    assert run.plan is not None
+    predicted, measured = run.plan.get("predicted") or {}, run.plan.get("measured") or {}
+    rows = ["<tr><td></td><th>predicted</th><th>measured</th><th>measured / predicted</th></tr>"]
+    for name, expected in predicted.items():
+        if not isinstance(expected, (int, float)) or isinstance(expected, bool):
+            continue
+        found = measured.get(name)
+        cells = [_quantity(name, expected), _optional(found, lambda v, n=name: _quantity(n, v))]
+        cells.append(f"{found / expected:.2f}" if found is not None and expected else "")
+        rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+    return table([run], rows)
+
+
+def table(runs: Sequence[Run], rows: Sequence[str]) -> str:
+    head = ""
+    if len(runs) > 1:
+        head = "<tr><td></td>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _phase_borders(chunks: Sequence[Record]) -> list[int]:
+    """Numbers of chunks done where the phase changes."""
+    return [
+        number
+        for number in range(1, len(chunks))
+        if chunks[number]["phase"] != chunks[number - 1]["phase"]
+    ]
+
+
+def _grouped(records: Sequence[Record], most: int) -> list[Sequence[Record]]:
+    size = -(-len(records) // most)
+    return [records[begin : begin + size] for begin in range(0, len(records), size)]
+
+
+def _share_of_past(rows: Sequence[Sequence[int]]) -> float:
+    """Mean percentage below the diagonal of a map."""
+    past = [percent for row in rows for percent in row[:-1]]
+    return statistics.fmean(past) if past else 100.0
+
+
+def _flat(record: Any, prefix: str = "") -> dict[str, str]:
+    """Leaves of nested mappings: ``config.attention.budget``."""
+    if not isinstance(record, dict):
+        return {prefix: "" if record is None else str(record)}
+    leaves: dict[str, str] = {}
+    for key, value in record.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def _unit_of_seconds(most: float) -> tuple[float, str]:
+    return (1e-3, "milliseconds") if most < 0.5 else (1.0, "seconds")
+
+
+def _quantity(name: str, value: float) -> str:
+    """A number with the unit that its name ends in."""
+    if name.endswith("bytes"):
+        return bytes_text(value)
+    return seconds_text(value) if name.endswith("seconds") else f"{value:,.4g}"
+
+
+def _thousands(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _optional(value: float | None, form: Any) -> str:
+    return "" if value is None else form(value)
