@@ -1,1 +1,37 @@
-"""Hugging Face models under the engine."""
+"""Hugging Face models under the engine, and the trainers that drive it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomb.hf.interrupt import Interrupted
+    from oomb.hf.sft import SFTTrainer
+    from oomb.hf.trainer import EngineTrainerMixin, Trainer
+
+__all__ = ["EngineTrainerMixin", "Interrupted", "SFTTrainer", "Trainer"]
+
+# Trainers need accelerate, and TRL's needs trl: imported where they are first used.
+_MODULE_OF = {
+    "EngineTrainerMixin": "oomb.hf.trainer",
+    "Interrupted": "oomb.hf.interrupt",
+    "SFTTrainer": "oomb.hf.sft",
+    "Trainer": "oomb.hf.trainer",
+}
+_EXTRA_OF = {"accelerate": "train", "datasets": "train", "trl": "trl"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF.get(error.name or "")
+        if extra is None:
+            raise
+        raise ModuleNotFoundError(
+            f"oomb.hf.{name} needs {error.name}: pip install 'oomb[{extra}]'", name=error.name
+        ) from error

@@ -1,0 +1,90 @@
+"""What a trainer's settings may ask for that the engine cannot do; refused by name, before work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+
+# Argument of the trainer: why it must be None.
+_TRAINER_ARGUMENTS = {
+    "compute_loss_func": "the engine computes the loss itself, chunk by chunk",
+    "compute_metrics": "the logits of a long sequence never exist together; the evaluation loss is "
+    "reported, and predict() returns the log-probability of each label",
+    "preprocess_logits_for_metrics": "the logits of a long sequence never exist together",
+}
+# Field of TrainingArguments: the value it must have (or be as false as), and why.
+_SETTINGS: dict[str, tuple[object, str]] = {
+    "label_smoothing_factor": (0.0, "the engine's loss is plain cross-entropy"),
+    "neftune_noise_alpha": (None, "its noise would differ between fill and sweep"),
+    "torch_compile": (False, "the engine runs the model's layers itself"),
+    "use_liger_kernel": (False, "the engine uses liger kernels by itself where they are installed"),
+    "deepspeed": (None, "one process drives one GPU"),
+    "fsdp": (False, "one process drives one GPU"),
+    "parallelism_config": (None, "one process drives one GPU"),
+    "bf16_full_eval": (False, "evaluation uses the dtype of training; load the model in bfloat16"),
+    "fp16_full_eval": (False, "evaluation uses the dtype of training; load the model in float16"),
+    "enable_jit_checkpoint": (False, "SIGTERM already saves a checkpoint"),
+    "activation_offloading": (False, "no activations outlive a chunk"),
+}
+_LOSSES = {("trl.trainer.sft_trainer", "SFTTrainer"): ("loss_type", "nll")}
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check what a trainer is constructed with.
+
+    Raises:
+        ValueError: names the argument or field, what was expected and why.
+    """
+    for name, reason in _TRAINER_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name}: expected None, got one: {reason}")
+    settings = arguments.get("args")
+    if not isinstance(settings, TrainingArguments):
+        return
+    for name, (expected, reason) in _SETTINGS.items():
+        value = getattr(settings, name, expected)
+        if value and value != expected:
+            raise ValueError(f"{name}: expected {expected!r}, got {value!r}: {reason}")
+    optimizer = str(getattr(settings.optim, "value", settings.optim))
+    if optimizer.endswith(("lomo", "_layerwise")):
+        raise ValueError(
+            f"optim: expected an optimizer that steps after backward, got {optimizer!r}: it would "
+            "see the gradient of one chunk"
+        )
+    if settings.world_size > 1:
+        raise ValueError(
+            f"world_size: expected 1, got {settings.world_size}: one process drives one GPU"
+        )
+    if settings.n_gpu > 1:
+        raise ValueError(
+            f"n_gpu: expected 1, got {settings.n_gpu}: one process drives one GPU; make one "
+            "visible with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def refuse_own_loss(trainer: Trainer) -> None:
+    """Refuse a trainer whose loss is not the cross-entropy that the engine computes.
+
+    Raises:
+        ValueError: names the class or field.
+    """
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    known = _LOSSES.get((owner.__module__, owner.__name__))
+    if owner is not Trainer and known is None:
+        raise ValueError(
+            f"{owner.__name__}.compute_loss: expected the one of transformers.Trainer, got "
+            "another: the engine computes the loss itself and would not call it"
+        )
+    if known is not None:
+        name, expected = known
+        value = getattr(trainer.args, name, expected)
+        if value != expected:
+            raise ValueError(f"{name}: expected {expected!r}, got {value!r}")
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            "router_aux_loss_coef: expected 0.0, got "
+            f"{getattr(trainer, 'router_aux_loss_coef', None)}: a router auxiliary loss is not "
+            "supported"
+        )

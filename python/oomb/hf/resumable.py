@@ -1,0 +1,265 @@
+"""Checkpoints of a transformers Trainer: safe files only, verified, at any step and on SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
+
+from oomb.hf.interrupt import Interrupted, SignalWatch
+from oomb.hf.random_state import random_state, restore_random_state
+from oomb.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    load_state,
+    model_identity,
+    save_state,
+)
+
+CHECKPOINTS = "checkpoints"  # below output_dir
+_TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
+_TRAINING = "training"  # optimizer, schedule, random generators, engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FinishedStep:
+    """What a checkpoint of the last finished step holds besides weights and optimizer, which change
+    at its end only."""
+
+    random: dict[str, Any]
+    engine: dict[str, Any]
+    tokens_seen: float
+    total_flos: float
+    current_flos: float
+
+
+class _RemembersSteps(TrainerCallback):
+    """Last of the callbacks, so that it sees the random state that they leave."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._remember()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._trainer._remember()
+
+
+class ResumableTrainer(transformers.Trainer):
+    """A Trainer whose checkpoints are those of :class:`oomb.train.checkpoint.CheckpointStore`.
+
+    They stand in ``output_dir/checkpoints`` and hold no pickle. A resumed run takes the same steps
+    as one without a break. SIGTERM and SIGINT end training at the next chunk border with a
+    checkpoint of the last finished step and raise :class:`oomb.hf.Interrupted`.
+    """
+
+    model: Any  # the stock trainer's types allow what only is so before training
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._signals = SignalWatch()
+        self._finished: _FinishedStep | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._saved_step: int | None = None  # whose checkpoint is on the disk
+        self.add_callback(_RemembersSteps(self))
+
+    def checkpoint_store(self, trial: Any = None) -> CheckpointStore:
+        """The checkpoints of this run; ``save_total_limit`` of them are kept."""
+        folder = Path(self._get_output_dir(trial)) / CHECKPOINTS
+        return CheckpointStore(folder, keep_last=self.args.save_total_limit)
+
+    # Resuming -------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; see ``transformers.Trainer.train``.
+
+        Args:
+            resume_from_checkpoint: True: the newest intact checkpoint of ``output_dir``; or the
+                folder of one.
+
+        Raises:
+            ValueError: there are checkpoints and none is asked for.
+            CheckpointError: none can be resumed from; the message says why.
+            Interrupted: SIGTERM or SIGINT came.
+        """
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint, trial)
+        self._finished = self._resumed = None
+        self._saved_step = checkpoint.step if checkpoint else None
+        with self._signals:
+            try:
+                output = super().train(
+                    resume_from_checkpoint=str(checkpoint.path) if checkpoint else None,
+                    trial=trial,
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )
+                self._signals.check()
+            except Interrupted as interrupted:
+                raise self._abandon_step(interrupted.reason, trial) from None
+        return output
+
+    def _checkpoint_to_resume(self, asked: str | bool | None, trial: Any) -> Checkpoint | None:
+        store = self.checkpoint_store(trial)
+        if not asked:
+            if store.steps() and self.args.save_strategy != SaveStrategy.NO:
+                raise ValueError(
+                    "output_dir: expected one without checkpoints, or resume_from_checkpoint=True, "
+                    f"got {store.folder} with {store.path_of(store.steps()[-1]).name}"
+                )
+            return None
+        identity = model_identity(self.model)
+        if asked is not True:
+            try:
+                return store.verified(asked, identity)
+            except CheckpointError as error:
+                raise CheckpointError(f"resume_from_checkpoint: {asked}: {error}") from error
+        checkpoint = store.newest_intact(identity)
+        reasons = [f"{path.name} {reason}" for path, reason in store.rejected]
+        if checkpoint is None:
+            found = "; ".join(reasons) or "none"
+            raise CheckpointError(
+                f"resume_from_checkpoint: expected an intact checkpoint in {store.folder}, "
+                f"got {found}"
+            )
+        for reason in reasons:
+            transformers.logging.get_logger("oomb.hf").warning(f"checkpoint passed over: {reason}")
+        return checkpoint
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not (Path(checkpoint) / f"{_TRAINING}.json").exists():
+            raise CheckpointError(
+                f"resume_from_checkpoint: {checkpoint} holds the model only (save_only_model)"
+            )
+        self._resumed = load_state(Path(checkpoint), _TRAINING)
+        self.optimizer.load_state_dict(self._resumed["optimizer"])
+        self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        self._load_engine_state(self._resumed["engine"])
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if self._resumed is not None and scaler is not None and self._resumed["scaler"]:
+            scaler.load_state_dict(self._resumed["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is not None:
+            restore_random_state(self._resumed["random"], self.args.device)
+
+    def _load_best_model(self) -> None:
+        CheckpointStore.verified(str(self.state.best_model_checkpoint))
+        super()._load_best_model()
+
+    # Saving ---------------------------------------------------------------------------------------
+
+    def _remember(self) -> None:
+        """The state at the end of an optimizer step, before anything of the next one."""
+        starting = self._finished is None
+        resumed = self._resumed if starting else None  # its random state is restored later
+        self._finished = _FinishedStep(
+            random=resumed["random"] if resumed else random_state(self.args.device),
+            engine=self._engine_state(),
+            tokens_seen=self.state.num_input_tokens_seen,
+            total_flos=self.state.total_flos,
+            current_flos=self.current_flos,
+        )
+
+    def _abandon_step(self, reason: str, trial: Any) -> Interrupted:
+        """Forget the step under way and save the one before it."""
+        self.model.zero_grad()
+        self.is_in_train = False
+        step, finished = self.state.global_step, self._finished
+        if self.args.save_strategy == SaveStrategy.NO or finished is None:
+            return Interrupted(reason, step, None)
+        self.state.num_input_tokens_seen = int(finished.tokens_seen)
+        self.state.total_flos = finished.total_flos
+        self.current_flos = int(finished.current_flos)
+        return Interrupted(reason, step, self._save_finished_step(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        path = self._save_finished_step(trial)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(path))
+
+    def _save_finished_step(self, trial: Any) -> Path:
+        store, step = self.checkpoint_store(trial), self.state.global_step
+        path = store.path_of(step)
+        if self._saved_step == step:
+            return path
+        began = time.perf_counter()
+        self.store_flos()
+        best = self.state.best_global_step
+        if best and (best == step or store.path_of(best).exists()):
+            self.state.best_model_checkpoint = str(store.path_of(best))
+        store.save(
+            step,
+            self._write_checkpoint,
+            identity=model_identity(self.model),
+            keep=[store.path_of(best)] if best else [],
+        )
+        self._saved_step = step
+        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        self._checkpoint_saved(path, time.perf_counter() - began, num_bytes)
+        return path
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.save_model(str(folder), _internal_call=True)
+        stateful: Any = self.state.stateful_callbacks
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                stateful[type(callback).__name__] = callback.state()
+        self.state.save_to_json(str(folder / _TRAINER_STATE))
+        if self.args.save_only_model:
+            return
+        assert self._finished is not None
+        scaler = getattr(self.accelerator, "scaler", None)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "random": self._finished.random,
+            "engine": self._finished.engine,
+        }
+        save_state(folder, _TRAINING, state)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Model, tokenizer and arguments, as ``from_pretrained`` loads them; nothing pickled."""
+        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(str(folder), state_dict=state_dict)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
+        (folder / "training_args.json").write_text(arguments)
+
+    # For subclasses -------------------------------------------------------------------------------
+
+    def _engine_state(self) -> dict[str, Any]:
+        """What the engine needs to go on from here."""
+        raise NotImplementedError
+
+    def _load_engine_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _checkpoint_saved(self, path: Path, seconds: float, num_bytes: int) -> None:
+        """A checkpoint is complete."""

@@ -1,0 +1,54 @@
+"""What one optimizer step did, for a run's observer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from oomb.engine.results import Step
+
+
+class StepRecord:
+    """Collects the micro-batches of an optimizer step."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.calls: list[Step] = []
+        self.loss = 0.0
+        self.tokens = 0
+        self.grad_norm: float | None = None
+        self.learning_rate: float | None = None
+
+    def add(self, call: Step, loss: torch.Tensor, tokens: int) -> None:
+        """A micro-batch is done; ``loss`` is its share of the step's."""
+        self.calls.append(call)
+        self.loss += float(loss)
+        self.tokens += tokens
+
+    def finished(self, step: int, epoch: float | None) -> dict[str, Any]:
+        """The record; see docs/report.md for its keys."""
+        seconds = time.perf_counter() - self.began
+        stats = [call.stats for call in self.calls]
+        return {
+            "step": step,
+            "epoch": epoch,
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "seconds": seconds,
+            "fill_seconds": sum(s.fill_seconds for s in stats),
+            "sweep_seconds": sum(s.sweep_seconds for s in stats),
+            "tokens_per_second": self.tokens / seconds,
+            "device_peak_bytes": max((s.device_peak_bytes for s in stats), default=0),
+            "host_peak_bytes": max((s.host_peak_bytes for s in stats), default=0),
+            "h2d_bytes": sum(s.h2d_bytes for s in stats),
+            "d2h_bytes": sum(s.d2h_bytes for s in stats),
+            "exposed_copy_seconds": sum(s.exposed_copy_seconds for s in stats),
+            "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
+            "torch_peak_bytes": (
+                torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+            ),
+        }

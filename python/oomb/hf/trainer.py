@@ -1,0 +1,282 @@
+"""A transformers Trainer whose forward and backward are the engine's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from transformers import TrainerCallback
+
+from oomb.config import Config
+from oomb.engine.engine import Engine
+from oomb.engine.results import Progress
+from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
+from oomb.hf.interrupt import Interrupted
+from oomb.hf.random_state import random_state, restore_random_state
+from oomb.hf.refusals import refuse_arguments, refuse_own_loss
+from oomb.hf.resumable import ResumableTrainer
+from oomb.hf.step_record import StepRecord
+from oomb.monitor import RunObserver
+
+
+class EngineTrainerMixin(ResumableTrainer):
+    """Put before a subclass of ``transformers.Trainer``, it makes it train through the engine.
+
+    ``class MyTrainer(EngineTrainerMixin, TheirTrainer)``. Their ``compute_loss`` must be the stock
+    one: cross-entropy of the next token.
+
+    Args:
+        oomb_config: settings of the engine; None: the defaults.
+        observer: receives the run's events (see :mod:`oomb.monitor`).
+
+    Everything else is as in the trainer it stands before.
+
+    Raises:
+        ValueError: a setting that the engine cannot honour; the message names it.
+        UnsupportedModelError: the model cannot be run exactly.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        oomb_config: Config | None = None,
+        observer: RunObserver | None = None,
+        **keywords: Any,
+    ) -> None:
+        if oomb_config is not None and not isinstance(oomb_config, Config):
+            raise ValueError(f"oomb_config: expected an oomb.Config, got {oomb_config!r}")
+        refuse_arguments(self._named(args, keywords))
+        super().__init__(*args, **keywords)
+        refuse_arguments({"args": self.args})
+        refuse_own_loss(self)
+        self.oomb_config = oomb_config if oomb_config is not None else Config()
+        self.observer = observer
+        self._record = StepRecord()
+        self._evaluated_tokens = 0
+        self._build_engine()
+        self.add_callback(_Reports(self))
+
+    def _named(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mapping[str, Any]:
+        """Arguments by name, as the stock trainer behind this class takes them."""
+        stock = next(
+            kind
+            for kind in type(self).__mro__
+            if "__init__" in vars(kind) and not issubclass(kind, ResumableTrainer)
+        )
+        signature = inspect.signature(stock)
+        return signature.bind_partial(*args, **keywords).arguments
+
+    def _build_engine(self) -> None:
+        if self.is_model_parallel:
+            raise ValueError(
+                "model: expected one on a single device, got a device map of several: "
+                "one process drives one GPU"
+            )
+        # accelerate's autocast around the forward would tell the engine's probe another result.
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.engine = Engine(model, self.oomb_config)
+        self._engine_model = self.model
+
+    def _prepare_for_training(self, *args: Any, **keywords: Any) -> Any:
+        if self._engine_model is not self.model:  # made anew by model_init
+            self.engine.close()
+            self._build_engine()
+        return super()._prepare_for_training(*args, **keywords)  # type: ignore[no-untyped-call]
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Loss of one micro-batch, its gradient added to the parameters; 0-d tensor."""
+        self._signals.check()
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+        arguments = engine_arguments(self._prepare_inputs(inputs))
+        targets = num_targets(arguments)
+        if targets == 0:  # nothing to predict: no loss and no gradient
+            return torch.zeros((), device=self.args.device)
+        if num_items_in_batch is None:
+            num_items_in_batch = targets * self.current_gradient_accumulation_steps
+        scale = self._loss_scale()
+        with self.accelerator.autocast(), self.compute_loss_context_manager():
+            call = self.engine.forward_backward(
+                **arguments,
+                num_items_in_batch=float(num_items_in_batch) / scale,  # type: ignore[arg-type]
+                on_progress=self._training_progress,
+            )
+        loss = call.loss / scale
+        self._record.add(call, loss, arguments["input_ids"].numel())
+        if self.observer is not None and call.selection:
+            self.observer.on_selection(self.state.global_step + 1, call.selection)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Loss; unless that is all, also each label's log-probability [batch, tokens] in the place
+        of logits, and the labels."""
+        self._signals.check()
+        arguments = engine_arguments(self._prepare_inputs(inputs))
+        targets = num_targets(arguments)
+        self._evaluated_tokens += targets
+        labels = arguments["labels"]
+        if targets == 0:
+            nothing = torch.full((), float("nan"), device=self.args.device)
+            return (
+                nothing,
+                None if prediction_loss_only else torch.zeros_like(labels, dtype=torch.float32),
+                None if prediction_loss_only else labels,
+            )
+        with self.accelerator.autocast(), self.compute_loss_context_manager():
+            call = self.engine.evaluate(
+                **arguments,
+                return_logprobs=not prediction_loss_only,
+                on_progress=lambda _: self._signals.check(),
+            )
+        if prediction_loss_only:
+            return call.loss, None, None
+        return call.loss, call.logprobs, labels
+
+    def evaluate(self, *args: Any, **keywords: Any) -> dict[str, float]:
+        """As the stock trainer's; draws no random number that training would draw."""
+        state = random_state(self.args.device)
+        try:
+            metrics: dict[str, float] = super().evaluate(*args, **keywords)
+        finally:
+            restore_random_state(state, self.args.device)
+        return metrics
+
+    def _training_progress(self, progress: Progress) -> None:
+        if self.observer is not None:
+            self.observer.on_progress(self.state.global_step + 1, progress)
+        self._signals.check()
+
+    def _loss_scale(self) -> float:
+        """Factor of fp16's gradient scaler, which the optimizer divides by again."""
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is None:
+            return 1.0
+        return float(scaler.scale(torch.ones((), device=self.args.device)))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Targets of all micro-batches of a step, as the engine counts them."""
+        counted = [
+            {**batch, "labels": counted_labels(batch)} if "labels" in batch else batch
+            for batch in batch_samples
+        ]
+        return super()._get_num_items_in_batch(counted, device)
+
+    def _get_grad_norm(self, *args: Any, **keywords: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **keywords)  # type: ignore[no-untyped-call]
+        self._record.grad_norm = None if norm is None else float(norm)
+        return norm
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Columns of a data set that reach the collator: also those that only the engine knows."""
+        super()._set_signature_columns_if_needed()
+        columns: Any = self._signature_columns
+        columns += [name for name in ENGINE_COLUMNS if name not in columns]
+
+    # Around training ------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **keywords: Any) -> Any:
+        """Train through the engine; see :class:`ResumableTrainer`."""
+        reason = "error"
+        began = self._record.began
+        try:
+            output = super().train(*args, **keywords)
+            reason = "done"
+        except Interrupted as interrupted:
+            reason = interrupted.reason
+            raise
+        finally:
+            if self.observer is not None:
+                seconds = StepRecord().began - began
+                self.observer.on_end({"reason": reason, "seconds": seconds})
+        return output
+
+    def _engine_state(self) -> dict[str, Any]:
+        return self.engine.state_dict()
+
+    def _load_engine_state(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state)
+
+    def _checkpoint_saved(self, path: Path, seconds: float, num_bytes: int) -> None:
+        if self.observer is not None:
+            step = self.state.global_step
+            record = {"step": step, "path": str(path), "seconds": seconds, "bytes": num_bytes}
+            self.observer.on_save(record)
+
+    def _run_info(self) -> dict[str, Any]:
+        parameters = list(self.model.parameters())
+        return {
+            "model": getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__,
+            "num_parameters": sum(p.numel() for p in parameters),
+            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "max_steps": self.state.max_steps,
+            "config": asdict(self.oomb_config),
+            "resumed_from_step": self.state.global_step if self._resumed is not None else None,
+        }
+
+
+class _Reports(TrainerCallback):
+    """Tells the observer what the trainer's events say."""
+
+    def __init__(self, trainer: EngineTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self._trainer.observer is not None:
+            self._trainer.observer.on_start(self._trainer._run_info())
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._record = StepRecord()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._trainer._record.learning_rate = self._trainer._get_learning_rate()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        trainer = self._trainer
+        if trainer.observer is not None:
+            record = trainer._record.finished(trainer.state.global_step, trainer.state.epoch)
+            trainer.observer.on_step(record)
+
+    def on_evaluate(self, *_: Any, **keywords: Any) -> None:
+        trainer, metrics = self._trainer, keywords["metrics"]
+        tokens, trainer._evaluated_tokens = trainer._evaluated_tokens, 0
+        if trainer.observer is None:
+            return
+        record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}
+        for name, value in metrics.items():
+            if name.endswith("_loss"):
+                record["loss"] = value
+            elif name.endswith("_runtime"):
+                record["seconds"] = value
+        trainer.observer.on_eval(record)
+
+
+class Trainer(EngineTrainerMixin):
+    """``transformers.Trainer`` through the engine.
+
+    trainer = oomb.hf.Trainer(model, args, train_dataset=..., oomb_config=oomb.Config())
+    trainer.train()
+    """

@@ -1,0 +1,44 @@
+"""Whose a checkpoint is."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+_SAMPLE = 256  # leading elements of a frozen tensor that stand for all of it
+
+
+def model_identity(model: nn.Module) -> dict[str, str]:
+    """What a checkpoint and the model it is loaded into must agree on, as short texts.
+
+    Class, names, shapes and dtypes of all parameters, which of them are trained; for adapters also
+    a hash over samples of the frozen weights, which the checkpoint does not hold.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    parameters = list(model.named_parameters())
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters]
+    identity = {
+        "model": type(base).__name__,
+        "parameters": f"{sum(p.numel() for _, p in parameters):,} in {_digest(shapes)}",
+        "trained": f"{len(trained)} tensors, {_digest(trained)}",
+    }
+    if base is not model:
+        frozen = [p for _, p in parameters if not p.requires_grad]
+        identity["frozen weights"] = _digest_of_samples(frozen)
+    return identity
+
+
+def _digest(names: list[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _digest_of_samples(parameters: list[nn.Parameter]) -> str:
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        sample = parameter.detach().reshape(-1)[:_SAMPLE].contiguous().cpu()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
