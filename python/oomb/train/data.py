@@ -1,0 +1,113 @@
+"""The ``data`` section carried out: files to training and evaluation sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from oomb.train.documents import Source, find_sources
+from oomb.train.errors import BadInput
+from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
+from oomb.train.settings import DataSettings, RunSettings
+from oomb.train.tokenise import Rule, tokenise
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files that were found and can be opened."""
+
+    train: list[Source]
+    eval: list[Source]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sequences of a run; ``eval`` is None where nothing is held out."""
+
+    train: SequenceDataset
+    eval: SequenceDataset | None
+
+
+def find_data(settings: DataSettings) -> Sources:
+    """The run's files.
+
+    Raises:
+        BadInput: one is missing, empty or cannot be opened.
+    """
+    kind = (settings.format, settings.text_field)
+    train = find_sources("data.train", settings.train, *kind)
+    return Sources(train, find_sources("data.eval", settings.eval, *kind) if settings.eval else [])
+
+
+def prepare_data(
+    settings: RunSettings, sources: Sources, tokenizer: PreTrainedTokenizerBase
+) -> Data:
+    """Tokenise and arrange; what was tokenised before comes from the cache.
+
+    Raises:
+        BadInput: files that are not what they should be, or too little text.
+    """
+    rule = tokenising_rule(settings.data, tokenizer)
+    train = _sequences(settings, "data.train", sources.train, rule)
+    if sources.eval:
+        return Data(train, _sequences(settings, "data.eval", sources.eval, rule))
+    if settings.data.eval_fraction > 0:
+        return _hold_out(train, settings.data.eval_fraction, settings.training.seed)
+    return Data(train, None)
+
+
+def tokenising_rule(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Rule:
+    """How documents become tokens.
+
+    Raises:
+        BadInput: the tokenizer is not a fast one, or lacks the token asked for.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise BadInput(
+            "model.tokenizer: expected a fast tokenizer (with tokenizer.json), got "
+            f"{type(tokenizer).__name__}"
+        )
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if settings.add_eos and eos is None:
+        raise BadInput(
+            "data.add_eos: expected a tokenizer with an EOS token, got one without; "
+            "data.add_eos=false leaves it out"
+        )
+    if settings.add_bos and bos is None:
+        raise BadInput("data.add_bos: expected a tokenizer with a BOS token, got one without")
+    adds_bos = settings.add_bos
+    if adds_bos is None:
+        adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    before = (bos,) if adds_bos else ()
+    return Rule(backend.to_str(), before, (eos,) if settings.add_eos else ())
+
+
+def _sequences(
+    settings: RunSettings, field: str, sources: list[Source], rule: Rule
+) -> SequenceDataset:
+    data = settings.data
+    tokens = Tokens(tokenise(sources, rule, num_proc=data.num_proc, cache_dir=data.cache_dir))
+    arrange = packed if data.arrange == "packed" else windows
+    sequences = arrange(tokens.documents, settings.context)
+    if not sequences:
+        raise BadInput(f"{field}: expected at least two tokens of text, got {len(tokens)}")
+    return SequenceDataset(tokens, sequences)
+
+
+def _hold_out(data: SequenceDataset, fraction: float, seed: int) -> Data:
+    """Some sequences for evaluation, at least one, drawn by the run's seed."""
+    if len(data) < 2:
+        raise BadInput(
+            "data.eval_fraction: expected at least two sequences to share, got one; lower context "
+            "or name files in data.eval"
+        )
+    number = min(len(data) - 1, max(1, round(fraction * len(data))))
+    drawn = set(np.random.default_rng(seed).permutation(len(data))[:number].tolist())
+    parts: tuple[list[int], list[int]] = ([], [])
+    for index in range(len(data)):
+        parts[index in drawn].append(index)
+    train, held_out = (data.subset(part) for part in parts)
+    return Data(train, held_out)
