@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from oomb.report.scale import Scale, bounds, plain, ticks
 
@@ -97,7 +98,7 @@ class _Frame:
 
     def __init__(self, series: Sequence[Series], y: YAxis, bars: bool = False) -> None:
         xs = [x for s in series for x in s.x] or [0.0, 1.0]
-        half = self._half = 0.5 if bars else 0.0
+        half = self._half = _spacing(xs) / 2 if bars else 0.0
         low, high = min(xs) - half, max(xs) + half
         if low == high:
             low, high = low - 0.5, high + 0.5
@@ -108,7 +109,7 @@ class _Frame:
 
     def grid(self, x_label: str) -> str:
         parts = []
-        for value in ticks(self._y.low, self._y.high, unit=self._axis.unit):
+        for value in ticks(self._y.low, self._y.high, most=6, unit=self._axis.unit):
             at = self._y(value)
             parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>')
             text = plain(round(value / self._axis.unit, 9))
@@ -167,7 +168,7 @@ class _Frame:
         )
 
     def bars(self, stacked: Series, floor: Sequence[float | None], own: Series) -> str:
-        width = max(1.0, min(36.0, 0.82 * (self._x(1) - self._x(0))))
+        width = max(1.0, min(36.0, 0.82 * (self._x(2 * self._half) - self._x(0))))
         parts = []
         for x, top, base, value in zip(stacked.x, stacked.y, floor, own.y, strict=True):
             if not value:
@@ -205,6 +206,12 @@ def _thinned(x: Sequence[float], y: Sequence[float | None]) -> list[tuple[float,
         ends = {min(part, key=_height), max(part, key=_height)} if part else set()
         kept.extend(sorted(ends))
     return kept
+
+
+def _spacing(x: Sequence[float]) -> float:
+    """Least distance between neighbours."""
+    places = sorted(set(x))
+    return min((b - a for a, b in pairwise(places)), default=1.0)
 
 
 def _height(point: tuple[float, float | None]) -> float:

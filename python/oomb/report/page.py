@@ -43,7 +43,7 @@ svg .end { text-anchor: end } svg .mid { text-anchor: middle } svg .label { fill
   padding: 6px 0 0 8px }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
   margin-right: 6px }
-.maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(170px, 1fr)); gap: 14px }
+.maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 14px }
 figure { margin: 0 } figure img { width: 100%; image-rendering: pixelated; display: block;
   border: 1px solid var(--line); background: var(--page) }
 figcaption { color: var(--muted); font-size: 12.5px; margin-top: 4px }
@@ -92,11 +92,13 @@ def page(runs: Sequence[Run]) -> str:
         _section("Throughput", sections.throughput(runs)),
         _section("Where the time of a step goes", sections.breakdown(run)),
     ]
-    timeline, times = sections.memory_timeline(run), sections.chunk_times(run)
-    if timeline is not None:
-        charts.insert(2, _section(f"Memory tiers in step {timeline[0]}", timeline[1]))
-    if times is not None:
-        charts.append(_section(f"Where the time of step {times[0]} went", times[1]))
+    for heading, found in (
+        ("Memory tiers in step", sections.memory_timeline(run)),
+        ("Time of the chunks of step", sections.chunk_times(run)),
+        ("What moved between the tiers in step", sections.traffic(run)),
+    ):
+        if found is not None:
+            charts.append(_section(f"{heading} {found[0]}", found[1]))
     wide = []
     maps = sections.page_maps(run)
     if maps is not None:

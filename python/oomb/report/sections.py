@@ -108,10 +108,28 @@ def chunk_times(run: Run) -> tuple[int, str] | None:
     return step, stacked_bars(series, "chunk, in the order they ran", axis, borders)
 
 
+def traffic(run: Run) -> tuple[int, str] | None:
+    """(step, chart) of what each chunk moved between the tiers; None where nothing moved."""
+    found = run.chunks_of_a_step()
+    if found is None or not any(c["h2d_bytes"] + c["d2h_bytes"] for c in found[1]):
+        return None
+    step, chunks = found
+    x = [float(number + 1) for number in range(len(chunks))]
+    most = max(c["h2d_bytes"] + c["d2h_bytes"] for c in chunks)
+    unit, name = unit_of_bytes(most)
+    series = [
+        Series("to the device (prefetch)", x, [float(c["h2d_bytes"]) for c in chunks], 4),
+        Series("to the host (offload)", x, [float(c["d2h_bytes"]) for c in chunks], 5),
+    ]
+    borders = [b + 0.5 for b in _phase_borders(chunks)]
+    axis = YAxis(f"{name} per chunk", unit)
+    return step, stacked_bars(series, "chunk, in the order they ran", axis, borders)
+
+
 def breakdown(run: Run) -> str:
     """Seconds of each step by what they went to; long runs: the mean of several steps."""
     groups = _grouped(run.metrics.steps, BARS)
-    x = [float(number + 1) for number in range(len(groups))]
+    x = [statistics.fmean(r["step"] for r in group) for group in groups]
     parts: dict[str, list[float | None]] = {}
     for group in groups:
         fill, sweep, waited, whole = (
@@ -130,7 +148,7 @@ def breakdown(run: Run) -> str:
     colors = {"fill": 2, "sweep": 0, "waited for copies": 3, "optimizer, data, other": 6}
     series = [Series(name, x, values, colors[name]) for name, values in parts.items()]
     size = len(groups[0])
-    label = "step" if size == 1 else f"groups of {size} steps"
+    label = "step" if size == 1 else f"step, means of {size}"
     unit, name = _unit_of_seconds(run.most("seconds") or 0.0)
     return stacked_bars(series, label, YAxis(f"{name} per step", unit))
 
@@ -144,10 +162,9 @@ def page_maps(run: Run) -> tuple[int, str] | None:
     figures = []
     for record in sorted(selections[step], key=lambda r: int(r["layer"])):
         picture = data_uri(map_png(record["read"]))
-        share = _share_of_past(record["read"])
+        told = f"layer {record['layer']}: {_share_of_past(record['read']):.0f} % of earlier pages"
         figures.append(
-            f'<figure><img src="{picture}" alt="pages read in layer {record["layer"]}">'
-            f"<figcaption>layer {record['layer']}: {share:.0f} % of the past</figcaption></figure>"
+            f'<figure><img src="{picture}" alt="{told}"><figcaption>{told}</figcaption></figure>'
         )
     return step, f'<div class="maps">{"".join(figures)}</div>'
 
@@ -162,6 +179,8 @@ def settings(runs: Sequence[Run]) -> str:
     rows = []
     for name in names:
         values = [column.get(name, "") for column in columns]
+        if not any(values):
+            continue
         differs = ' class="differs"' if len(set(values)) > 1 else ""
         cells = "".join(f"<td>{escape(value)}</td>" for value in values)
         rows.append(f"<tr{differs}><th>{escape(name)}</th>{cells}</tr>")

@@ -1,0 +1,236 @@
+"""The page: what it shows against the records it was made from."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from oomb.cli import app
+from oomb.monitor import METRICS_FILE, MetricsWriter, RunMonitor, read_metrics
+from oomb.report import write_report
+from oomb.report.chart import Series, YAxis, line_chart, stacked_areas
+from oomb.report.scale import ticks
+
+from .small_run import run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run(RunMonitor(folder, display=False, chunk_records_every=2), steps=3)
+    return folder
+
+
+def steps_only(folder: Path, *losses: float | None, **info: Any) -> Path:
+    with MetricsWriter(folder / METRICS_FILE) as writer:
+        writer.write("start", {"model": "m", **info})
+        for step, loss in enumerate(losses, start=1):
+            writer.write("step", {"step": step, "loss": loss, "seconds": 1.0})
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags that are open, what they refer to, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "img", "path", "rect", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("path", "rect", "circle"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data + "\n"
+
+
+def svgs(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+
+
+def test_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
+    text = write_report(folder).read_text()
+    page = Page(text)
+    assert not page.open
+    assert page.references
+    assert all(r.startswith("data:image/png;base64,") for r in page.references)
+    assert "http" not in text and "<script" not in text and "url(" not in text
+    assert len(svgs(text)) == 6  # loss, throughput, breakdown, tiers, chunks, traffic
+
+
+def test_page_tells_the_runs_figures_and_settings(folder: Path) -> None:
+    words = Page(write_report(folder).read_text()).words
+    metrics = read_metrics(folder / METRICS_FILE)
+    assert f"{metrics.steps[-1]['loss']:.4f}" in words
+    assert f"{metrics.evals[0]['loss']:.4f}" in words
+    assert "Memory tiers in step 3" in words and "Pages read in step 3" in words
+    assert "config.attention.budget\n2" in words and "ended: done" in words
+
+
+def test_maps_hold_the_recorded_shares(folder: Path) -> None:
+    metrics = read_metrics(folder / METRICS_FILE)
+    pictures = Page(write_report(folder).read_text()).references
+    assert len(pictures) == 3
+    for picture, record in zip(pictures, metrics.selections[3], strict=True):
+        pixels = decoded(base64.b64decode(picture.split(",")[1]))
+        size = len(record["read"])
+        assert len(pixels) == size
+        for row, percents in zip(pixels, record["read"], strict=True):
+            shown = [alpha > 0 for alpha in row]
+            assert shown == [p > 0 for p in percents] + [False] * (size - len(percents))
+            assert all(a == 255 for a, p in zip(row, percents, strict=False) if p == 100)
+
+
+def decoded(png: bytes) -> list[list[int]]:
+    """Alpha of each pixel of an RGBA PNG whose lines are not filtered; checksums are verified."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    parts, at = {}, 8
+    while at < len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        kind, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
+        assert struct.unpack_from(">I", png, at + 8 + length)[0] == zlib.crc32(kind + data)
+        parts[kind] = data
+        at += 12 + length
+    width, height, depth, colors = struct.unpack_from(">IIBB", parts[b"IHDR"])
+    assert depth == 8 and colors == 6
+    lines, stride = zlib.decompress(parts[b"IDAT"]), 1 + 4 * width
+    assert all(lines[y * stride] == 0 for y in range(height))
+    return [list(lines[y * stride + 4 : (y + 1) * stride : 4]) for y in range(height)]
+
+
+def points(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", path)]
+
+
+def line_of(text: str, color: int) -> str:
+    (svg,) = svgs(text)
+    (path,) = (p for p in svg.iter("path") if p.get("class", "").startswith(f"line s{color}"))
+    return path.get("d", "")
+
+
+def test_line_is_where_its_axis_says() -> None:
+    x, y = [1.0, 2.0, 4.0], [10.0, 40.0, 20.0]
+    text = line_chart([Series("a", x, y)], "step", YAxis("loss"))
+    (svg,) = svgs(text)
+    axis = {float(t.text or ""): float(t.get("y", "")) - 4 for t in svg.iter("text")
+            if t.get("class") == "end"}  # fmt: skip
+    (low, at_low), *_, (high, at_high) = sorted(axis.items())
+    for (_, height), value in zip(points(line_of(text, 0)), y, strict=True):
+        expected = at_low + (value - low) / (high - low) * (at_high - at_low)
+        assert abs(height - expected) < 0.2
+    places = [place for place, _ in points(line_of(text, 0))]
+    assert abs((places[2] - places[1]) - 2 * (places[1] - places[0])) < 0.2
+
+
+def test_missing_value_parts_the_line() -> None:
+    series = Series("a", [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, None, 2.0, 1.0])
+    path = line_of(line_chart([series], "step", YAxis("loss")), 0)
+    assert path.count("M") == 2 and len(points(path)) == 4
+
+
+def test_areas_stand_on_each_other() -> None:
+    x = [0.0, 1.0]
+    parts = [Series("a", x, [1.0, 3.0], 0), Series("b", x, [2.0, 1.0], 1)]
+    text = stacked_areas(parts, "chunk", YAxis("bytes"))
+    lower, upper = points(line_of(text, 0)), points(line_of(text, 1))
+    zero, one = 210.0, (210.0 - lower[0][1])  # the base line, and the height of 1
+    assert abs((zero - upper[0][1]) - 3 * one) < 0.3
+    assert abs((zero - upper[1][1]) - 4 * one) < 0.3
+
+
+def test_long_lines_keep_their_extremes() -> None:
+    x = [float(n) for n in range(50_000)]
+    y: list[float | None] = [1.0] * 50_000
+    y[31_234], y[777] = 9.0, None
+    path = line_of(line_chart([Series("a", x, y)], "step", YAxis("loss")), 0)
+    heights = [height for _, height in points(path)]
+    assert len(heights) < 2000
+    assert sum(height < max(heights) - 50 for height in heights) == 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7.3), (2.1, 2.2), (0, 1e12), (-3, 5)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    values = ticks(low, high, most=6)
+    assert 2 <= len(values) <= 7
+    assert low - 1e-9 <= values[0] and values[-1] <= high * (1 + 1e-9)
+    step = values[1] - values[0]
+    assert f"{step:.0e}"[0] in "125" and abs(values[0] / step - round(values[0] / step)) < 1e-6
+
+
+def test_run_that_was_killed_after_one_step(tmp_path: Path) -> None:
+    page = Page(write_report(steps_only(tmp_path, 3.0)).read_text())
+    assert "no end recorded" in page.words and "3.0000" in page.words
+
+
+def test_losses_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
+    text = write_report(steps_only(tmp_path, 3.0, float("nan"), float("inf"))).read_text()
+    assert not Page(text).open
+    assert "nan" not in text.lower()
+    assert write_report(steps_only(tmp_path / "all", float("nan"))).is_file()
+
+
+def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("a: '</pre><b>'")
+    page = Page(write_report(steps_only(tmp_path, 1.0, model="<i>&")).read_text())
+    assert not page.open and "<i>&" in page.words and "</pre><b>" in page.words
+
+
+def test_compared_runs_stand_beside_each_other(folder: Path, tmp_path: Path) -> None:
+    other = steps_only(tmp_path / "other", 7.5, 6.25, context=11)
+    page = Page(write_report(folder, tmp_path / "page.html", other).read_text())
+    assert not page.open
+    assert "Side by side" in page.words and "6.2500" in page.words
+    assert "other, training" in page.words and f"{folder.name}, training" in page.words
+    assert not (other / "report.html").exists()
+
+
+def test_plan_is_shown_beside_what_was_measured(tmp_path: Path) -> None:
+    plan = {"predicted": {"device_bytes": 1 << 30, "seconds": 4.0}, "measured": {"seconds": 5.0}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    words = Page(write_report(steps_only(tmp_path, 1.0)).read_text()).words
+    assert "1.00 GiB" in words and "4.00 s\n5.00 s\n1.25" in words
+
+
+def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "page.html"
+    result = CliRunner().invoke(app, ["report", str(folder), "--out", str(out)])
+    assert result.exit_code == 0 and str(out) in result.output.replace("\n", "")
+    assert out.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "expected a folder with metrics.jsonl"),
+        ("", "expected at least one finished step"),
+        ("nonsense\n", "line 1: expected a JSON object"),
+    ],
+)
+def test_bad_folder_is_named_and_nothing_is_written(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / METRICS_FILE).write_text(content)
+    before = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert sorted(tmp_path.iterdir()) == before
