@@ -197,8 +197,8 @@ class LoggingSettings(Section):
     """Optimizer steps between lines of transformers' log and `report_to`."""
     report_to: list[str] = Field(default_factory=list)
     """Trackers by transformers' names: `tensorboard`, `wandb`, `mlflow`, …"""
-    chunk_records_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between memory timelines in metrics.jsonl; 0: of the first step only."""
+    chunk_records_every: Count = 100
+    """Steps between two whose chunks and page choices are recorded; the first always is."""
 
 
 class RunSettings(Section):

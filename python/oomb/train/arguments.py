@@ -1,0 +1,62 @@
+"""Settings as transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import torch
+from transformers import TrainingArguments
+
+from oomb.train.errors import BadInput
+from oomb.train.settings import RunSettings
+
+# Transformers saves nothing, not even on a signal, where saving is off altogether.
+_NEVER = 1 << 40
+
+
+def training_arguments(
+    settings: RunSettings, device: torch.device, evaluates: bool
+) -> TrainingArguments:
+    """Arguments of the run's Trainer. Writes nothing.
+
+    Raises:
+        BadInput: transformers refuses a combination; the text is its own.
+    """
+    training, optimizer, schedule = settings.training, settings.optimizer, settings.schedule
+    every = settings.evaluation.every_steps if evaluates else None
+    named = ", ".join(f"{name}={value}" for name, value in optimizer.arguments.items())
+    try:
+        return TrainingArguments(
+            output_dir=settings.output_dir,
+            max_steps=training.steps if training.steps is not None else -1,
+            num_train_epochs=training.epochs,
+            per_device_train_batch_size=training.batch_size,
+            per_device_eval_batch_size=settings.evaluation.batch_size,
+            gradient_accumulation_steps=training.accumulation_steps,
+            max_grad_norm=training.max_grad_norm,
+            bf16=training.autocast == "bfloat16",
+            seed=training.seed,
+            optim=optimizer.name,
+            optim_args=named or None,
+            learning_rate=optimizer.learning_rate,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_epsilon=optimizer.epsilon,
+            lr_scheduler_type=schedule.name,
+            lr_scheduler_kwargs=dict(schedule.arguments) or None,
+            warmup_steps=schedule.warmup_steps,
+            eval_strategy="no" if every is None else "steps",
+            eval_steps=every,
+            save_strategy="steps",
+            save_steps=settings.saving.every_steps or _NEVER,
+            save_total_limit=settings.saving.keep_last,
+            logging_steps=settings.logging.every_steps,
+            report_to=settings.logging.report_to or "none",
+            disable_tqdm=True,  # the run's own display says more
+            prediction_loss_only=True,
+            use_cpu=device.type == "cpu",
+            remove_unused_columns=False,
+        )
+    except (ImportError, ValueError) as error:
+        raise BadInput(
+            f"training: expected settings that transformers takes, got: {error}"
+        ) from error

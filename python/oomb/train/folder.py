@@ -1,0 +1,91 @@
+"""The folder of a run: new, or one to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from oomb.train.errors import BadInput
+from oomb.train.reading import read_settings, write_settings
+from oomb.train.settings import RunSettings
+
+SETTINGS_FILE = "run.yaml"
+PLAN_FILE = "plan.json"
+MODEL_FOLDER = "model"
+
+# Where these change, the checkpoint is another run's, or its place in the data means nothing.
+_FIXED = (
+    "model.name",
+    "model.revision",
+    "model.tokenizer",
+    "model.dtype",
+    "model.rope",
+    "model.max_position_embeddings",
+    "lora",
+    "data.train",
+    "data.eval_fraction",
+    "data.format",
+    "data.text_field",
+    "data.arrange",
+    "data.add_bos",
+    "data.add_eos",
+    "context",
+    "training.batch_size",
+    "training.accumulation_steps",
+    "training.seed",
+    "optimizer.name",
+)
+
+
+def check_folder(settings: RunSettings, resume: bool) -> None:
+    """Refuse to mix two runs in one folder. Writes nothing.
+
+    Raises:
+        BadInput: the folder cannot be made, holds something and ``resume`` is False, or holds a run
+            whose fixed settings differ.
+    """
+    folder = Path(settings.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"output_dir: expected a folder, got the file {folder}")
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(parent, os.W_OK):
+        raise BadInput(f"output_dir: expected a folder that can be written, got {folder}")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not resume:
+        raise BadInput(
+            f"output_dir: expected a new or empty folder, got {folder}, which is not empty; "
+            "--resume goes on with the run in it"
+        )
+    if not (folder / SETTINGS_FILE).exists():
+        raise BadInput(
+            f"output_dir: expected a run to resume, got {folder} without {SETTINGS_FILE}"
+        )
+    before = read_settings(folder / SETTINGS_FILE)
+    for field in _FIXED:
+        old, new = _value(before, field), _value(settings, field)
+        if old != new:
+            raise BadInput(f"{field}: expected {old!r}, as the run began, got {new!r}")
+
+
+def begin(settings: RunSettings, plan: dict[str, Any] | None) -> Path:
+    """Make the folder and write what the run is about to do."""
+    folder = Path(settings.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(settings, folder / SETTINGS_FILE)
+    if plan is not None:
+        write_plan(folder, plan)
+    return folder
+
+
+def write_plan(folder: Path, plan: dict[str, Any]) -> None:
+    (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n")
+
+
+def _value(settings: RunSettings, field: str) -> Any:
+    value: Any = settings
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,173 @@
+"""The ``model`` and ``lora`` sections carried out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from oomb.train.errors import BadInput, nearest
+from oomb.train.rope import extend_positions
+from oomb.train.settings import LoraSettings, ModelSettings
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_AS_SAVED = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def load_config(settings: ModelSettings) -> PreTrainedConfig:
+    """The model's config with the run's rope settings in it. Reads no weights.
+
+    Raises:
+        BadInput: no such model, code of its own that was not asked for, or weights only as pickle.
+    """
+    _check_folder("model.name", settings.name)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(settings.name, **_hub(settings))
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            _unloadable("model.name", "a transformers model", settings, error)
+        ) from error
+    extend_positions(config, settings)
+    return config
+
+
+def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, as it was saved.
+
+    Raises:
+        BadInput: there is none, or it has ids that the model has no embedding for.
+    """
+    name, field = settings.tokenizer or settings.name, "model.tokenizer"
+    _check_folder(field, name)
+    hub = _hub(settings) if settings.tokenizer is None else {}
+    try:
+        # AutoTokenizer makes some tokenizers anew by the model's type; one that says it is complete
+        # in its tokenizer.json is taken from there.
+        declared = get_tokenizer_config(name, **hub).get("tokenizer_class")
+        kind: Any = PreTrainedTokenizerFast if declared in _AS_SAVED else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **hub)
+    except Exception as error:  # the Rust readers raise bare Exceptions
+        raise BadInput(_unloadable(field, "a tokenizer", settings, error)) from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    embeddings = config.get_text_config().vocab_size
+    if largest >= embeddings:
+        raise BadInput(
+            f"{field}: expected ids below the model's {embeddings:,} embeddings, got ids up to "
+            f"{largest:,} in {name}: not this model's tokenizer"
+        )
+    return tokenizer
+
+
+def load_model(
+    settings: ModelSettings, lora: LoraSettings | None, config: PreTrainedConfig
+) -> PreTrainedModel:
+    """Weights from safetensors, on the run's device; with adapters where asked for.
+
+    Raises:
+        BadInput: weights that are missing, damaged, or not the config's.
+    """
+    device = device_of(settings)
+    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            settings.name,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **({"device_map": {"": device}} if device.type == "cuda" else {}),
+            **_hub(settings),
+        )
+    except Exception as error:  # safetensors raises an Exception of its own
+        raise BadInput(_unloadable("model.name", "weights", settings, error)) from error
+    model, loaded = found
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise BadInput(
+            f"model.name: expected weights for every parameter, got none for {len(missing)} of "
+            f"them, {missing[0]} for one, in {settings.name}"
+        )
+    return model if lora is None else _with_adapters(model, lora)
+
+
+def device_of(settings: ModelSettings) -> torch.device:
+    """Where the model trains.
+
+    Raises:
+        BadInput: a GPU is asked for and there is none.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("model.device: expected a GPU for 'cuda', got none; see oomb doctor")
+    on_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise BadInput("lora: expected peft to be installed; pip install 'oomb[peft]'") from error
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        modules_to_save=lora.modules_to_save,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)  # type: ignore[return-value]
+    except ValueError as error:
+        raise BadInput(f"lora.target_modules: expected layers of the model, got {error}") from error
+
+
+def _hub(settings: ModelSettings) -> dict[str, Any]:
+    return {
+        "revision": settings.revision or "main",
+        "trust_remote_code": settings.trust_remote_code,
+    }
+
+
+def _check_folder(field: str, name: str) -> None:
+    """Refuse, before anything is read, what is meant as a folder and is not a usable one."""
+    place = Path(name)
+    if place.is_dir():
+        pickles = [file.name for pattern in _PICKLES for file in sorted(place.glob(pattern))]
+        if field == "model.name" and pickles and not any(place.glob("*.safetensors")):
+            raise BadInput(
+                f"{field}: expected weights as safetensors, got {pickles[0]}, a pickle, which can "
+                "run any code when it is loaded; convert it where you trust it: "
+                "model.save_pretrained(folder)"
+            )
+        return
+    if place.exists():
+        raise BadInput(f"{field}: expected a folder, got the file {name}")
+    in_folder = "/" in name and place.parent.is_dir()
+    if in_folder or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        siblings = [file.name for file in place.parent.glob("*")]
+        near = nearest(place.name, siblings)
+        raise BadInput(f"{field}: expected a folder, got {name}, which does not exist{near}")
+
+
+def _unloadable(field: str, expected: str, settings: ModelSettings, error: Exception) -> str:
+    name = (
+        settings.tokenizer if field == "model.tokenizer" and settings.tokenizer else settings.name
+    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if "trust_remote_code" in str(error):
+        reason = "it brings code of its own, which runs only with model.trust_remote_code=true"
+    place = "" if Path(name).is_dir() else ", no folder here and not read from the hub"
+    return f"{field}: expected {expected}, got {name!r}{place}: {reason}"
