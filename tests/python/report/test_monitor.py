@@ -13,8 +13,9 @@ from rich.console import Console
 import oomb
 from oomb.monitor import METRICS_FILE, Display, RunMonitor, read_metrics
 from oomb.monitor.selection_map import selection_maps
+from oomb.monitor.traffic import ChunkClock
 
-from .small_run import CHUNK, PAGE, SPARSE, TOKENS, run
+from .small_run import CHUNK, PAGE, TOKENS, run
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -123,11 +124,11 @@ def test_live_panel_shows_phase_chunks_loss_and_tiers() -> None:
         chunk=3,
         num_chunks=5,
         tokens_done=32,
-        seconds=2.0,
+        seconds=3.0,
         device_bytes=3 << 30,
         host_bytes=5 << 20,
-        h2d_bytes=4_000_000_000,
-        d2h_bytes=1_500_000_000,
+        h2d_bytes=8_000_000_000,
+        d2h_bytes=3_000_000_000,
         exposed_copy_seconds=0.25,
     )
     display.on_progress(2, progress)
@@ -148,8 +149,47 @@ def test_live_panel_shows_phase_chunks_loss_and_tiers() -> None:
         assert shown in text, shown
 
 
+@pytest.mark.parametrize(
+    ("last", "first"), [(("sweep", 0), ("fill", 0)), (("fill", 3), ("fill", 0))]
+)
+def test_a_new_call_starts_from_nothing_however_slow_it_is(
+    last: tuple[str, int], first: tuple[str, int]
+) -> None:
+    def progress(at: tuple[Any, int], seconds: float, h2d_bytes: int) -> oomb.Progress:
+        return oomb.Progress(
+            phase=at[0],
+            chunk=at[1],
+            num_chunks=4,
+            tokens_done=1,
+            seconds=seconds,
+            h2d_bytes=h2d_bytes,
+        )
+
+    clock = ChunkClock()
+    clock.chunk(progress(last, 1.0, 10))
+    record = clock.chunk(progress(first, 5.0, 30))
+    assert record["seconds"] == 5.0 and record["h2d_bytes"] == 30
+
+
+def test_long_steps_print_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomb.monitor.display.LINE_EVERY", 0.0)
+    out = io.StringIO()
+    display = Display(Console(file=out))
+    for phase, chunk in (("fill", 1), ("sweep", 3)):
+        progress = oomb.Progress(
+            phase=phase,  # type: ignore[arg-type]
+            chunk=chunk,
+            num_chunks=8,
+            tokens_done=1,
+            seconds=1.0,
+        )
+        display.on_progress(7, progress)
+    fill, sweep = out.getvalue().splitlines()
+    assert "step 7: fill, 2 of 8 chunks" in fill
+    assert "step 7: sweep, 5 of 8 chunks" in sweep
+
+
 def test_bad_interval_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_records_every: expected an int >= 1"):
         RunMonitor(tmp_path / "run", chunk_records_every=0)
     assert not (tmp_path / "run").exists()
-    assert SPARSE.record_selection

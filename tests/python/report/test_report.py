@@ -126,9 +126,10 @@ def line_of(text: str, color: int) -> str:
     return path.get("d", "")
 
 
-def test_line_is_where_its_axis_says() -> None:
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_line_is_where_its_axis_says(from_zero: bool) -> None:
     x, y = [1.0, 2.0, 4.0], [10.0, 40.0, 20.0]
-    text = line_chart([Series("a", x, y)], "step", YAxis("loss"))
+    text = line_chart([Series("a", x, y)], "step", YAxis("loss", from_zero=from_zero))
     (svg,) = svgs(text)
     axis = {float(t.text or ""): float(t.get("y", "")) - 4 for t in svg.iter("text")
             if t.get("class") == "end"}  # fmt: skip
@@ -136,6 +137,7 @@ def test_line_is_where_its_axis_says() -> None:
     for (_, height), value in zip(points(line_of(text, 0)), y, strict=True):
         expected = at_low + (value - low) / (high - low) * (at_high - at_low)
         assert abs(height - expected) < 0.2
+    assert all(10 <= height <= 210 for _, height in points(line_of(text, 0)))
     places = [place for place, _ in points(line_of(text, 0))]
     assert abs((places[2] - places[1]) - 2 * (places[1] - places[0])) < 0.2
 
