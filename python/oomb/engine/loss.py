@@ -14,6 +14,11 @@ from oomb.hf.head import Head
 _SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
 
 
+def slice_rows(device_type: str, vocab_size: int) -> int:
+    """Tokens whose logits exist together."""
+    return max(1, _SLICE_BYTES[device_type] // (4 * vocab_size))
+
+
 @dataclass
 class ChunkLoss:
     """Loss of chunks of one call through the model's own head.
@@ -53,7 +58,7 @@ class ChunkLoss:
         """
         end = begin + hidden.shape[1]
         targets = self.inputs.targets[:, begin:end].reshape(-1)
-        rows = (targets != IGNORED).nonzero().squeeze(1)
+        rows = self._counted(targets)
         if rows.numel() == 0:
             return None
         needs_grad = torch.is_grad_enabled() and hidden.requires_grad
@@ -62,8 +67,7 @@ class ChunkLoss:
         weights = self.inputs.weights
         if weights is not None:
             weights = weights[:, begin:end].reshape(-1)
-        step = max(1, _SLICE_BYTES[hidden.device.type] // (4 * self.vocab_size))
-        for part in rows.split(step):
+        for part in rows.split(self._slice_rows()):
             logits = self.head.logits(flat[part])
             if logits.dtype != torch.float64:
                 logits = logits.float()
@@ -77,6 +81,13 @@ class ChunkLoss:
             if torch.is_grad_enabled() and loss.requires_grad:
                 loss.backward()
         return leaf.grad
+
+    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
+        """Rows of ``targets`` that count."""
+        return (targets != IGNORED).nonzero().squeeze(1)
+
+    def _slice_rows(self) -> int:
+        return slice_rows(self.inputs.input_ids.device.type, self.vocab_size)
 
     def _store(self, begin: int, tokens: int, rows: torch.Tensor, logprobs: torch.Tensor) -> None:
         """The log-probability of a target stands at the token it is, one to the right."""

@@ -6,7 +6,7 @@ construction compares the result with the stock forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -55,12 +55,18 @@ def fused_forwards(decoder: nn.Module, device: torch.device) -> dict[nn.Module, 
         return forward
 
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for module, kind in fusible_modules(decoder):
+        forwards[module] = norm(module) if kind == "norm" else gated(module)
+    return forwards
+
+
+def fusible_modules(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that the kernels can run, each a ``"norm"`` or a ``"gate"``."""
     for module in decoder.modules():
         if type(module).__name__ in _NORMS and "forward" not in module.__dict__:
-            forwards[module] = norm(module)
+            yield module, "norm"
         elif _is_silu_gate(module):
-            forwards[module] = gated(module)
-    return forwards
+            yield module, "gate"
 
 
 def _is_silu_gate(module: Any) -> bool:
@@ -70,7 +76,7 @@ def _is_silu_gate(module: Any) -> bool:
 
 
 @contextmanager
-def fused_layers(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Run modules through the given forwards; afterwards all is as before."""
     try:
         for module, forward in forwards.items():

@@ -1,0 +1,158 @@
+"""The page manager's run through a call, on pages that hold nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+
+from oomb import _C
+from oomb.engine.layout import Chunks, Order, call_order
+from oomb.engine.tiers import Caps
+from oomb.plan.pages import PageCall
+
+_DRY_SLOT = 64  # bytes of a slot: only their number counts
+_DRY_VISITS = 1_000_000  # page visits of a dry run; longer calls run with coarser pages
+
+
+class DryRun:
+    """The calls that :class:`oomb.engine.attention.ChunkAttention` makes on its page manager."""
+
+    def __init__(self, call: PageCall, caps: Caps) -> None:
+        self._factor = factor = _coarseness(call)
+        page_size = call.chunks.page_size * factor
+        self._call = call
+        self._chunks = Chunks(call.chunks.tokens, call.chunks.chunk_size, page_size)
+        self._order = self._make_order()
+        self._exact = call.selection is None
+        smallest = call.smallest_slots
+        self._manager = _C.PageManager(
+            device="cpu",
+            slot_bytes=_DRY_SLOT,
+            device_slots=max(caps.device_slots // factor, smallest),
+            host_slots=-(-caps.host_slots // factor) + smallest * (factor > 1),
+        )
+        self._lists: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._random = np.random.default_rng(0)
+        self._host_peak = 0
+
+    def _make_order(self) -> Order:
+        windows = [shape.window for shape in self._call.shapes]
+        call = self._call
+        return call_order(self._chunks, windows, call.filled, call.swept, whole_fill=False)
+
+    def run(self) -> tuple[int, int, int]:
+        """Slots of the host tier at their peak, slots loaded, slots stored."""
+        call, chunks, manager = self._call, self._chunks, self._manager
+        pages = chunks.first_page(call.filled)
+        manager.begin_call(
+            num_layers=len(call.shapes),
+            pages_per_sequence=[pages] * call.batch,
+            grad_slots=call.layout.grad_slots,
+            visits=self._order.visits,
+            exact=self._exact,
+            wave_pages=max(1, call.wave_pages // self._factor),
+        )
+        try:
+            for layer in range(len(call.shapes)):
+                for chunk in call.swept[:-1]:
+                    manager.create_gradients(layer, *self._own(chunk))
+            self._fill()
+            self._sweep()
+            stats = manager.stats()
+        finally:
+            manager.end_call()
+            manager.close()
+        loaded, stored = stats["h2d_bytes"] // _DRY_SLOT, stats["d2h_bytes"] // _DRY_SLOT
+        return self._host_peak * self._factor, loaded * self._factor, stored * self._factor
+
+    def _own(self, chunk: int) -> tuple[int, int]:
+        return self._chunks.first_page(chunk), self._chunks.first_page(chunk + 1)
+
+    def _fill(self) -> None:
+        for chunk in range(self._call.filled):
+            for layer in range(len(self._call.shapes)):
+                first, last = self._own(chunk)
+                step = self._manager.max_create(layer)
+                for page in range(first, last, step):
+                    stop = min(page + step, last)
+                    self._manager.create(layer, page, stop)
+                    self._manager.commit(layer, page, stop)
+                self._look()
+                if layer < len(self._call.shapes) - 1:
+                    self._visit(int(self._order.fill[chunk, layer]), chunk, layer)
+
+    def _sweep(self) -> None:
+        layers = range(len(self._call.shapes))
+        for chunk in reversed(self._call.swept):
+            for layer in layers:
+                self._visit(int(self._order.read[chunk, layer]), chunk, layer)
+            for layer in reversed(layers):
+                self._visit(int(self._order.accumulate[chunk, layer]), chunk, layer)
+                self._end_own(chunk, layer)
+
+    def _visit(self, visit: int, chunk: int, layer: int) -> None:
+        last = self._chunks.first_page(chunk)
+        first = int(self._order.visits[visit, 2])
+        if first >= last:
+            return
+        pages = self._selected(chunk, layer)
+        for begin, end in self._manager.waves(visit, first, last, pages):
+            self._manager.acquire(visit, begin, end, pages)
+            self._manager.release(visit, begin, end, pages)
+        self._look()
+
+    def _selected(self, chunk: int, layer: int) -> npt.NDArray[np.int64] | None:
+        """A guess of the pages that a chunk's blocks choose; None: all of the past."""
+        rule = self._call.selection
+        past = self._chunks.first_page(chunk)
+        if rule is None or self._call.shapes[layer].window:
+            return None
+        if past * self._factor <= rule.budget:
+            return None
+        if (chunk, layer) not in self._lists:
+            self._lists[chunk, layer] = self._guess(past, rule.budget)
+            for table in (self._order.fill, self._order.read, self._order.accumulate):
+                visit = int(table[chunk, layer])
+                if visit >= 0:
+                    self._manager.set_visit_pages(visit, self._lists[chunk, layer])
+        return self._lists[chunk, layer]
+
+    def _guess(self, past: int, budget: int) -> npt.NDArray[np.int64]:
+        """Blocks share half of their pages with the one before, as real text does about."""
+        blocks = self._call.chunks.first_page(1)
+        draws = budget + (blocks - 1) * (budget // 2)
+        max_pages = self._chunks.first_page(self._call.filled)
+        pages = [
+            b * max_pages + np.unique(self._random.integers(past, size=draws))
+            for b in range(self._call.batch)
+        ]
+        return np.concatenate(pages).astype(np.int64)
+
+    def _end_own(self, chunk: int, layer: int) -> None:
+        swept, manager = self._call.swept, self._manager
+        first, last = self._own(chunk)
+        if chunk != swept[-1]:
+            step = manager.max_gradients(layer)
+            for page in range(first, last, step):
+                stop = min(page + step, last)
+                manager.acquire_gradients(layer, page, stop)
+                self._look()
+                manager.drop(layer, page, stop, kv=False, grads=True)
+        earlier = [c for c in swept if c < chunk]
+        dead_from = self._chunks.first_page(earlier[-1]) if earlier else 0
+        manager.drop(layer, dead_from, first, kv=True, grads=False)
+
+    def _look(self) -> None:
+        taken = json.loads(self._manager.snapshot())["host"]["taken_slots"]
+        self._host_peak = max(self._host_peak, int(taken))
+
+
+def _coarseness(call: PageCall) -> int:
+    """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short."""
+    per_chunk = call.chunks.first_page(1)
+    past = [call.chunks.first_page(c) for c in range(call.filled)]
+    visits = len(call.shapes) * (sum(past) + 2 * sum(map(call.chunks.first_page, call.swept)))
+    divisors = [d for d in range(1, per_chunk + 1) if per_chunk % d == 0]
+    return next((d for d in divisors if visits * call.batch <= d * _DRY_VISITS), per_chunk)

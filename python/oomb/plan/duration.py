@@ -1,0 +1,93 @@
+"""Seconds of a step: each kind of work at its rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomb.plan.meter import Work
+from oomb.plan.pages import PageCall
+from oomb.plan.pools import PoolUse
+from oomb.plan.rates import Rates
+from oomb.plan.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """Seconds of ``forward_backward`` by kind of work.
+
+    Attributes:
+        matrix: matrix products outside attention.
+        elementwise: everything else that torch computes.
+        attention: attention's kernels.
+        copies: copies between the tiers beyond what the rest hides.
+        starting: what starting operations takes beyond what they take themselves.
+        fill: seconds of the fill, of the total.
+        basis: ``"measured"`` or ``"datasheet"``, the origin of the rates.
+    """
+
+    matrix: float
+    elementwise: float
+    attention: float
+    copies: float
+    starting: float
+    fill: float
+    basis: str
+
+    @property
+    def total(self) -> float:
+        return self.matrix + self.elementwise + self.attention + self.copies + self.starting
+
+
+def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> Duration:
+    """Time of a call whose chunks cost what ``trace`` says."""
+    fills, sweeps = float(call.filled), float(len(call.swept))
+    last = call.chunks.span(call.chunks.number - 1)
+    per_chunk = min(call.chunks.chunk_size, call.chunks.tokens)
+    if call.chunks.number - 1 in call.swept:  # the last chunk is as long as the text leaves it
+        sweeps = sweeps - 1 + (last[1] - last[0]) / per_chunk
+
+    def seconds(work: Work) -> tuple[float, float, float]:
+        matrix, rest = work.flops / rates.matrix, work.moved_bytes / rates.traffic
+        start = work.operations * rates.operation
+        hidden = matrix + rest if call.device_type == "cuda" else 0.0
+        return matrix, rest, max(0.0, start - hidden)
+
+    fill, sweep = seconds(trace.fill), seconds(trace.sweep)
+    forward = 4.0 / rates.attention_forward
+    backward = 10.0 / rates.attention_backward
+    fill_attention = forward * _pairs(call, range(call.filled), skip_last_layer=True)
+    swept_pairs = _pairs(call, call.swept, skip_last_layer=False)
+    attention = fill_attention + (forward + backward) * swept_pairs
+    matrix, elementwise, starting = (
+        fills * f + sweeps * s for f, s in zip(fill, sweep, strict=True)
+    )
+    computing = matrix + elementwise + attention
+    copying = max(pools.h2d_bytes, pools.d2h_bytes) / rates.link
+    return Duration(
+        matrix=matrix,
+        elementwise=elementwise,
+        attention=attention,
+        copies=max(0.0, copying - 0.9 * computing) if copying else 0.0,
+        starting=starting,
+        fill=fills * sum(fill) + fill_attention,
+        basis=rates.basis,
+    )
+
+
+def _pairs(call: PageCall, chunks: range | tuple[int, ...], *, skip_last_layer: bool) -> float:
+    """Sum over layers, heads and chunks of (query, key) pairs times head_dim."""
+    shapes = call.shapes[:-1] if skip_last_layer else call.shapes
+    budget = call.selection.budget * call.chunks.page_size if call.selection else None
+    total = 0.0
+    for window in {shape.window for shape in shapes}:
+        width = sum(s.query_heads * s.head_dim for s in shapes if s.window == window)
+        for chunk in chunks:
+            begin, end = call.chunks.span(chunk)
+            tokens, past = end - begin, begin
+            own = tokens * (tokens + 1) / 2
+            if window:
+                seen = min(own + tokens * past, tokens * float(window))
+            else:
+                seen = own + tokens * (past if budget is None else min(past, budget))
+            total += width * seen
+    return total * call.batch

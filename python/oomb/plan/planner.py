@@ -1,0 +1,228 @@
+"""Predicts training steps of one model on one machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from oomb.config import Config, SampledChunks, TopKPages
+from oomb.engine.layout import Chunks
+from oomb.engine.tiers import Caps, PageLayout
+from oomb.errors import OutOfMemoryError
+from oomb.plan.bare import bare_model
+from oomb.plan.duration import Duration, duration_of
+from oomb.plan.machine import Machine
+from oomb.plan.optimizers import OptimizerUse, optimizer_use
+from oomb.plan.pages import PageCall
+from oomb.plan.pools import least_pools, pool_use
+from oomb.plan.prediction import Prediction
+from oomb.plan.rates import Rates, datasheet_rates, measured_rates
+from oomb.plan.trace import Setting, Trace, Tracer
+
+_TIER_SHARE = 0.9  # of free memory that the engine gives a tier without a cap
+_ACTIVATION_SHARE = 0.4  # of free memory beyond which the engine recomputes layers
+_DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
+_INPUT_BYTES = 5 * 8  # per token: ids, labels, positions, targets and a mask, at most, int64
+
+
+class Planner:
+    """What is learnt about the model is kept, so that many settings can be asked about.
+
+    Args:
+        model: a model (with or without weights), a transformers config, a folder, a name on the
+            hub, or a name of ``oomb.testing.shapes.SHAPES``.
+        machine: None: this one.
+        dtype: of the parameters, where the model is given by name or config; None: the config's.
+        adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.
+
+    Raises:
+        ValueError: no such model.
+        UnsupportedModelError: the model cannot be planned without running it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        machine: Machine | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Any = None,
+    ) -> None:
+        self.machine = Machine.here() if machine is None else machine
+        bare = bare_model(model, dtype=dtype, adapter=adapter)
+        self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
+
+    def predict(
+        self,
+        num_tokens: int,
+        config: Config | None = None,
+        *,
+        batch_size: int = 1,
+        optimizer: str | None = "adamw_torch_fused",
+        accumulates: bool = False,
+        timed: bool = True,
+        dry_run: bool = True,
+    ) -> Prediction:
+        """One step on ``batch_size`` sequences of ``num_tokens`` tokens, after the first.
+
+        Args:
+            config: settings of the engine; None: the defaults.
+            optimizer: as the stock trainer's ``optim``; None: forward and backward alone.
+            accumulates: gradients of earlier calls are kept while a call runs.
+            timed: predict seconds too; on this machine that measures for about a second.
+            dry_run: where pages move between the tiers, run the page manager on the call to see
+                the host tier's peak and the copies; False: the least that the host tier must hold.
+
+        Raises:
+            ValueError: an argument does not fit.
+        """
+        for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        config, tracer = config or Config(), self.tracer
+        use = OptimizerUse(0, 0, 0)
+        if optimizer is not None:
+            use = optimizer_use(optimizer, tracer.trainable)
+        kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
+        free = self.machine.device_bytes - tracer.parameter_bytes - kept
+        call = self.pages(num_tokens, config, batch_size)
+        recompute = self._recompute(config, call, free)
+        beside = call.summary_bytes + call.list_bytes + batch_size * num_tokens * _INPUT_BYTES
+
+        trace = self._trace(call, recompute, waves=False)
+        shortage = ""
+        try:
+            caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+            if caps.host_slots:
+                trace = self._trace(call, recompute, waves=True)
+                caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+            pools = pool_use(call, caps, dry_run=dry_run)
+        except OutOfMemoryError as error:
+            shortage = str(error)
+            room = self._device_room(config, free, trace.sweep_peak_bytes + beside)
+            pools = least_pools(call, room // call.layout.slot_bytes)
+        duration: Duration | None = None
+        if timed:
+            rates = self._rates(config, call)
+            duration = None if rates is None else duration_of(call, trace, pools, rates)
+        prediction = Prediction(
+            num_tokens=num_tokens,
+            batch_size=batch_size,
+            config=replace(config, recompute="layer" if recompute else "none"),
+            machine=self.machine,
+            optimizer=optimizer,
+            parameter_bytes=tracer.parameter_bytes,
+            sum_bytes=trace.sum_bytes,
+            optimizer_bytes=use.device_bytes,
+            optimizer_host_bytes=use.host_bytes,
+            kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
+            call_bytes=trace.sweep_peak_bytes + beside,
+            step_bytes=tracer.gradient_bytes + use.step_bytes,
+            device_pool_bytes=pools.device_peak_bytes,
+            host_pool_bytes=pools.host_peak_bytes,
+            h2d_bytes=pools.h2d_bytes,
+            d2h_bytes=pools.d2h_bytes,
+            duration=duration,
+            shortage=shortage,
+        )
+        return prediction if shortage else replace(prediction, shortage=_shortage(prediction))
+
+    def pages(self, num_tokens: int, config: Config, batch_size: int) -> PageCall:
+        """The pages of a call with labels on every token, of which the last predicts nothing."""
+        first = self.tracer.shapes[0]
+        chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
+        rule = config.attention
+        return PageCall(
+            chunks=chunks,
+            swept=_swept(config, chunks.number),
+            shapes=tuple(self.tracer.shapes),
+            layout=PageLayout.of(
+                first.kv_heads,
+                first.head_dim,
+                config.page_size,
+                self.tracer.key_dtype,
+                config.kv_grad_dtype,
+            ),
+            batch=batch_size,
+            device_type=self.machine.device_type,
+            selection=rule if isinstance(rule, TopKPages) else None,
+        )
+
+    # Parts ----------------------------------------------------------------------------------------
+
+    def _trace(self, call: PageCall, recompute: bool, waves: bool) -> Trace:
+        tokens = min(call.chunks.chunk_size, call.chunks.tokens)
+        return self.tracer.trace(Setting(tokens, call.batch, recompute, waves))
+
+    def _recompute(self, config: Config, call: PageCall, free: int) -> bool:
+        if config.recompute != "auto":
+            return config.recompute == "layer"
+        trace = self._trace(call, False, waves=False)
+        return trace.sweep_peak_bytes - trace.sum_bytes > _ACTIVATION_SHARE * free
+
+    def _caps(self, config: Config, call: PageCall, free: int, others: int) -> Caps:
+        """Sizes of the tiers, as the engine will choose them."""
+        host = config.host_memory
+        assert not isinstance(host, str)
+        needed = max(call.needed_slots, call.smallest_slots)
+        device = self._device_room(config, free, others)
+        if host is None:
+            host = int(self.machine.host_bytes * _TIER_SHARE)
+            if self.machine.device_type == "cpu":
+                taken = min(device, needed * call.layout.slot_bytes)
+                host = int((self.machine.host_bytes - taken) * _TIER_SHARE)
+        kind = torch.device(self.machine.device_type)
+        return Caps.of(call.layout, needed, kind, device, max(1, host), call.smallest_slots, others)
+
+    def _device_room(self, config: Config, free: int, others: int) -> int:
+        """Bytes that the device tier may take."""
+        assert not isinstance(config.device_memory, str)
+        return config.device_memory or max(1, int(free * _TIER_SHARE) - others)
+
+    def _rates(self, config: Config, call: PageCall) -> Rates | None:
+        machine, tracer = self.machine, self.tracer
+        if not machine.local:
+            return None if machine.gpu is None else datasheet_rates(machine.gpu)
+        outer, inner = tracer.largest_product
+        return measured_rates(
+            machine,
+            shape=tracer.shapes[0],
+            layout=call.layout,
+            hidden=outer,
+            inner=inner,
+            dtype=tracer.dtype,
+            chunk=min(call.chunks.chunk_size, call.chunks.tokens),
+            selection=call.selection,
+        )
+
+
+def _swept(config: Config, num_chunks: int) -> tuple[int, ...]:
+    """Chunks that are swept; of several draws the one with the most pages."""
+    rule = config.backward
+    if not isinstance(rule, SampledChunks):
+        return tuple(range(num_chunks))
+    draws = [tuple(rule.draw(num_chunks, step)) for step in range(_DRAWS)]
+    return max(draws, key=lambda drawn: (drawn[-1] + 2 * len(drawn)) if drawn else 0) or (0,)
+
+
+def _shortage(prediction: Prediction) -> str:
+    """What does not fit in a sentence; empty where all does."""
+    machine = prediction.machine
+    room = machine.device_bytes
+    if prediction.device_bytes > room:
+        return (
+            f"device memory: expected {prediction.device_bytes} bytes for parameters, optimizer, "
+            f"one chunk and the page pool, got {room}"
+        )
+    if machine.device_type == "cpu":
+        both = prediction.device_bytes + prediction.host_bytes
+        if both > room:
+            return f"memory: expected {both} bytes for the step and both tiers, got {room}"
+    elif prediction.host_bytes > machine.host_bytes:
+        return (
+            f"host memory: expected {prediction.host_bytes} bytes for the host tier and the "
+            f"optimizer, got {machine.host_bytes}"
+        )
+    return ""

@@ -1,0 +1,96 @@
+"""Peaks of the page pools in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oomb.engine.layout import first_page_in_window
+from oomb.engine.tiers import Caps
+from oomb.plan.dry_run import DryRun
+from oomb.plan.pages import PageCall
+
+# Bytes by which a pool grows: (device tier, host tier).
+_STEPS = {"cpu": (2**20, 2**20), "cuda": (2**28, 2**26)}
+_UNITS = {"cpu": 2**16, "cuda": 2**21}  # and what it is a multiple of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """Peaks of both pools in one call, and copies between them; bytes."""
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
+    """Peaks of the pools under ``caps`` (from ``Caps.of``).
+
+    Without spilling exactly what the call will report; with it, the engine's own page manager runs
+    the call on pages of a few bytes; or, without ``dry_run``, the least that the host tier holds.
+    """
+    slot = call.layout.slot_bytes
+
+    def committed(slots: int, tier: int, max_slots: int) -> int:
+        """Bytes of a pool of which ``slots`` slots were in use at once."""
+        step = max(1, _STEPS[call.device_type][tier] // slot)
+        mapped = min(-(-slots // step) * step, max_slots)
+        unit = _UNITS[call.device_type]
+        return -(-mapped * slot // unit) * unit
+
+    peak = slots_at_once(call)
+    if peak > caps.device_slots and not dry_run:
+        return least_pools(call, caps.device_slots)
+    host = h2d = d2h = 0
+    if peak > caps.device_slots:
+        host, h2d, d2h = DryRun(call, caps).run()
+    return PoolUse(
+        device_peak_bytes=committed(min(peak, caps.device_slots), 0, caps.device_slots),
+        host_peak_bytes=committed(host, 1, caps.host_slots),
+        h2d_bytes=h2d * slot,
+        d2h_bytes=d2h * slot,
+    )
+
+
+def least_pools(call: PageCall, device_slots: int) -> PoolUse:
+    """Sizes of the pools below which the call is refused, with so many slots on the device."""
+    on_device = min(device_slots, call.needed_slots)
+    return PoolUse(
+        device_peak_bytes=on_device * call.layout.slot_bytes,
+        host_peak_bytes=(call.needed_slots - on_device) * call.layout.slot_bytes,
+        h2d_bytes=0,
+        d2h_bytes=0,
+    )
+
+
+def slots_at_once(call: PageCall) -> int:
+    """Most slots in use at once, if none has to go.
+
+    Gradient pages come into being at their first touch, in the sweep of the last chunk mostly; a
+    chunk's pages die when it has been swept, and with them the pages that only it read.
+    """
+    chunks, layers = call.chunks, range(len(call.shapes))
+    grad_slots, per_chunk = call.layout.grad_slots, chunks.first_page(1)
+    wanted = np.zeros(chunks.first_page(call.filled), dtype=bool)
+    for chunk in call.swept[:-1]:
+        wanted[chunks.first_page(chunk) : chunks.first_page(chunk + 1)] = True
+    created = [np.zeros_like(wanted) for _ in layers]
+    kv = [chunks.first_page(call.filled)] * len(layers)  # first pages of each layer that are alive
+    in_use = peak = sum(kv)
+    for position in range(len(call.swept) - 1, -1, -1):
+        chunk = call.swept[position]
+        first = chunks.first_page(chunk)
+        alive = chunks.first_page(call.swept[position - 1]) if position else 0
+        for layer in reversed(layers):
+            begin = first_page_in_window(chunks, chunk, call.shapes[layer].window)
+            fresh = wanted[begin:first] & ~created[layer][begin:first]
+            created[layer][begin:first] |= fresh
+            in_use += grad_slots * int(fresh.sum())
+            peak = max(peak, in_use)
+            in_use -= grad_slots * int(created[layer][first : first + per_chunk].sum())
+            in_use -= max(0, kv[layer] - alive)
+            kv[layer] = min(kv[layer], alive)
+    return peak * call.batch

@@ -1,0 +1,115 @@
+"""What one training step will take: memory of both tiers, and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from oomb.config import Config
+from oomb.plan.duration import Duration
+from oomb.plan.machine import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step of training; bytes and seconds.
+
+    Attributes:
+        num_tokens: per sequence; ``batch_size`` sequences.
+        config: the engine's settings, ``recompute`` resolved.
+        machine: what it was predicted for.
+        optimizer: its name, None: forward and backward only.
+        parameter_bytes: the model's parameters and buffers.
+        optimizer_bytes: the optimizer's state on the device.
+        optimizer_host_bytes: its state in host memory (paged optimizers).
+        kept_gradient_bytes: gradients of earlier calls, where they accumulate.
+        call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
+            sums, logits, page summaries and lists, inputs.
+        sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
+        step_bytes: gradients, and what the optimizer takes while it steps.
+        device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
+        h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
+        duration: seconds of the step by kind of work; None where no rates are known.
+        shortage: what does not fit, one sentence; empty if all does.
+    """
+
+    num_tokens: int
+    batch_size: int
+    config: Config
+    machine: Machine
+    optimizer: str | None
+    parameter_bytes: int
+    optimizer_bytes: int
+    optimizer_host_bytes: int
+    kept_gradient_bytes: int
+    call_bytes: int
+    sum_bytes: int
+    step_bytes: int
+    device_pool_bytes: int
+    host_pool_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    duration: Duration | None
+    shortage: str
+
+    @property
+    def fits(self) -> bool:
+        """Both tiers can hold it."""
+        return not self.shortage
+
+    @property
+    def held_bytes(self) -> int:
+        """What stays on the device between calls: parameters, optimizer, kept gradients."""
+        return self.parameter_bytes + self.optimizer_bytes + self.kept_gradient_bytes
+
+    @property
+    def torch_peak_bytes(self) -> int:
+        """The most that torch holds on the device."""
+        return max(self.held_bytes + self.call_bytes, self._stepping_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak of the device tier with all else on the device; pools are empty between calls."""
+        calling = self.held_bytes + self.call_bytes + self.device_pool_bytes
+        return max(calling, self._stepping_bytes)
+
+    @property
+    def _stepping_bytes(self) -> int:
+        return self.parameter_bytes + self.optimizer_bytes + self.step_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak of the host tier, and of what else lies in host memory."""
+        return self.host_pool_bytes + self.optimizer_host_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """Of ``forward_backward``; None where no rates are known."""
+        return None if self.duration is None else self.duration.total
+
+    @property
+    def basis(self) -> str | None:
+        """Where the seconds come from: rates ``"measured"`` here, or from a ``"datasheet"``."""
+        return None if self.duration is None else self.duration.basis
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: sizes in bytes, time in seconds."""
+        own: dict[str, Any] = {
+            k: v for k, v in vars(self).items() if isinstance(v, (int, str, bool))
+        }
+        properties = ("fits", "torch_peak_bytes", "device_bytes", "host_bytes", "seconds", "basis")
+        own |= {name: getattr(self, name) for name in properties}
+        config = self.config
+        own["machine"] = self.machine.name
+        own["duration"] = None if self.duration is None else vars(self.duration)
+        own["config"] = {
+            "chunk_size": config.chunk_size,
+            "page_size": config.page_size,
+            "attention": repr(config.attention),
+            "backward": repr(config.backward),
+            "kv_grad_dtype": config.kv_grad_dtype,
+            "recompute": config.recompute,
+            "device_memory": config.device_memory,
+            "host_memory": config.host_memory,
+        }
+        return own

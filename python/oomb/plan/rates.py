@@ -1,0 +1,203 @@
+"""How fast a device does each kind of work: measured in about a second, or from a datasheet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from oomb.config import TopKPages
+from oomb.engine.tiers import PageLayout
+from oomb.hf.model import LayerShape
+from oomb.ops import paged_attention
+from oomb.plan.machine import Gpu, Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speed of a device.
+
+    Attributes:
+        matrix: FLOP/s of matrix products.
+        traffic: bytes/s that elementwise operations read and write.
+        attention_forward, attention_backward: FLOP/s of attention's kernels, where a (query, key)
+            pair of a head costs 4 * head_dim forward and 10 * head_dim backward.
+        link: bytes/s between the tiers, each way.
+        operation: seconds that starting an operation takes.
+        basis: ``"measured"`` on this device, or ``"datasheet"``.
+    """
+
+    matrix: float
+    traffic: float
+    attention_forward: float
+    attention_backward: float
+    link: float
+    operation: float
+    basis: str
+
+
+# Shares of the datasheet's figures that training kernels reach, measured on an H200.
+_SHARE_MATRIX, _SHARE_TRAFFIC, _SHARE_LINK = 0.68, 0.75, 0.85
+_SHARE_FORWARD, _SHARE_BACKWARD = 0.62, 0.48
+_CUDA_OPERATION = 8e-6
+
+
+def datasheet_rates(gpu: Gpu) -> Rates:
+    """Rates of a GPU that is not here."""
+    return Rates(
+        matrix=_SHARE_MATRIX * gpu.flops,
+        traffic=_SHARE_TRAFFIC * gpu.bytes_per_second,
+        attention_forward=_SHARE_FORWARD * gpu.flops,
+        attention_backward=_SHARE_BACKWARD * gpu.flops,
+        link=_SHARE_LINK * gpu.link_bytes_per_second,
+        operation=_CUDA_OPERATION,
+        basis="datasheet",
+    )
+
+
+_measured: dict[object, Rates] = {}
+
+
+def measured_rates(
+    machine: Machine,
+    *,
+    shape: LayerShape,
+    layout: PageLayout,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    chunk: int,
+    selection: TopKPages | None,
+) -> Rates:
+    """Rates of this machine's device for a model's shapes; measured once per process.
+
+    Args:
+        hidden, inner: sizes of the largest matrix product of a layer.
+        chunk: tokens of a chunk; on a CPU fewer are run.
+    """
+    key = (machine.device_type, shape, layout, hidden, inner, dtype, chunk, selection)
+    if key not in _measured:
+        device = torch.device(machine.device_type)
+        rows = chunk if device.type == "cuda" else min(chunk, 512)
+        forward, backward = _attention_rates(device, shape, layout, rows, selection)
+        _measured[key] = Rates(
+            matrix=_matrix_rate(device, rows, hidden, inner, dtype),
+            traffic=_traffic_rate(device, rows, inner, dtype),
+            attention_forward=forward,
+            attention_backward=backward,
+            link=_link_rate(device),
+            operation=_CUDA_OPERATION if device.type == "cuda" else _operation_seconds(),
+            basis="measured",
+        )
+    return _measured[key]
+
+
+def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0.15) -> float:
+    """Median-free best of a few runs after one to warm up, within about ``budget`` seconds."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    best, ends = float("inf"), time.perf_counter() + budget
+    while True:
+        began = time.perf_counter()
+        work()
+        wait()
+        now = time.perf_counter()
+        best = min(best, now - began)
+        if now > ends:
+            return best
+
+
+def _matrix_rate(
+    device: torch.device, rows: int, hidden: int, inner: int, dtype: torch.dtype
+) -> float:
+    x = torch.ones(rows, hidden, dtype=dtype, device=device)
+    weight = torch.ones(inner, hidden, dtype=dtype, device=device)
+    wide = torch.ones(rows, inner, dtype=dtype, device=device)
+
+    def products() -> None:  # as in forward, and both of backward
+        torch.mm(x, weight.t())
+        torch.mm(wide, weight)
+        torch.mm(wide.t(), x)
+
+    return 3 * 2 * rows * hidden * inner / _seconds(device, products)
+
+
+def _traffic_rate(device: torch.device, rows: int, inner: int, dtype: torch.dtype) -> float:
+    gate = torch.ones(rows, inner, dtype=dtype, device=device)
+    up = torch.ones_like(gate)
+
+    def elementwise() -> None:
+        torch.nn.functional.silu(gate) * up
+
+    moved = 5 * gate.numel() * gate.element_size()
+    return moved / _seconds(device, elementwise)
+
+
+def _link_rate(device: torch.device) -> float:
+    size = 2**28 if device.type == "cuda" else 2**24
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / _seconds(device, lambda: target.copy_(source, non_blocking=True), 0.05)
+
+
+def _operation_seconds() -> float:
+    x = torch.ones(8)
+    many = 200
+
+    def small() -> None:
+        for _ in range(many):
+            x.add(1.0)
+
+    return 3 * _seconds(torch.device("cpu"), small, 0.02) / many
+
+
+def _attention_rates(
+    device: torch.device,
+    shape: LayerShape,
+    layout: PageLayout,
+    rows: int,
+    selection: TopKPages | None,
+) -> tuple[float, float]:
+    """FLOP/s forward and backward over a past long beside the chunk."""
+    page = layout.page_size
+    past = 16 * rows if device.type == "cuda" else 4 * max(rows, page)
+    pages = -(-past // page)
+    heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
+    blocks, seen = -(-rows // page), pages
+
+    def ones(*size: int, dtype: torch.dtype = layout.dtype) -> torch.Tensor:
+        return torch.full(size, 0.01, dtype=dtype, device=device)
+
+    q = ones(1, heads, rows, dim).requires_grad_()
+    k, v = (ones(1, kv_heads, rows, dim).requires_grad_() for _ in range(2))
+    kv_pages = ones(pages, 2, kv_heads, page, dim)
+    dkv_pages = ones(pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    lists = None
+    if selection is not None and selection.budget < pages:
+        seen = selection.budget
+        listed = 1 if selection.share == "all_heads" else kv_heads
+        rank = torch.rand(1, blocks, listed, pages, device=device)
+        lists = rank.topk(seen, dim=-1)[1].sort(dim=-1)[0].to(torch.int32)
+
+    def forward() -> torch.Tensor:
+        o, _ = paged_attention(q, k, v, kv_pages, dkv_pages, table, selection=lists, check=False)
+        return o
+
+    o = forward()
+    gradient = torch.ones_like(o)
+
+    def backward() -> None:
+        torch.autograd.grad(o, (q, k, v), gradient, retain_graph=True)
+
+    pairs = heads * rows * (seen * page + (rows + 1) / 2)
+    with torch.no_grad():
+        seconds = _seconds(device, forward)
+    return 4 * dim * pairs / seconds, 10 * dim * pairs / _seconds(device, backward, 0.3)

@@ -1,0 +1,220 @@
+"""Settings for a model, a context and a machine; and the nearest thing where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from oomb.config import Config
+from oomb.plan.machine import Machine
+from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
+from oomb.plan.planner import Planner
+from oomb.plan.prediction import Prediction
+
+_CHUNKS = (8192, 4096, 2048, 1024, 512)
+_SMALLER_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
+_LONGEST = 2**26  # tokens; beyond it nobody asks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """Settings to run with, or what comes nearest.
+
+    Attributes:
+        prediction: of the settings; where none fits, of those that need least.
+        longest_context: tokens per sequence that fit with the settings of ``prediction``; None
+            where the context asked for fits.
+        ordinary: the same step as ordinary training with checkpointing and layer-input offload.
+        advice: sentences for the user, most useful first.
+    """
+
+    prediction: Prediction
+    longest_context: int | None
+    ordinary: OrdinaryTraining
+    advice: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """The settings hold the context asked for."""
+        return self.prediction.fits
+
+    @property
+    def config(self) -> Config:
+        """Settings of the engine, ``recompute`` resolved."""
+        return self.prediction.config
+
+
+def predict(
+    model: Any,
+    num_tokens: int,
+    config: Config | None = None,
+    *,
+    machine: Machine | None = None,
+    batch_size: int = 1,
+    optimizer: str | None = "adamw_torch_fused",
+    accumulates: bool = False,
+    dtype: torch.dtype | None = None,
+    adapter: Any = None,
+    timed: bool = True,
+) -> Prediction:
+    """What one step takes with given settings.
+
+    Arguments as of :class:`Planner` and its ``predict``.
+
+    Raises:
+        ValueError: an argument does not fit, or no such model.
+        UnsupportedModelError: the model cannot be planned without running it.
+    """
+    planner = Planner(model, machine, dtype=dtype, adapter=adapter)
+    return planner.predict(
+        num_tokens,
+        config,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        accumulates=accumulates,
+        timed=timed,
+    )
+
+
+def recommend(
+    model: Any,
+    context: int,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    *,
+    gpu: str | None = None,
+    config: Config | None = None,
+    keep: frozenset[str] = frozenset(),
+    batch_size: int = 1,
+    optimizer: str | None = "adamw_torch_fused",
+    accumulates: bool = False,
+    dtype: torch.dtype | None = None,
+    adapter: Any = None,
+    timed: bool = True,
+) -> Recommendation:
+    """Chunk size, dtype of the pages' gradients and recompute for ``context`` tokens per sequence.
+
+    Args:
+        model: a model (with or without weights), a transformers config, a folder, a name on the
+            hub, or a name of ``oomb.testing.shapes.SHAPES``.
+        device_bytes, host_bytes: memory of the machine; None: this machine's, what is free.
+        gpu: a name of :data:`oomb.plan.GPUS` where the plan is for another machine.
+        config: settings that are not chosen here (attention, backward, caps …); None: defaults.
+        keep: fields of ``config`` not to choose: of ``chunk_size``, ``kv_grad_dtype``,
+            ``recompute``.
+        optimizer: as the stock trainer's ``optim``.
+        accumulates: several calls per optimizer step.
+        dtype, adapter: as of :class:`Planner`.
+        timed: predict seconds, which measures this machine for about a second.
+
+    Raises:
+        ValueError: an argument does not fit, or no such model.
+        UnsupportedModelError: the model cannot be planned without running it.
+    """
+    machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
+    planner = Planner(model, machine, dtype=dtype, adapter=adapter)
+    base = config or Config()
+    asked: dict[str, Any] = {
+        "batch_size": batch_size,
+        "optimizer": optimizer,
+        "accumulates": accumulates,
+    }
+    rough = [
+        planner.predict(context, candidate, timed=False, dry_run=False, **asked)
+        for candidate in _candidates(base, context, keep)
+    ]
+    chosen = _best(rough, context)
+    prediction = planner.predict(context, chosen.config, timed=timed, **asked)
+    ordinary = ordinary_training(planner, prediction)
+    longest = None
+    if not prediction.fits:
+        longest = _longest_context(planner, chosen.config, context, asked)
+    advice = tuple(_advice(planner, prediction, ordinary, longest, asked))
+    return Recommendation(
+        prediction=prediction, longest_context=longest, ordinary=ordinary, advice=advice
+    )
+
+
+def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[Config]:
+    """Settings in order of preference: exact gradients first, then fewer recomputations."""
+    chunks = [c for c in _CHUNKS if c % base.page_size == 0 and (c < 2 * context or c == 512)]
+    chunks = [base.chunk_size] if "chunk_size" in keep or not chunks else chunks
+    dtypes = [base.kv_grad_dtype] if "kv_grad_dtype" in keep else ["float32", "bfloat16"]
+    recomputes = [base.recompute] if "recompute" in keep else ["none", "layer"]
+    for dtype in dtypes:
+        for recompute in recomputes:
+            for chunk in chunks:
+                yield replace(
+                    base,
+                    chunk_size=chunk,
+                    kv_grad_dtype=dtype,  # type: ignore[arg-type]
+                    recompute=recompute,  # type: ignore[arg-type]
+                )
+
+
+def _best(predictions: list[Prediction], context: int) -> Prediction:
+    """The first that fits, without pages that have to move if that is to be had."""
+    fitting = [p for p in predictions if p.fits]
+    if not fitting:
+        return min(predictions, key=lambda p: p.device_bytes + p.host_bytes)
+    # Small chunks read weights and pages more often; 4096 and more are as good as each other.
+    exact = [p for p in fitting if p.config.kv_grad_dtype == fitting[0].config.kv_grad_dtype]
+    sizes = [p for p in exact if 2048 <= p.config.chunk_size <= 4096] or exact
+    return next((p for p in sizes if p.host_pool_bytes == 0), sizes[0])
+
+
+def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:
+    """The most tokens that fit, in whole chunks; 0 where not even one chunk does."""
+    low, high = 0, -(-min(context, _LONGEST) // config.chunk_size)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tokens = middle * config.chunk_size
+        fits = planner.predict(tokens, config, timed=False, dry_run=False, **asked).fits
+        low, high = (middle, high) if fits else (low, middle)
+    return low * config.chunk_size
+
+
+def _advice(
+    planner: Planner,
+    prediction: Prediction,
+    ordinary: OrdinaryTraining,
+    longest: int | None,
+    asked: dict[str, Any],
+) -> Iterator[str]:
+    if not prediction.fits:
+        yield prediction.shortage
+        if longest:
+            yield f"the longest context that fits with these settings: {longest} tokens"
+        yield (
+            f"the smallest settings for {prediction.num_tokens} tokens need "
+            f"{_gib(prediction.device_bytes)} on the device and {_gib(prediction.host_bytes)} on "
+            "the host"
+        )
+        for name in _SMALLER_OPTIMIZERS:
+            if asked["optimizer"] in (None, name) or prediction.machine.device_type == "cpu":
+                continue
+            other = planner.predict(
+                prediction.num_tokens,
+                prediction.config,
+                timed=False,
+                dry_run=False,
+                **{**asked, "optimizer": name},
+            )
+            if other.fits:
+                yield f"it fits with the optimizer {name}"
+                break
+    ours = prediction.device_bytes + prediction.host_bytes
+    theirs = ordinary.device_bytes + ordinary.host_bytes
+    if ordinary.fits and theirs < ours:
+        yield (
+            "ordinary training with checkpointing and layer-input offload needs less here: about "
+            f"{_gib(ordinary.device_bytes)} on the device and {_gib(ordinary.host_bytes)} on the "
+            "host"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
