@@ -17,7 +17,7 @@ class Interrupted(SystemExit):
     Attributes:
         reason: ``"SIGTERM"`` or ``"SIGINT"``.
         step: the last finished optimizer step.
-        checkpoint: where it is saved; None: saving is off.
+        checkpoint: where it is saved; None: it is not (``save_strategy="no"``).
     """
 
     def __init__(self, reason: str, step: int = 0, checkpoint: Path | None = None) -> None:
@@ -27,7 +27,7 @@ class Interrupted(SystemExit):
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
-        saved = f"saved in {self.checkpoint}" if self.checkpoint else "not saved (save_strategy)"
+        saved = f"saved in {self.checkpoint}" if self.checkpoint else "not saved"
         return (
             f"{self.reason}: the step under way was abandoned; step {self.step}, the last finished "
             f"one, is {saved}"
@@ -65,7 +65,7 @@ class SignalWatch:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
+        self._previous, self.received = {}, None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

@@ -25,6 +25,7 @@ from oomb.train.checkpoint import (
     save_state,
 )
 
+_log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
 _TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
 _TRAINING = "training"  # optimizer, schedule, random generators, engine
@@ -33,9 +34,14 @@ _TRAINING = "training"  # optimizer, schedule, random generators, engine
 @dataclass(frozen=True, kw_only=True)
 class _FinishedStep:
     """What a checkpoint of the last finished step holds besides weights and optimizer, which change
-    at its end only."""
+    at its end only.
+
+    A shuffling sampler may draw an epoch's order from the global generators, so that the order
+    comes back only from their state at its beginning: ``epoch_random``.
+    """
 
     random: dict[str, Any]
+    epoch_random: dict[str, Any]
     engine: dict[str, Any]
     tokens_seen: float
     total_flos: float
@@ -50,6 +56,9 @@ class _RemembersSteps(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._remember()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._begin_epoch()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._trainer._remember()
@@ -72,6 +81,7 @@ class ResumableTrainer(transformers.Trainer):
         self._signals = SignalWatch()
         self._finished: _FinishedStep | None = None
         self._resumed: dict[str, Any] | None = None
+        self._epoch_random: dict[str, Any] | None = None
         self._saved_step: int | None = None  # whose checkpoint is on the disk
         self.add_callback(_RemembersSteps(self))
 
@@ -100,7 +110,7 @@ class ResumableTrainer(transformers.Trainer):
             Interrupted: SIGTERM or SIGINT came.
         """
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint, trial)
-        self._finished = self._resumed = None
+        self._finished = self._resumed = self._epoch_random = None
         self._saved_step = checkpoint.step if checkpoint else None
         with self._signals:
             try:
@@ -111,7 +121,9 @@ class ResumableTrainer(transformers.Trainer):
                 )
                 self._signals.check()
             except Interrupted as interrupted:
-                raise self._abandon_step(interrupted.reason, trial) from None
+                abandoned = self._abandon_step(interrupted.reason, trial)
+                _log.warning(str(abandoned))
+                raise abandoned from None
         return output
 
     def _checkpoint_to_resume(self, asked: str | bool | None, trial: Any) -> Checkpoint | None:
@@ -138,7 +150,7 @@ class ResumableTrainer(transformers.Trainer):
                 f"got {found}"
             )
         for reason in reasons:
-            transformers.logging.get_logger("oomb.hf").warning(f"checkpoint passed over: {reason}")
+            _log.warning(f"checkpoint passed over: {reason}")
         return checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -162,9 +174,17 @@ class ResumableTrainer(transformers.Trainer):
         if self._resumed is not None:
             restore_random_state(self._resumed["random"], self.args.device)
 
+    def _begin_epoch(self) -> None:
+        """Before the epoch's order is drawn; for the rest of an epoch, drawn as it was."""
+        if self._epoch_random is None and self._resumed is not None:
+            restore_random_state(self._resumed["epoch_random"], self.args.device)
+        self._epoch_random = random_state(self.args.device)
+
     def _load_best_model(self) -> None:
+        self._signals.check()
         CheckpointStore.verified(str(self.state.best_model_checkpoint))
         super()._load_best_model()
+        self._finished = None  # the weights are no longer those of the last step
 
     # Saving ---------------------------------------------------------------------------------------
 
@@ -172,8 +192,13 @@ class ResumableTrainer(transformers.Trainer):
         """The state at the end of an optimizer step, before anything of the next one."""
         starting = self._finished is None
         resumed = self._resumed if starting else None  # its random state is restored later
+        random = resumed["random"] if resumed else random_state(self.args.device)
+        of_epoch = self._epoch_random
+        if of_epoch is None or float(self.state.epoch or 0).is_integer():
+            of_epoch = random  # the next epoch begins here
         self._finished = _FinishedStep(
-            random=resumed["random"] if resumed else random_state(self.args.device),
+            random=random,
+            epoch_random=of_epoch,
             engine=self._engine_state(),
             tokens_seen=self.state.num_input_tokens_seen,
             total_flos=self.state.total_flos,
@@ -234,6 +259,7 @@ class ResumableTrainer(transformers.Trainer):
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": self._finished.random,
+            "epoch_random": self._finished.epoch_random,
             "engine": self._finished.engine,
         }
         save_state(folder, _TRAINING, state)

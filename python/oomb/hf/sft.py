@@ -32,3 +32,7 @@ class SFTTrainer(EngineTrainerMixin, StockSFTTrainer):
         self._total_train_tokens += tokens
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss
+
+    def prediction_step(self, *args: Any, **keywords: Any) -> Any:
+        self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+        return super().prediction_step(*args, **keywords)

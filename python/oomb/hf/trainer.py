@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +54,7 @@ class EngineTrainerMixin(ResumableTrainer):
             raise ValueError(f"oomb_config: expected an oomb.Config, got {oomb_config!r}")
         refuse_arguments(self._named(args, keywords))
         super().__init__(*args, **keywords)
-        refuse_arguments({"args": self.args})
+        refuse_arguments(vars(self))
         refuse_own_loss(self)
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer
@@ -200,8 +201,7 @@ class EngineTrainerMixin(ResumableTrainer):
 
     def train(self, *args: Any, **keywords: Any) -> Any:
         """Train through the engine; see :class:`ResumableTrainer`."""
-        reason = "error"
-        began = self._record.began
+        reason, began = "error", time.perf_counter()
         try:
             output = super().train(*args, **keywords)
             reason = "done"
@@ -210,7 +210,7 @@ class EngineTrainerMixin(ResumableTrainer):
             raise
         finally:
             if self.observer is not None:
-                seconds = StepRecord().began - began
+                seconds = time.perf_counter() - began
                 self.observer.on_end({"reason": reason, "seconds": seconds})
         return output
 

@@ -151,8 +151,8 @@ class CheckpointStore:
         return Checkpoint(step=step, path=path, identity=identity, num_bytes=num_bytes)
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, intact or not, ascending."""
-        return sorted(step for step, _ in self._steps())
+        """Steps whose checkpoint was saved to the end, intact or not since; ascending."""
+        return sorted(step for step, path in self._steps() if (path / MARKER).exists())
 
     def _steps(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():

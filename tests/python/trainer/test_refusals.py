@@ -1,0 +1,135 @@
+"""What the engine cannot do is refused by name, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import oomb
+from oomb.hf import EngineTrainerMixin, SFTTrainer, Trainer
+
+from .runs import (
+    CONFIG,
+    arguments,
+    model,
+    packed,
+    prompts,
+    sft_arguments,
+    tokenizer,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("torch_compile", True),
+        ("use_liger_kernel", True),
+        ("bf16_full_eval", True),
+        ("enable_jit_checkpoint", True),
+        ("optim", "adalomo"),
+        ("optim", "galore_adamw_layerwise"),
+    ],
+)
+def test_settings(field: str, value: Any, tmp_path: Path) -> None:
+    settings = arguments(tmp_path / "run")
+    setattr(settings, field, value)
+    with pytest.raises(ValueError, match=f"^{field}: expected .*, got "):
+        Trainer(model(), settings, train_dataset=packed(), oomb_config=CONFIG)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"]
+)
+def test_functions_of_logits(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected None, got one: .*logits|engine"):
+        Trainer(model(), arguments(tmp_path), oomb_config=CONFIG, **{name: lambda *_: None})
+
+
+@pytest.mark.parametrize(("name", "number"), [("world_size", 2), ("n_gpu", 4)])
+def test_several_gpus(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = arguments(tmp_path)
+    monkeypatch.setattr(type(settings), name, property(lambda _: number))
+    with pytest.raises(ValueError, match=f"^{name}: expected 1, got {number}: "):
+        Trainer(model(), settings, oomb_config=CONFIG)
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any:
+            return 2 * super().compute_loss(*args, **keywords)
+
+    class Theirs(transformers.Trainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any:
+            return 2 * super().compute_loss(*args, **keywords)
+
+    class Mixed(EngineTrainerMixin, Theirs):
+        pass
+
+    for kind, name in ((Weighted, "Weighted"), (Mixed, "Theirs")):
+        with pytest.raises(ValueError, match=f"^{name}.compute_loss: expected "):
+            kind(model(), arguments(tmp_path), oomb_config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("loss_type", "dft"), ("activation_offloading", True)]
+)
+def test_sft_settings(field: str, value: Any, tmp_path: Path) -> None:
+    settings = sft_arguments(tmp_path)
+    setattr(settings, field, value)
+    with pytest.raises(ValueError, match=f"^{field}: expected "):
+        SFTTrainer(
+            model(),
+            args=settings,
+            train_dataset=prompts(4),
+            processing_class=tokenizer(),
+            oomb_config=CONFIG,
+        )
+
+
+def test_config_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^oomb_config: expected an oomb.Config, got {"):
+        Trainer(model(), arguments(tmp_path), oomb_config={"chunk_size": 32})  # type: ignore[arg-type]
+
+
+def test_a_model_that_the_engine_refuses(tmp_path: Path) -> None:
+    with pytest.raises((oomb.UnsupportedModelError, AttributeError)):
+        Trainer(nn.Linear(2, 2), arguments(tmp_path), oomb_config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("inputs_embeds", "^batch: expected .*, got inputs_embeds, which the engine cannot"),
+        ("labels", "^batch: expected labels, got "),
+    ],
+)
+def test_batches(column: str, message: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = packed(2)
+    for row in rows:
+        if column == "labels":
+            del row["labels"]
+        else:
+            row[column] = torch.zeros(70, 48)
+    trainer = Trainer(model(), arguments(tmp_path), train_dataset=rows, oomb_config=CONFIG)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_left_padding(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {**row, "attention_mask": [0] * 5 + [1] * 65, "position_ids": None} for row in packed(2)
+    ]
+    rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
+    trainer = Trainer(model(), arguments(tmp_path), train_dataset=rows, oomb_config=CONFIG)
+    with pytest.raises(ValueError, match="^attention_mask: expected right padding only"):
+        trainer.train()
