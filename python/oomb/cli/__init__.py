@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from oomb.cli import bench
+from oomb.cli.audit import audit
 from oomb.cli.demo import demo
 from oomb.cli.doctor import doctor
 from oomb.cli.report import report
+from oomb.cli.train import train
 
 app = typer.Typer(
     name="oomb",
@@ -22,7 +24,9 @@ def main() -> None:
     """Exact training on very long sequences with memory that does not grow with them."""
 
 
+app.command()(audit)
 app.command()(demo)
 app.command()(doctor)
 app.command()(report)
+app.command()(train)
 app.add_typer(bench.app, name="bench")

@@ -59,7 +59,7 @@ QUICK = Size(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for picture, figures and model.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for picture, figures, model and text.")] = Path(
         "oomb-demo"
     ),
     seconds: Annotated[
@@ -85,7 +85,7 @@ def demo(
     show_memory(console, size, memory)
     ordinary, chunked = train(console, size, out / "model")
     show_training(console, size.training, ordinary, chunked)
-    out.mkdir(parents=True, exist_ok=True)
+    text.save(out / "text")
     figures = _figures(size, gradients, memory, ordinary, chunked)
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
@@ -95,6 +95,7 @@ def demo(
         draw(picture, memory, size.budget, ordinary, chunked)
         console.print(f"Picture: {picture}")
     console.print(f"Figures: {out / 'figures.json'}\nModel:   {out / 'model'}")
+    console.print(f"Text:    {out / 'text'}\nTrain it on with: oomb train examples/train_full.yaml")
 
 
 # The three parts ----------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ class Text:
         """[1, num_tokens] int64 of files that are not trained on."""
         return _cut(self.held_out, 0, num_tokens)
 
+    def save(self, folder: Path) -> None:
+        """Both sets as text files, ``train.txt`` and ``held_out.txt``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.txt").write_bytes(self.train.numpy().tobytes())
+        (folder / "held_out.txt").write_bytes(self.held_out.numpy().tobytes())
+
 
 def _cut(text: torch.Tensor, begin: int, num_tokens: int) -> torch.Tensor:
     index = torch.arange(begin, begin + num_tokens) % text.numel()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from oomb.cli.demo_model import ordinary_loss, small_model
 from oomb.cli.demo_text import Text, python_source
+from oomb.cli.demo_tokenizer import byte_tokenizer
 from oomb.config import Config
 from oomb.engine.engine import Engine
 
@@ -49,7 +50,7 @@ def task(
     """For :mod:`oomb.cli.demo_process`.
 
     Args:
-        save_to: folder for the trained model.
+        save_to: folder for the trained model and its tokenizer.
     """
     model, text = small_model(), python_source()
     if method == "oomb":
@@ -59,6 +60,7 @@ def task(
         run = _train_ordinary(model, text, TrainingSize(**size), on_share)
     if save_to is not None:
         model.save_pretrained(save_to)
+        byte_tokenizer().save_pretrained(save_to)
     return asdict(run)
 
 

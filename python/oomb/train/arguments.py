@@ -46,6 +46,7 @@ def training_arguments(
             warmup_steps=schedule.warmup_steps,
             eval_strategy="no" if every is None else "steps",
             eval_steps=every,
+            eval_on_start=evaluates and settings.evaluation.at_start,
             save_strategy="steps",
             save_steps=settings.saving.every_steps or _NEVER,
             save_total_limit=settings.saving.keep_last,

@@ -29,6 +29,10 @@ class Data:
     train: SequenceDataset
     eval: SequenceDataset | None
 
+    @property
+    def parts(self) -> list[SequenceDataset]:
+        return [self.train] if self.eval is None else [self.train, self.eval]
+
 
 def find_data(settings: DataSettings) -> Sources:
     """The run's files.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from oomb.train.reading import read_settings, write_settings
 from oomb.train.settings import RunSettings
 
 SETTINGS_FILE = "run.yaml"
-PLAN_FILE = "plan.json"
 MODEL_FOLDER = "model"
 
 # Where these change, the checkpoint is another run's, or its place in the data means nothing.
@@ -70,18 +68,12 @@ def check_folder(settings: RunSettings, resume: bool) -> None:
             raise BadInput(f"{field}: expected {old!r}, as the run began, got {new!r}")
 
 
-def begin(settings: RunSettings, plan: dict[str, Any] | None) -> Path:
-    """Make the folder and write what the run is about to do."""
+def begin(settings: RunSettings) -> Path:
+    """Make the folder and write the settings into it."""
     folder = Path(settings.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(settings, folder / SETTINGS_FILE)
-    if plan is not None:
-        write_plan(folder, plan)
     return folder
-
-
-def write_plan(folder: Path, plan: dict[str, Any]) -> None:
-    (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n")
 
 
 def _value(settings: RunSettings, field: str) -> Any:

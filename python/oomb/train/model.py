@@ -113,12 +113,17 @@ def device_of(settings: ModelSettings) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+def adapter_config(lora: LoraSettings) -> Any:
+    """The ``lora`` section as peft's config.
+
+    Raises:
+        BadInput: peft is not installed.
+    """
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError as error:
         raise BadInput("lora: expected peft to be installed; pip install 'oomb[peft]'") from error
-    config = LoraConfig(
+    return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
@@ -127,10 +132,17 @@ def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedMode
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+    config = adapter_config(lora)
+    from peft import get_peft_model
+
     try:
-        return get_peft_model(model, config)  # type: ignore[return-value]
+        adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise BadInput(f"lora.target_modules: expected layers of the model, got {error}") from error
+    return adapted  # type: ignore[no-any-return]
 
 
 def _hub(settings: ModelSettings) -> dict[str, Any]:

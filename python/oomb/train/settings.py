@@ -181,6 +181,8 @@ class TrainingSettings(Section):
 class EvaluationSettings(Section):
     every_steps: Count | None = None
     """Optimizer steps between evaluations. null: at the end only, where there is data for it."""
+    at_start: bool = False
+    """Evaluate before the first step too."""
     batch_size: Count = 1
     """Sequences per call."""
 

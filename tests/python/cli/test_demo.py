@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from oomb import Config
@@ -15,6 +15,7 @@ from oomb.cli import app, demo_training
 from oomb.cli.demo_gradients import compare_gradients, largest_difference
 from oomb.cli.demo_process import OutOfBudget, run_task
 from oomb.cli.demo_text import python_source
+from oomb.cli.demo_tokenizer import byte_tokenizer
 from oomb.cli.demo_training import TrainingSize
 
 MIB = 1 << 20
@@ -79,6 +80,21 @@ def test_saves_a_model_that_loads(ran: tuple[str, Path]) -> None:
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
     assert loss == pytest.approx(runs["oomb"]["losses"][-1], abs=1e-3)
+
+
+def test_saves_its_tokenizer_and_text(ran: tuple[str, Path]) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ran[1] / "model")
+    text = (ran[1] / "text" / "held_out.txt").read_bytes()
+    assert text == python_source().held_out.numpy().tobytes()
+    assert bytes(tokenizer(text[:5000].decode())["input_ids"]) == text[:5000]
+    assert (ran[1] / "text" / "train.txt").read_text(encoding="utf-8")
+
+
+def test_every_byte_has_a_token() -> None:
+    tokenizer, text = byte_tokenizer(), "".join(map(chr, range(0x250))) + "€ 𝄞\n"
+    ids = tokenizer(text)["input_ids"]
+    assert bytes(ids) == text.encode() and tokenizer.decode(ids) == text
+    assert sorted(tokenizer.get_vocab().values()) == list(range(256))
 
 
 def test_gradient_comparison_sees_a_difference() -> None:

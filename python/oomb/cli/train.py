@@ -1,0 +1,49 @@
+"""``oomb train``: a run from a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run; see docs/train.md.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FIELD=VALUE]...",
+            help="Settings that win over the file's, such as optimizer.learning_rate=1e-5.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Train a model: checkpoints, metrics, the final weights and a report in one folder."""
+    try:
+        from oomb.errors import Error
+        from oomb.train.errors import BadInput
+        from oomb.train.reading import read_settings
+        from oomb.train.run import train as carry_out
+    except ModuleNotFoundError as error:
+        _fail(f"oomb train needs {error.name}: pip install 'oomb[train]'")
+    try:
+        settings = read_settings(config, overrides or ())
+        code = carry_out(settings, resume=resume, dry_run=dry_run)
+    except BadInput as error:
+        _fail(str(error), code=2)
+    except Error as error:
+        _fail(str(error))
+    raise typer.Exit(code)
+
+
+def _fail(text: str, code: int = 1) -> NoReturn:
+    console = Console(stderr=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)

@@ -1,0 +1,105 @@
+"""What a run will take, and beside it what it took."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from oomb.monitor.units import bytes_text, seconds_text
+from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
+from oomb.report.runs import read_run
+from oomb.train.errors import BadInput
+from oomb.train.model import adapter_config, device_of
+from oomb.train.settings import RunSettings
+
+
+def plan_run(
+    settings: RunSettings, config: PreTrainedConfig, num_tokens: int, console: Console
+) -> Prediction:
+    """Predict and print what a call of the engine on sequences of ``num_tokens`` takes.
+
+    Raises:
+        BadInput: more than there is; the text names the nearest settings that would fit.
+    """
+    engine = settings.engine.config()
+    dtype = settings.model.dtype
+    asked: dict[str, Any] = {
+        "batch_size": settings.training.batch_size,
+        "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
+        "accumulates": settings.training.accumulation_steps > 1,
+        "dtype": None if dtype == "auto" else getattr(torch, dtype),
+        "adapter": None if settings.lora is None else adapter_config(settings.lora),
+    }
+    machine = Machine.here(device_of(settings.model).type)
+    prediction = predict(config, num_tokens, engine, machine=machine, **asked)
+    _print_plan(console, prediction)
+    if not prediction.fits:
+        nearest = recommend(config, num_tokens, config=engine, timed=False, **asked)
+        raise BadInput(_refusal(prediction, nearest.fits, nearest.config, nearest.advice))
+    return prediction
+
+
+def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: Console) -> None:
+    """Put what the run's steps took into its plan, and print both."""
+    metrics = read_run(run)
+    longest = max((record["tokens"] for record in metrics.metrics.steps), default=0)
+    # Of steps as long as those predicted, but the first, which also allocates.
+    alike = [record for record in metrics.metrics.steps if record["tokens"] == longest]
+    seconds = statistics.median(
+        record["fill_seconds"] + record["sweep_seconds"] for record in alike[1:] or alike
+    )
+    measured: dict[str, Any] = {
+        "device_pool_bytes": int(metrics.most("device_peak_bytes") or 0),
+        "host_pool_bytes": int(metrics.most("host_peak_bytes") or 0),
+        "torch_peak_bytes": metrics.most("torch_peak_bytes"),
+        "seconds": seconds / accumulation_steps,
+    }
+    write_measured(run, **measured)
+    table = Table("one call", "predicted", "measured", box=None, pad_edge=False)
+    for label, name, text in (
+        ("pages on the device", "device_pool_bytes", bytes_text),
+        ("pages on the host", "host_pool_bytes", bytes_text),
+        ("torch's memory", "torch_peak_bytes", bytes_text),
+        ("time", "seconds", seconds_text),
+    ):
+        expected, found = getattr(prediction, name), measured[name]
+        if expected is not None and found is not None:
+            table.add_row(label, text(expected), text(found))
+    console.print(table)
+
+
+def _print_plan(console: Console, prediction: Prediction) -> None:
+    config, seconds = prediction.config, prediction.seconds
+    time = "" if seconds is None else f", about {seconds_text(seconds)} per call"
+    console.print(
+        f"Plan: {prediction.num_tokens:,} tokens in chunks of {config.chunk_size:,}: "
+        f"{bytes_text(prediction.device_bytes)} on the device "
+        f"({bytes_text(prediction.device_pool_bytes)} of it pages), "
+        f"{bytes_text(prediction.host_bytes)} on the host{time}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _refusal(prediction: Prediction, fits: bool, config: Any, advice: tuple[str, ...]) -> str:
+    if not fits:
+        return "\n".join(
+            [f"engine: expected what this machine holds, got more: {prediction.shortage}", *advice]
+        )
+    asked = prediction.config
+    changes = [
+        f"engine.{name}={getattr(config, name)}"
+        for name in ("chunk_size", "recompute", "kv_grad_dtype")
+        if getattr(config, name) != getattr(asked, name)
+    ]
+    return (
+        f"engine: expected what this machine holds, got more: {prediction.shortage}\n"
+        f"nearest settings that fit: {' '.join(changes)}"
+    )

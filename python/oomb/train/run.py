@@ -1,0 +1,150 @@
+"""A run from its settings to its report."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+from transformers import (
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from oomb.hf import Interrupted, Trainer
+from oomb.monitor import RunMonitor
+from oomb.plan import write_plan
+from oomb.report import write_report
+from oomb.train.arguments import training_arguments
+from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
+from oomb.train.folder import MODEL_FOLDER, begin, check_folder
+from oomb.train.model import device_of, load_config, load_model, load_tokenizer
+from oomb.train.planning import finish, plan_run
+from oomb.train.rope import check_positions
+from oomb.train.sequences import collate
+from oomb.train.settings import RunSettings
+
+
+def train(
+    settings: RunSettings,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Carry out a run; see docs/train.md.
+
+    Args:
+        resume: go on from the newest intact checkpoint in the run's folder.
+        dry_run: check settings, files, tokenizer and model config, print the plan and stop.
+
+    Returns:
+        Exit code: 0 when done, or interrupted with a checkpoint saved.
+
+    Raises:
+        BadInput: settings, files or model that the run cannot use; nothing was written.
+        oomb.Error: the model cannot be run exactly, memory does not suffice, or no checkpoint is
+            intact.
+    """
+    console = console or Console()
+    check_folder(settings, resume)
+    device = device_of(settings.model)
+    sources = find_data(settings.data)
+    config = load_config(settings.model)
+    tokenizer = load_tokenizer(settings.model, config)
+    tokenising_rule(settings.data, tokenizer)
+    if dry_run:
+        check_positions(config, settings.context)
+        plan_run(settings, config, settings.context, console)
+        return 0
+    data = prepare_data(settings, sources, tokenizer)
+    check_positions(config, max(part.longest_document for part in data.parts))
+    _describe(console, data)
+    prediction = plan_run(settings, config, max(part.longest for part in data.parts), console)
+
+    set_seed(settings.training.seed)
+    model = load_model(settings.model, settings.lora, config)
+    with _unmade_on_error(Path(settings.output_dir)):
+        trainer = Trainer(
+            model=model,
+            args=training_arguments(settings, device, evaluates=data.eval is not None),
+            data_collator=collate,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            processing_class=tokenizer,
+            callbacks=[_EvaluateAtEnd()] if data.eval is not None else [],
+            oomb_config=settings.engine.config(),
+        )
+    # The run's own display says what these would print between its lines.
+    trainer.remove_callback(PrinterCallback)
+    transformers.logging.disable_progress_bar()
+    run = begin(settings)
+    write_plan(run, prediction)
+    every = settings.logging.chunk_records_every
+    trainer.observer = RunMonitor(run, chunk_records_every=every)
+    try:
+        trainer.train(resume_from_checkpoint=resume and bool(trainer.checkpoint_store().steps()))
+    except Interrupted as interrupted:
+        _say(console, f"{interrupted}\noomb train --resume goes on from there")
+        return 0
+    finally:
+        trainer.engine.close()
+    _save_model(trainer, run / MODEL_FOLDER)
+    finish(run, prediction, settings.training.accumulation_steps, console)
+    _say(console, f"Model:  {run / MODEL_FOLDER}\nReport: {write_report(run)}")
+    return 0
+
+
+class _EvaluateAtEnd(TrainerCallback):
+    """The last step is evaluated, whether or not it is one of every so many."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
+
+@contextmanager
+def _unmade_on_error(folder: Path) -> Iterator[None]:
+    """A Trainer makes its folder before the engine has accepted the model."""
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _save_model(trainer: Trainer, folder: Path) -> None:
+    """The final weights, complete or not there at all."""
+    unfinished = folder.with_name(f".{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    trainer.save_model(str(unfinished))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def _describe(console: Console, data: Data) -> None:
+    for name, part in (("Data", data.train), ("Held out", data.eval)):
+        if part is not None:
+            number = len(part)
+            _say(
+                console,
+                f"{name}: {part.num_tokens:,} tokens in {number:,} "
+                f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most",
+            )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
