@@ -54,6 +54,7 @@ Handler = Callable[[AttentionCall], torch.Tensor]
 
 # One process drives one GPU, and autograd may recompute a layer from another thread: plain globals.
 _handler: Handler | None = None
+_observer: Callable[[AttentionCall], None] | None = None
 _mask_probe: Callable[..., torch.Tensor] | None = None
 
 
@@ -108,7 +109,10 @@ def _attention(
         sinks=s_aux,
         mask=attention_mask,
     )
-    return _handler(call).transpose(1, 2), None
+    o = _handler(call)
+    if _observer is not None:
+        _observer(call)
+    return o.transpose(1, 2), None
 
 
 def _mask(*args: Any, **keywords: Any) -> torch.Tensor | None:
@@ -138,6 +142,17 @@ def attention_handler(decoder: nn.Module, handler: Handler) -> Iterator[None]:
         _handler = None
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+
+
+@contextmanager
+def observed_attention(observer: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Show ``observer`` each call of attention behind its handler, where that did not raise."""
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
 
 
 @contextmanager

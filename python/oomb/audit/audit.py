@@ -1,0 +1,226 @@
+"""One text through a model: exact, and under each rule that might replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from oomb.audit.advice import advice
+from oomb.audit.gradients import Gradients, Groups, compare, gradients_of_call
+from oomb.audit.mass import attention_mass
+from oomb.audit.outputs import Recorder, compare_outputs
+from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer
+from oomb.audit.sampled import audit_sampled
+from oomb.audit.untouched import untouched
+from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+from oomb.engine.engine import Engine
+from oomb.engine.results import Progress
+from oomb.hf.model import CausalModel
+
+OnCall = Callable[[str], None]
+
+
+def audit(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    config: Config | None = None,
+    attention: Sequence[TopKPages] = (),
+    backward: Sequence[SampledChunks] = (),
+    draws: int = 16,
+    sample_blocks: int = 32,
+    tolerance: float = 0.1,
+    on_call: OnCall | None = None,
+) -> Audit:
+    """Errors of sparse attention and of sampled chunks against exact training on a text.
+
+    The model, its gradients, its mode and torch's random state are left as they were. Dropout is
+    off meanwhile. Host memory: gradients in fp32 twice (sampled chunks: three times), and with
+    ``attention`` a copy of the keys.
+
+    Args:
+        model: as for :class:`oomb.Engine`.
+        input_ids, labels: [batch, tokens] int64, as for ``forward_backward``.
+        config: sizes and memory; ``attention`` and ``backward`` are not used. None: defaults.
+        attention: rules to audit.
+        backward: rules to audit.
+        draws: per rule of ``backward``, at least 2. Where there are no more subsets of the chunks
+            than this, every subset is run once instead, and the figures are expectations.
+        sample_blocks: query blocks at which layer outputs and attention mass are taken, spread
+            evenly over the text; all, where there are no more.
+        tolerance: relative error of the gradient that ``advice`` accepts.
+        on_call: told before each pass over the text.
+
+    Raises:
+        ValueError: an argument does not fit; nothing was run.
+    """
+    own = config if config is not None else Config()
+    _check(attention, backward, draws, sample_blocks, tolerance)
+    _check_tokens(input_ids, labels)
+    told = on_call if on_call is not None else _ignore
+    causal = CausalModel(model)
+    groups = Groups(model, causal.layers)
+    tokens = input_ids.shape[1]
+    num_blocks = -(-tokens // own.page_size)
+    blocks = evenly(num_blocks, sample_blocks)
+    with untouched(model):
+        reference = _Reference(model, causal, groups, own, input_ids, labels, blocks)
+        reference.run(told, outputs=bool(attention))
+        sparse = [reference.sparse(rule, told) for rule in attention]
+        sampled = [reference.sampled(rule, draws, told) for rule in backward]
+    return Audit(
+        num_tokens=tokens,
+        num_chunks=reference.num_chunks,
+        chunk_size=own.chunk_size,
+        page_size=own.page_size,
+        loss=reference.loss,
+        sampled_blocks=blocks,
+        num_blocks=num_blocks,
+        sparse=sparse,
+        sampled=sampled,
+        advice=advice(sparse, sampled, tolerance),
+    )
+
+
+def evenly(number: int, most: int) -> list[int]:
+    """At most ``most`` of ``range(number)``, evenly spread, the last one among them."""
+    if number <= most:
+        return list(range(number))
+    return sorted({round((place + 1) * number / most) - 1 for place in range(most)})
+
+
+class _Reference:
+    """The exact run, and others against it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal: CausalModel,
+        groups: Groups,
+        config: Config,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        blocks: list[int],
+    ) -> None:
+        self._model = model
+        self._causal = causal
+        self._groups = groups
+        self._config = config
+        self._arguments = input_ids, labels
+        self._blocks = blocks
+        token = torch.arange(input_ids.shape[1])
+        self._rows = torch.isin(token // config.page_size, torch.tensor(blocks))
+        self._outputs: list[torch.Tensor] = []
+        self._gradients: Gradients = {}
+        self.loss = 0.0
+        self.num_chunks = 0
+
+    def run(self, told: OnCall, *, outputs: bool) -> None:
+        config = self._with(Dense())
+        with Engine(self._model, config) as engine:
+            if outputs:
+                told("exact: layer outputs")
+                recorder = Recorder(self._causal, self._rows, attention=False)
+                with recorder.recording():
+                    engine.evaluate(*self._arguments)
+                layers = range(len(self._causal.layers))
+                self._outputs = [recorder.outputs(layer) for layer in layers]
+            told("exact: gradient")
+            step, self._gradients = gradients_of_call(
+                engine, self._groups, *self._arguments, on_progress=self._count
+            )
+            self.loss = float(step.loss)
+
+    def sparse(self, rule: TopKPages, told: OnCall) -> SparseAudit:
+        config = self._with(rule)
+        recorder = Recorder(self._causal, self._rows, attention=True)
+        with Engine(self._model, config) as engine:
+            told(f"budget {rule.budget}: layer outputs")
+            with recorder.recording():
+                step = engine.evaluate(*self._arguments)
+            told(f"budget {rule.budget}: gradient")
+            _, found = gradients_of_call(engine, self._groups, *self._arguments)
+        gradients, whole = compare(self._groups, found, self._gradients)
+        layers = []
+        for layer, gradient in enumerate(gradients):
+            attention, mass = recorder.attention(layer), None
+            if attention is not None:
+                mass = attention_mass(
+                    attention,
+                    self._blocks,
+                    step.selection[layer],
+                    chunk_size=config.chunk_size,
+                    page_size=config.page_size,
+                    device=self._causal.device,
+                )
+            layers.append(
+                SparseLayer(
+                    output=compare_outputs(recorder.outputs(layer), self._outputs[layer]),
+                    gradient=gradient,
+                    mass=None if mass is None else mass.seen / mass.rows,
+                    past_mass=mass.past_seen / mass.past if mass and mass.past > 0 else None,
+                )
+            )
+        return SparseAudit(rule=rule, loss=float(step.loss), gradient=whole, layers=layers)
+
+    def sampled(self, rule: SampledChunks, draws: int, told: OnCall) -> SampledAudit:
+        return audit_sampled(
+            self._model,
+            self._with(Dense()),
+            rule,
+            self._groups,
+            self._gradients,
+            *self._arguments,
+            num_chunks=self.num_chunks,
+            draws=draws,
+            on_call=told,
+        )
+
+    def _with(self, attention: Dense | TopKPages) -> Config:
+        changed = {
+            "attention": attention,
+            "backward": AllChunks(),
+            "keep_main_grad": True,
+            "record_selection": True,
+        }
+        return Config(**{**vars(self._config), **changed})
+
+    def _count(self, progress: Progress) -> None:
+        if progress.phase == "sweep":
+            self.num_chunks = progress.num_chunks
+
+
+def _check(
+    attention: Sequence[TopKPages],
+    backward: Sequence[SampledChunks],
+    draws: int,
+    sample_blocks: int,
+    tolerance: float,
+) -> None:
+    if not attention and not backward:
+        raise ValueError("attention, backward: expected at least one rule to audit, got none")
+    for name, rules, kind in (
+        ("attention", attention, TopKPages),
+        ("backward", backward, SampledChunks),
+    ):
+        for rule in rules:
+            if not isinstance(rule, kind):
+                raise ValueError(f"{name}: expected oomb.{kind.__name__} rules, got {rule!r}")
+    for name, value, least in (("draws", draws, 2), ("sample_blocks", sample_blocks, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance: expected a number > 0, got {tolerance!r}")
+
+
+def _check_tokens(input_ids: torch.Tensor, labels: torch.Tensor) -> None:
+    for name, value in (("input_ids", input_ids), ("labels", labels)):
+        if not isinstance(value, torch.Tensor) or value.ndim != 2:
+            raise ValueError(f"{name}: expected a tensor of [batch, tokens], got {value!r}")
+
+
+def _ignore(_: str) -> None:
+    pass

@@ -1,0 +1,144 @@
+"""``oomb audit``: what sparse attention and sampled chunks would cost on a model and a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+_CHARACTERS_PER_TOKEN = 8  # read at first
+
+
+def audit(
+    model: Annotated[str, typer.Argument(help="Folder of a model, or its name on the hub.")],
+    text: Annotated[Path, typer.Argument(help="A text file, of the kind to train on.")],
+    context: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 16384,
+    budget: Annotated[str, typer.Option(help="Pages per query block: 8,16,32; '' for none.")] = "",
+    share: Annotated[str, typer.Option(help="all_heads or kv_head.")] = "all_heads",
+    score: Annotated[str, typer.Option(help="block_mean or token_softmax.")] = "block_mean",
+    keep: Annotated[str, typer.Option(help="Shares of chunks to sweep: 0.25,0.5.")] = "",
+    cap: Annotated[str, typer.Option(help="Caps to try beside none: 2,4.")] = "2",
+    draws: Annotated[int, typer.Option(min=2, help="Random draws per rule of --keep.")] = 16,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    sample_blocks: Annotated[
+        int, typer.Option(min=1, help="Query blocks at which outputs and attention are compared.")
+    ] = 32,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Relative error of the gradient to recommend by.")
+    ] = 0.1,
+    tokenizer: Annotated[str, typer.Option(help="Its folder or name; '': the model's.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, …")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device_memory: Annotated[str, typer.Option(help="Cap of the device tier; '' for none.")] = "",
+    host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write every figure here, as JSON.")] = None,
+) -> None:
+    """Compare sparse attention and sampled chunks with exact training, layer by layer.
+
+    Costs one exact step, one step per budget and one per draw. Nothing is trained or changed.
+    """
+    from transformers.utils import logging
+
+    from oomb import Config, SampledChunks, TopKPages
+    from oomb.audit import audit as run
+    from oomb.cli.audit_tables import show
+    from oomb.errors import Error
+    from oomb.train.model import device_of, load_config, load_model, load_tokenizer
+    from oomb.train.settings import ModelSettings
+
+    console, errors = Console(), Console(stderr=True)
+    logging.disable_progress_bar()
+    try:
+        rules = [
+            TopKPages(budget=int(number), share=share, score=score)  # type: ignore[arg-type]
+            for number in _numbers("budget", budget, int)
+        ]
+        samplings = [
+            SampledChunks(keep=kept, cap=bound)
+            for kept in _numbers("keep", keep, float)
+            for bound in (None, *_numbers("cap", cap, float))
+            if bound is None or bound < 1 / kept  # a higher one bounds nothing
+        ]
+        if not rules and not samplings:
+            raise ValueError("--budget, --keep: expected at least one of them, got neither")
+        config = Config(
+            chunk_size=chunk_size,
+            page_size=page_size,
+            device_memory=device_memory or None,
+            host_memory=host_memory or None,
+        )
+        settings = ModelSettings(
+            name=model,
+            tokenizer=tokenizer or None,
+            dtype=dtype,  # type: ignore[arg-type]
+            device=device,  # type: ignore[arg-type]
+        )
+        model_config = load_config(settings)
+        ids = _tokens(text, context, load_tokenizer(settings, model_config))
+        _check_length(ids.shape[1], chunk_size, model_config, text)
+        network = load_model(settings, None, model_config)
+        ids = ids.to(device_of(settings))
+        with console.status("") as status:
+            found = run(
+                network,
+                ids,
+                ids,
+                config=config,
+                attention=rules,
+                backward=samplings,
+                draws=draws,
+                sample_blocks=sample_blocks,
+                tolerance=tolerance,
+                on_call=status.update,
+            )
+    except (OSError, ValueError, Error) as error:
+        errors.print(f"oomb audit: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    show(console, found)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+        console.print(f"Figures: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
+    """Numbers of a list such as ``8,16,32``."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--{option}: expected numbers such as 8,16,32, got {text!r}") from None
+
+
+def _tokens(path: Path, context: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """[1, <= context] int64: the text's first tokens. A long file is not read to its end."""
+    import torch
+
+    characters = _CHARACTERS_PER_TOKEN * context
+    while True:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(characters)
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if len(ids) >= context or len(text) < characters:
+            return torch.tensor([ids[:context]], dtype=torch.int64)
+        characters *= 2
+
+
+def _check_length(tokens: int, chunk_size: int, config: Any, text: Path) -> None:
+    if tokens <= chunk_size + 1:
+        raise ValueError(
+            f"{text}: expected more tokens than a chunk's {chunk_size:,}, got {tokens:,}; with one "
+            "chunk every rule is exact"
+        )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"--context: expected at most the model's {positions:,} positions, got {tokens:,}"
+        )
