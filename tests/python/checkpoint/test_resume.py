@@ -1,0 +1,292 @@
+"""A resumed run takes the very steps of one without a break: losses equal bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import oomb
+from oomb.hf import SFTTrainer, Trainer
+from oomb.train.checkpoint import CheckpointError
+from trainer.runs import CONFIG, arguments, logged, masked, model, packed, prompts, tokenizer
+
+STEPS = 7  # 13 sequences in steps of 6: epochs end at 3 and 6
+
+
+class StopsAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._step
+
+
+def adapted(seed: int) -> Any:
+    """Adapters with dropout, so that the losses depend on torch's generator."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_dropout": 0.3, "target_modules": ["q_proj", "v_proj"]}
+    return peft.get_peft_model(model(), peft.LoraConfig(**settings))
+
+
+def trainer(folder: Path, seed: int = 0, **settings: Any) -> Trainer:
+    config = settings.pop("oomb_config", CONFIG)
+    network = settings.pop("network", adapted)
+    callbacks = settings.pop("callbacks", [])
+    own = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, **settings}
+    return Trainer(
+        network(seed),
+        arguments(folder, **own),
+        train_dataset=packed(),
+        eval_dataset=packed(3),
+        callbacks=callbacks,
+        oomb_config=config,
+    )
+
+
+def disturb() -> None:
+    """A new process draws other numbers before it resumes."""
+    torch.rand(17)
+    random.random()
+    np.random.rand(3)  # noqa: NPY002
+
+
+SAMPLED = oomb.Config(chunk_size=32, page_size=16, backward=oomb.SampledChunks(keep=0.7))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"eval_strategy": "steps", "eval_steps": 2},
+        # its order of an epoch comes from the global generators
+        {"train_sampling_strategy": "group_by_length", "oomb_config": SAMPLED},
+        {"accelerator_config": {"use_seedable_sampler": False}, "lr_scheduler_type": "cosine"},
+        {"network": lambda _: model(), "optim": "adafactor", "gradient_accumulation_steps": 2},
+    ],
+    ids=["adapters", "evaluation", "grouped", "unseeded", "full"],
+)
+def test_from_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "run", **settings)
+    whole.train()
+    losses, norms = logged(whole, "loss"), logged(whole, "grad_norm")
+    assert len(losses) == STEPS and len(set(losses)) == STEPS
+    assert whole.checkpoint_store().steps() == list(range(1, STEPS + 1))
+    for step in (1, 3, 5):  # in the middle of an epoch, at its end, in the middle of the next
+        disturb()
+        resumed = trainer(tmp_path / f"from-{step}", seed=step, **settings)
+        disturb()
+        resumed.train(resume_from_checkpoint=str(whole.checkpoint_store().path_of(step)))
+        assert logged(resumed, "loss") == losses, step
+        assert logged(resumed, "grad_norm") == norms, step
+        for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_break_in_every_step(tmp_path: Path) -> None:
+    """Each process takes one step; the checkpoints are always those of the process before."""
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    for step in range(1, STEPS + 1):
+        piece = trainer(
+            tmp_path / "pieces", seed=step - 1, save_total_limit=1, callbacks=[StopsAfter(step)]
+        )
+        if step > 1:
+            disturb()
+        piece.train(resume_from_checkpoint=True if step > 1 else None)
+        assert piece.checkpoint_store().steps() == [step]
+    assert logged(piece, "loss") == logged(whole, "loss")
+
+
+def test_sft_trainer(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    def make(folder: Path, callbacks: list[Any]) -> SFTTrainer:
+        settings = SFTConfig(
+            **{
+                **arguments(folder, max_steps=5, save_strategy="steps", save_steps=1).to_dict(),
+                "bf16": False,
+                "packing": True,
+                "max_length": 96,
+            }
+        )
+        return SFTTrainer(
+            model(),
+            args=settings,
+            train_dataset=prompts(),
+            processing_class=tokenizer(),
+            peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj"]),
+            callbacks=callbacks,
+            oomb_config=CONFIG,
+        )
+
+    whole = make(tmp_path / "whole", [])
+    whole.train()
+    make(tmp_path / "parts", [StopsAfter(2)]).train()
+    resumed = make(tmp_path / "parts", [])
+    disturb()
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    """A model that from_pretrained loads, and no pickle."""
+    full = trainer(tmp_path / "full", network=lambda _: model(), max_steps=1)
+    full.train()
+    path = full.checkpoint_store().path_of(1)
+    assert sorted(file.name for file in path.iterdir()) == [
+        "COMPLETE",
+        "MANIFEST.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "trainer_state.json",
+        "training.json",
+        "training.safetensors",
+        "training_args.json",
+    ]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for mine, theirs in zip(full.model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    full.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("*.pt*"))
+
+    lora = trainer(tmp_path / "lora", max_steps=1)
+    lora.train()
+    path = lora.checkpoint_store().path_of(1)
+    base = peft.PeftModel.from_pretrained(model(), path)
+    own = {name: p for name, p in lora.model.named_parameters() if "lora" in name}
+    found = {name: p for name, p in base.named_parameters() if "lora" in name}
+    assert len(own) == len(found) > 0
+    assert all(torch.equal(own[name], found[name]) for name in own)
+    assert "base_model" not in str(list(path.iterdir()))
+
+
+def test_the_newest_intact_one_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = trainer(tmp_path / "run", callbacks=[StopsAfter(4)])
+    whole.train()
+    damaged = whole.checkpoint_store().path_of(4) / "training.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"1", b"2", 1))
+    resumed = trainer(tmp_path / "run", seed=1, callbacks=[StopsAfter(4)])
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert resumed.checkpoint_store().newest_intact().step == 4  # type: ignore[union-attr]
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    first = trainer(tmp_path)
+    message = r"^resume_from_checkpoint: expected an intact checkpoint in .*, got none$"
+    with pytest.raises(CheckpointError, match=message):
+        first.train(resume_from_checkpoint=True)
+    trainer(tmp_path, callbacks=[StopsAfter(1)]).train()
+    (first.checkpoint_store().path_of(1) / "training.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"got step-00000001 training.json: expected \d+ by"):
+        first.train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="nowhere: is not a folder$"):
+        first.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_another_model(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[StopsAfter(1)]).train()
+    other = trainer(tmp_path, network=lambda _: model())
+    with pytest.raises(CheckpointError, match="step-00000001 is of another model: parameters: "):
+        other.train(resume_from_checkpoint=True)
+    path = other.checkpoint_store().path_of(1)
+    with pytest.raises(CheckpointError, match="is of another model: parameters: expected "):
+        other.train(resume_from_checkpoint=str(path))
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    """A checkpoint of the stock trainer, or one with a pickle put beside its files."""
+    run = trainer(tmp_path, callbacks=[StopsAfter(1)])
+    run.train()
+    path = run.checkpoint_store().path_of(1)
+    torch.save({"a": 1}, path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt: is a pickle, which may run code"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(path))
+
+
+def test_a_folder_that_has_checkpoints_already(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[StopsAfter(1)]).train()
+    message = "^output_dir: expected one without checkpoints, or resume_from_checkpoint=True, got "
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path).train()
+    trainer(tmp_path, save_strategy="no", callbacks=[StopsAfter(1)]).train()
+
+
+def test_a_checkpoint_of_the_model_only(tmp_path: Path) -> None:
+    trainer(tmp_path, save_only_model=True, callbacks=[StopsAfter(1)]).train()
+    with pytest.raises(CheckpointError, match=r"holds the model only \(save_only_model\)"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path,
+        network=lambda _: model(),
+        learning_rate=0.1,  # so that the first steps are best
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    run.train()
+    evaluated = logged(run, "eval_loss")
+    best = 1 + evaluated.index(min(evaluated))
+    assert best < STEPS
+    assert run.checkpoint_store().steps() == [best, STEPS]
+    assert run.state.best_model_checkpoint == str(run.checkpoint_store().path_of(best))
+    assert run.evaluate()["eval_loss"] == min(evaluated)
+
+
+def test_the_schedule_of_a_shorter_epoch_and_padding(tmp_path: Path) -> None:
+    """Epochs instead of steps; the last step of each has fewer micro-batches."""
+
+    def make(callbacks: list[Any]) -> Trainer:
+        settings = arguments(
+            tmp_path, max_steps=-1, num_train_epochs=3, save_strategy="epoch", logging_steps=1
+        )
+        return Trainer(
+            model(), settings, train_dataset=masked(), callbacks=callbacks, oomb_config=CONFIG
+        )
+
+    make([StopsAfter(3)]).train()
+    resumed = make([])
+    resumed.train(resume_from_checkpoint=True)
+    steps = [log["step"] for log in resumed.state.log_history if "loss" in log]
+    assert steps == list(range(1, 10))
+    assert resumed.state.epoch == 3.0
+    state = json.loads((resumed.checkpoint_store().path_of(9) / "trainer_state.json").read_text())
+    assert state["global_step"] == 9
+
+
+def test_a_full_disk_ends_the_run_with_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Trainer.save_model
+
+    def save_model(self: Trainer, folder: str, **keywords: Any) -> None:
+        if self.state.global_step == 3:
+            raise OSError(28, "No space left on device")
+        own(self, folder, **keywords)
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    run = trainer(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save_model", save_model)
+        with pytest.raises(CheckpointError, match=r"step 3 was not saved .*No space left"):
+            run.train()
+    assert run.checkpoint_store().steps() == [1, 2]
+    resumed = trainer(tmp_path / "run", seed=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")

@@ -1,0 +1,141 @@
+"""States survive as JSON and safetensors, bit for bit; whose a checkpoint is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from engine.models import make
+from oomb.hf.random_state import random_state, restore_random_state
+from oomb.train.checkpoint import CheckpointError, load_state, model_identity, save_state
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_identical(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_identical(mine, theirs)
+    else:
+        assert one == other or one != one
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "groups": [{"betas": (0.9, 0.999)}]},
+        {
+            "none": None,
+            "bool": True,
+            "int": 2**70,
+            "float": 0.1 + 0.2,
+            "text": "λ",
+            "nan": [1e-320],
+        },
+        {"$tensor": "not one", "$tuple": 1},
+        {1: "int", "1": "text", (1, 2): "tuple"},
+        [torch.zeros(0), torch.ones(2, 3, dtype=torch.bfloat16).T, torch.arange(4)[1:3]],
+        {"best": float("-inf"), "worst": float("nan")},
+        torch.tensor(1, dtype=torch.uint8),
+        [],
+    ],
+    ids=lambda state: type(state).__name__,
+)
+def test_states_come_back(state: Any, tmp_path: Path) -> None:
+    save_state(tmp_path, "s", state)
+    assert_identical(load_state(tmp_path, "s"), state)
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    save_state(tmp_path, "s", {"whole": whole, "part": whole[2:], "again": whole})
+    assert_identical(load_state(tmp_path, "s"), {"whole": whole, "part": whole[2:], "again": whole})
+
+
+def test_other_things_are_refused_by_place(tmp_path: Path) -> None:
+    state = {"state": {0: {"projector": object()}}}
+    with pytest.raises(CheckpointError, match=r"^s\.state\.0\.projector: expected .*, got object"):
+        save_state(tmp_path, "s", state)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers(kind: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    expected = copy.deepcopy(optimizer.state_dict())
+    save_state(tmp_path, "s", optimizer.state_dict())
+    fresh = kind(model.parameters(), lr=0.5)
+    fresh.load_state_dict(load_state(tmp_path, "s"))
+    assert_identical(fresh.state_dict(), expected)
+
+
+def test_random_generators(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        torch_number = float(torch.rand(()))
+        return [random.gauss(0, 1), float(np.random.normal()), torch_number]  # noqa: NPY002
+
+    device = torch.device("cpu")
+    draw()  # so that each holds half of a pair of normal numbers
+    save_state(tmp_path, "s", random_state(device))
+    expected = [draw() for _ in range(3)]
+    draw()
+    restore_random_state(load_state(tmp_path, "s"), device)
+    assert [draw() for _ in range(3)] == expected
+    json.loads((tmp_path / "s.json").read_text())
+
+
+def adapted(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **settings})
+    return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def test_identity_is_the_model_s() -> None:
+    own = model_identity(make("llama", torch.float32))
+    trained = make("llama", torch.float32)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 1
+    assert model_identity(trained) == own  # weights are what a checkpoint changes
+    frozen = make("llama", torch.float32)
+    frozen.get_input_embeddings().requires_grad_(False)
+    others = {
+        "class": make("qwen2", torch.float32),
+        "shape": make("llama", torch.float32, hidden_size=96),
+        "dtype": make("llama", torch.float64),
+        "trained": frozen,
+        "adapter": adapted(),
+    }
+    for name, other in others.items():
+        assert model_identity(other) != own, name
+
+
+def test_identity_of_adapters() -> None:
+    own = model_identity(adapted())
+    assert model_identity(adapted()) == own
+    other_base = adapted()
+    with torch.no_grad():
+        other_base.get_base_model().lm_head.weight[0, 0] += 1
+    others = {
+        "rank": adapted(r=8),
+        "targets": adapted(target_modules=["v_proj"]),
+        "base": other_base,
+    }
+    for name, other in others.items():
+        assert model_identity(other) != own, name
