@@ -1,0 +1,159 @@
+"""``oomb audit`` on a model in a folder, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from engine.models import make
+from oomb import Config, SampledChunks, TopKPages
+from oomb.audit import Likeness, SampledAudit, SparseAudit, SparseLayer, audit
+from oomb.audit.advice import advice
+from oomb.audit.results import Spread
+from oomb.cli import app
+from oomb.cli.demo_tokenizer import byte_tokenizer
+
+WORDS = "the quick brown fox jumps over the lazy dog; " * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    make("llama", torch.float32, vocab_size=256).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(WORDS)
+    return path
+
+
+def run(folder: Path, text: Path, *options: str) -> Result:
+    sizes = ["--chunk-size", "16", "--page-size", "8", "--context", "60"]
+    return CliRunner().invoke(app, ["audit", str(folder), str(text), *sizes, *options])
+
+
+def test_figures_are_those_of_the_function(folder: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "audit.json"
+    result = run(folder, text, "--budget", "1,3", "--keep", "0.25,0.5", "--draws", "16",
+                 "--out", str(out))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    ids = torch.tensor([[*WORDS.encode()[:60]]])
+    model = make("llama", torch.float32, vocab_size=256)
+    expected = audit(
+        model,
+        ids,
+        ids,
+        config=Config(chunk_size=16, page_size=8),
+        attention=[TopKPages(budget=1), TopKPages(budget=3)],
+        # A cap of 2 bounds nothing where half of the chunks are kept.
+        backward=[SampledChunks(), SampledChunks(cap=2.0), SampledChunks(keep=0.5)],
+        draws=16,
+    )
+    assert json.loads(out.read_text()) == json.loads(json.dumps(expected.as_dict()))
+    for one in expected.sparse:
+        assert f"{one.gradient.error:.4f}" in result.output
+        for layer in one.layers:
+            assert layer.mass is not None and f"{layer.mass:.1%}" in result.output
+    assert "all subsets" in result.output and expected.advice[0][:40] in result.output
+
+
+def test_long_text_is_read_until_there_are_enough_tokens(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("ab" * 100_000)
+    result = run(folder, path, "--budget", "1")
+    assert result.exit_code == 0 and "60 tokens in 4 chunks" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--budget, --keep: expected at least one of them, got neither"),
+        (("--budget", "8,x"), "--budget: expected numbers such as 8,16,32, got '8,x'"),
+        (("--budget", "0"), "budget: expected an int >= 1, got 0"),
+        (("--keep", "2"), "keep: expected a number in (0, 1], got 2.0"),
+        (("--budget", "8", "--share", "none"), "share: expected 'all_heads' or 'kv_head'"),
+        (("--budget", "8", "--page-size", "7"), "chunk_size: expected a multiple of page_size 7"),
+        (("--budget", "8", "--chunk-size", "64"), "expected more tokens than a chunk's 64, got 60"),
+        (("--budget", "8", "--host-memory", "much"), "host_memory: expected bytes or a size"),
+    ],
+)
+def test_bad_options_are_named(
+    folder: Path, text: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = run(folder, text, *options)
+    assert result.exit_code == 1 and message in result.output
+
+
+def test_context_beyond_the_models_positions(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text(WORDS * 9)
+    result = run(folder, path, "--budget", "8", "--context", "600")
+    assert result.exit_code == 1
+    assert "--context: expected at most the model's 512 positions, got 600" in result.output
+
+
+def test_missing_files_are_named(folder: Path, text: Path, tmp_path: Path) -> None:
+    missing = run(folder, tmp_path / "none.txt", "--budget", "8")
+    assert missing.exit_code == 1 and "none.txt" in missing.output
+    missing = run(tmp_path / "no-model", text, "--budget", "8")
+    assert missing.exit_code == 1 and "no-model" in missing.output
+
+
+# What it recommends -------------------------------------------------------------------------------
+
+
+def sparse(budget: int, error: float, masses: tuple[float, ...] = (0.9, 0.7)) -> SparseAudit:
+    one = Likeness(1.0, error)
+    layers = [SparseLayer(output=one, gradient=one, mass=m, past_mass=None) for m in masses]
+    return SparseAudit(rule=TopKPages(budget=budget), loss=1.0, gradient=one, layers=layers)
+
+
+def sampled(keep: float, cap: float | None, bias: float, spread: float) -> SampledAudit:
+    found = Spread(bias=bias, spread=spread, error=(bias**2 + spread**2) ** 0.5)
+    return SampledAudit(
+        rule=SampledChunks(keep=keep, cap=cap),
+        draws=8,
+        exhaustive=True,
+        gradient=found,
+        layers=[],
+        losses=[],
+        errors=[],
+        weights=[],
+    )
+
+
+def test_the_smallest_budget_within_the_tolerance() -> None:
+    tried = [sparse(8, 0.3), sparse(32, 0.01), sparse(16, 0.04)]
+    (sentence,) = advice(tried, [], 0.05)
+    assert sentence == (
+        "Budget 16 is the smallest of 8, 16, 32 whose gradient stays within 5% of the exact one "
+        "(4.0% off); its blocks see at least 70.0% of the attention (layer 1)."
+    )
+
+
+def test_no_budget_within_the_tolerance() -> None:
+    (sentence,) = advice([sparse(8, 0.3), sparse(16, 0.2)], [], 0.05)
+    assert sentence.startswith("No budget of 8, 16 keeps the gradient within 5%")
+    assert "the nearest, 16, is 20.0% off" in sentence and "stay exact" in sentence
+
+
+def test_the_rule_of_the_least_error_for_its_work() -> None:
+    # Work is in proportion to keep, and averaging wins with the square root of the draws.
+    half, quarter = sampled(0.5, None, 0.0, 0.9), sampled(0.25, None, 0.0, 1.2)
+    (sentence,) = advice([], [half, quarter], 0.1)
+    assert "keep=0.25 has the least error" in sentence
+    assert "120% off; 144 steps average its noise down to 10%" in sentence
+
+
+def test_bias_of_a_cap_is_told() -> None:
+    (sentence,) = advice([], [sampled(0.25, 2.0, 0.3, 0.4)], 0.1)
+    assert "keep=0.25, cap=2" in sentence and "50% off, of which 30% is bias" in sentence
