@@ -200,7 +200,7 @@ def stop(number: int, folder: Path, reference: dict[int, str], _: float) -> list
         run_folder = folder / f"run-{index}"
         log = run_folder.with_suffix(".log")
         # 15 chunks in most steps (3 micro-batches of 2 filled and 3 swept chunks)
-        at, delay = draw.randrange(1, 150), 0.002 * (index % 2)
+        at, delay = draw.randrange(1, 120), 0.002 * (index % 2)
 
         def work(
             run_folder: Path = run_folder, log: Path = log, at: int = at, delay: float = delay

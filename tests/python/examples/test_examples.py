@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from oomb.cli.demo_model import small_model
+from oomb.cli.demo_tokenizer import byte_tokenizer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -19,6 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a model such as the demo's, its weights random."""
     folder = tmp_path_factory.mktemp("model")
     small_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -37,7 +39,13 @@ def losses(output: str) -> list[float]:
 
 def test_every_example_is_tested() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "lora.py", "paged_attention.py"}
+    assert names == {
+        "quickstart.py",
+        "lora.py",
+        "paged_attention.py",
+        "trainer.py",
+        "trl_sft.py",
+    }
 
 
 def test_quickstart(
@@ -67,3 +75,34 @@ def test_paged_attention(
     output = output_of("paged_attention.py", capsys, monkeypatch)
     differences = [float(number) for number in re.findall(r"\d\.\de-\d+", output)]
     assert len(differences) == 2 and max(differences) < 1e-4
+
+
+def test_trainer(
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def run(steps: int, *more: str) -> list[float]:
+        options = ("--model", model, "--tokens", "1500", "--out", str(tmp_path))
+        return losses(
+            output_of("trainer.py", capsys, monkeypatch, *options, "--steps", str(steps), *more)
+        )
+
+    found = run(3)
+    assert len(found) == 4 and found[2] < found[0]  # three steps and an evaluation
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    again = run(5, "--resume")  # from the last checkpoint, of the third step
+    assert again[:3] == found[:3] and len(again) == 7
+
+
+def test_trl_sft(
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    options = ("--model", model, "--tokens", "1500", "--steps", "3", "--out", str(tmp_path))
+    found = losses(output_of("trl_sft.py", capsys, monkeypatch, *options))
+    assert len(found) == 3 and found[-1] < found[0]
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
