@@ -8,6 +8,7 @@ from oomb.cli import bench
 from oomb.cli.audit import audit
 from oomb.cli.demo import demo
 from oomb.cli.doctor import doctor
+from oomb.cli.plan import plan
 from oomb.cli.report import report
 from oomb.cli.train import train
 
@@ -27,6 +28,7 @@ def main() -> None:
 app.command()(audit)
 app.command()(demo)
 app.command()(doctor)
+app.command()(plan)
 app.command()(report)
 app.command()(train)
 app.add_typer(bench.app, name="bench")

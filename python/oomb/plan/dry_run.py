@@ -23,6 +23,7 @@ class DryRun:
         self._factor = factor = _coarseness(call)
         page_size = call.chunks.page_size * factor
         self._call = call
+        self._paired = caps.host_slots > 0 and call.selection is not None
         self._chunks = Chunks(call.chunks.tokens, call.chunks.chunk_size, page_size)
         self._order = self._make_order()
         self._exact = call.selection is None
@@ -40,7 +41,14 @@ class DryRun:
     def _make_order(self) -> Order:
         windows = [shape.window for shape in self._call.shapes]
         call = self._call
-        return call_order(self._chunks, windows, call.filled, call.swept, whole_fill=False)
+        return call_order(
+            self._chunks,
+            windows,
+            call.filled,
+            call.swept,
+            whole_fill=False,
+            paired=self._paired,
+        )
 
     def run(self) -> tuple[int, int, int]:
         """Slots of the host tier at their peak, slots loaded, slots stored."""
@@ -71,17 +79,24 @@ class DryRun:
         return self._chunks.first_page(chunk), self._chunks.first_page(chunk + 1)
 
     def _fill(self) -> None:
-        for chunk in range(self._call.filled):
-            for layer in range(len(self._call.shapes)):
-                first, last = self._own(chunk)
-                step = self._manager.max_create(layer)
-                for page in range(first, last, step):
-                    stop = min(page + step, last)
-                    self._manager.create(layer, page, stop)
-                    self._manager.commit(layer, page, stop)
-                self._look()
-                if layer < len(self._call.shapes) - 1:
+        together, last = (2 if self._paired else 1), len(self._call.shapes) - 1
+        for first in range(0, self._call.filled, together):
+            turns = range(first, min(first + together, self._call.filled))
+            for chunk in turns:
+                self._create(chunk, 0)
+            for layer in range(last):
+                for chunk in turns:  # while one attends, the other's pages are on their way
                     self._visit(int(self._order.fill[chunk, layer]), chunk, layer)
+                    self._create(chunk, layer + 1)
+
+    def _create(self, chunk: int, layer: int) -> None:
+        first, last = self._own(chunk)
+        step = self._manager.max_create(layer)
+        for page in range(first, last, step):
+            stop = min(page + step, last)
+            self._manager.create(layer, page, stop)
+            self._manager.commit(layer, page, stop)
+        self._look()
 
     def _sweep(self) -> None:
         layers = range(len(self._call.shapes))

@@ -10,8 +10,6 @@ from oomb.plan.planner import Planner
 from oomb.plan.prediction import Prediction
 from oomb.plan.trace import Setting
 
-_SAMPLE = 1024  # tokens of the chunk that a layer's activations are read from
-
 
 @dataclass(frozen=True, kw_only=True)
 class OrdinaryTraining:
@@ -34,11 +32,12 @@ def ordinary_training(planner: Planner, prediction: Prediction) -> OrdinaryTrain
     tracer, machine = planner.tracer, prediction.machine
     tokens = prediction.num_tokens * prediction.batch_size
     layers, size = len(tracer.shapes), torch.finfo(tracer.dtype).bits // 8
+    sample = min(prediction.config.chunk_size, prediction.num_tokens)
     keeping, recomputing = (
-        tracer.trace(Setting(_SAMPLE, 1, recompute, False)).sweep_peak_bytes
+        tracer.trace(Setting(sample, 1, recompute, False)).sweep_peak_bytes
         for recompute in (False, True)
     )
-    of_layer = max(0, keeping - recomputing) / max(1, layers - 1) / _SAMPLE
+    of_layer = max(0, keeping - recomputing) / max(1, layers - 1) / sample
     of_layer += 2 * tracer.hidden_size * size
     steady = prediction.held_bytes + tracer.gradient_bytes
     device = steady + int(tokens * of_layer)

@@ -127,7 +127,7 @@ class Planner:
             duration=duration,
             shortage=shortage,
         )
-        return prediction if shortage else replace(prediction, shortage=_shortage(prediction))
+        return replace(prediction, shortage=_shortage(prediction) or shortage)
 
     def pages(self, num_tokens: int, config: Config, batch_size: int) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
 from oomb.plan.prediction import Prediction
 
-_CHUNKS = (8192, 4096, 2048, 1024, 512)
+_CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
 _SMALLER_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
 _LONGEST = 2**26  # tokens; beyond it nobody asks
 
@@ -122,11 +122,11 @@ def recommend(
         "optimizer": optimizer,
         "accumulates": accumulates,
     }
-    rough = [
-        planner.predict(context, candidate, timed=False, dry_run=False, **asked)
-        for candidate in _candidates(base, context, keep)
-    ]
-    chosen = _best(rough, context)
+
+    def roughly(candidate: Config) -> Prediction:
+        return planner.predict(context, candidate, timed=False, dry_run=False, **asked)
+
+    chosen = _best(list(_candidates(base, context, keep)), roughly)
     prediction = planner.predict(context, chosen.config, timed=timed, **asked)
     ordinary = ordinary_training(planner, prediction)
     longest = None
@@ -138,32 +138,46 @@ def recommend(
     )
 
 
-def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[Config]:
-    """Settings in order of preference: exact gradients first, then fewer recomputations."""
+def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[list[Config]]:
+    """Settings in order of preference, a list per dtype of gradient pages: exact sums first."""
     chunks = [c for c in _CHUNKS if c % base.page_size == 0 and (c < 2 * context or c == 512)]
     chunks = [base.chunk_size] if "chunk_size" in keep or not chunks else chunks
     dtypes = [base.kv_grad_dtype] if "kv_grad_dtype" in keep else ["float32", "bfloat16"]
     recomputes = [base.recompute] if "recompute" in keep else ["none", "layer"]
     for dtype in dtypes:
-        for recompute in recomputes:
-            for chunk in chunks:
-                yield replace(
-                    base,
-                    chunk_size=chunk,
-                    kv_grad_dtype=dtype,  # type: ignore[arg-type]
-                    recompute=recompute,  # type: ignore[arg-type]
-                )
+        yield [
+            replace(
+                base,
+                chunk_size=chunk,
+                kv_grad_dtype=dtype,  # type: ignore[arg-type]
+                recompute=recompute,  # type: ignore[arg-type]
+            )
+            for recompute in recomputes
+            for chunk in chunks
+        ]
 
 
-def _best(predictions: list[Prediction], context: int) -> Prediction:
-    """The first that fits, without pages that have to move if that is to be had."""
-    fitting = [p for p in predictions if p.fits]
-    if not fitting:
-        return min(predictions, key=lambda p: p.device_bytes + p.host_bytes)
-    # Small chunks read weights and pages more often; 4096 and more are as good as each other.
-    exact = [p for p in fitting if p.config.kv_grad_dtype == fitting[0].config.kv_grad_dtype]
-    sizes = [p for p in exact if 2048 <= p.config.chunk_size <= 4096] or exact
-    return next((p for p in sizes if p.host_pool_bytes == 0), sizes[0])
+def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction]) -> Prediction:
+    """The first that fits; one whose pages all stay on the device, if that is to be had.
+
+    Where none fits, the one that needs least.
+    """
+    least: Prediction | None = None
+    for of_dtype in candidates:
+        least = roughly(of_dtype[-1])
+        if not least.fits:
+            continue
+        first: Prediction | None = None
+        for candidate in of_dtype:
+            found = roughly(candidate)
+            if not found.fits:
+                continue
+            if found.host_pool_bytes == 0 or least.host_pool_bytes > 0:
+                return first or found
+            first = first or found
+        return first or least
+    assert least is not None
+    return least
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:

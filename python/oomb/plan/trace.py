@@ -153,6 +153,8 @@ class Tracer:
             logprobs=None,
         )
         loss.device_type = self._device_type
+        meter, sweep = Meter(), Work()
+        grads = _TracedSums(self._device_type, meter)
         loop = _TracedLoop(
             causal,
             inputs,
@@ -162,8 +164,8 @@ class Tracer:
             loss,
             "model",
             None,
+            grads,
         )
-        grads, meter, sweep = MainGrads(), Meter(), Work()
         with ExitStack() as stack:
             stack.enter_context(_autocast_of_device(self._device_type))
             for context in (self._mode, grads.collecting(parameters), meter, loop.running()):
@@ -270,14 +272,31 @@ class _TracedLoss(ChunkLoss):
         return slice_rows(self.device_type, self.vocab_size)
 
 
+class _TracedSums(MainGrads):
+    """Sums as the device that is planned for keeps them."""
+
+    def __init__(self, device_type: str, meter: Meter) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._meter = meter
+
+    def takes(self, weight: torch.Tensor) -> bool:
+        known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return weight.dtype in known[: 4 if self._device_type == "cuda" else 2]
+
+    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+        if parameter not in self._sums:
+            dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
+            self._sums[parameter] = torch.zeros(parameter.shape, dtype=dtype)
+        self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+        self._meter.work.operations += 1
+
+
 class _TracedLoop(ChunkLoop):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, _TracedAttention)
-        layer = self._model.layer_of(call.module)
-        attention.see(layer, call)
-        if attention.stop_at_last and layer == attention.last_layer:
-            raise FillComplete
+        attention.see(self._model.layer_of(call.module), call)
         carried = attention.carried(call)
         result = super()._attend(call)
         del carried
@@ -288,8 +307,9 @@ class _TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
     def __init__(self, num_layers: int, waves: bool) -> None:
-        super().__init__(SimpleNamespace(check_finite=False))  # type: ignore[arg-type]
-        self.last_layer = num_layers - 1
+        pages = SimpleNamespace(check_finite=False, paired=False)
+        super().__init__(pages)  # type: ignore[arg-type]
+        self._last_layer = num_layers - 1
         self.shapes: dict[int, LayerShape] = {}
         self.key_dtype = torch.float32
         self._in_waves = waves
@@ -298,6 +318,12 @@ class _TracedAttention(ChunkAttention):
         heads, kv_heads, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
         self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
         self.key_dtype = call.k.dtype
+
+    def begin(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int
+    ) -> None:
+        if self.stop_at_last and layer == self._last_layer:
+            raise FillComplete
 
     def carried(self, call: AttentionCall) -> list[torch.Tensor]:
         """Softmax state between launches: accumulator, maximum, sum."""

@@ -1,0 +1,281 @@
+"""Predicted beside measured: memory of both tiers and seconds of a step, for ten configurations.
+
+    python bench/plan_accuracy.py                      # the GPU where there is one, else the CPU
+    python bench/plan_accuracy.py --device cpu --cases lora,sampled --json accuracy.json
+
+Every configuration runs in a process of its own: a small warm-up, a step with the optimizer, and a
+second one, which is measured. Memory on the CPU is what the process holds resident at its peak
+beyond what it held before the model was made; on a GPU it is torch's peak and the page pools'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import oomb
+from oomb import _C
+from oomb.plan import Machine, Planner, Prediction, rates
+
+MIB = 2**20
+# Freed blocks go back to the system, so that the peak is that of live tensors.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; ``chunks`` of ``chunk`` tokens, both scaled up on a GPU."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen2"
+    shape: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    batch: int = 1
+    chunks: int = 8
+    chunk: int = 512
+    tier_share: float = 0.0  # of the pages that the device tier may hold; 0: all
+    dtype: str = "float32"
+    optimizer: str = "adamw_torch"
+
+
+CASES = {
+    "full": Case(),
+    "lora": Case(lora=True),
+    "recompute": Case({"recompute": "layer"}),
+    "topk": Case({"attention": oomb.TopKPages(budget=4)}, chunks=12),
+    "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=3)}, chunks=12),
+    "windows": Case(family="mistral", shape={"sliding_window": 300}),
+    "two-tiers": Case(tier_share=0.25),
+    "two-tiers-bf16": Case({"kv_grad_dtype": "bfloat16"}, tier_share=0.25, dtype="bfloat16"),
+    "batch": Case(batch=2, chunks=4, chunk=512),
+    "large-vocabulary": Case(shape={"vocab_size": 65536}, chunks=4, optimizer="sgd"),
+}
+_CPU_SHAPE = {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+_CUDA_SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+
+
+def model_config(case: Case, device: str) -> Any:
+    sizes = {**(_CPU_SHAPE if device == "cpu" else _CUDA_SHAPE), **case.shape}
+    if device == "cuda" and "sliding_window" in sizes:
+        sizes["sliding_window"] *= 8
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(case.family, max_position_embeddings=2**20, **sizes, **special)
+
+
+def adapter(case: Case) -> Any:
+    if not case.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def settings(case: Case, device: str) -> tuple[oomb.Config, int, torch.dtype]:
+    """Engine settings, tokens per sequence and dtype of a case on a device."""
+    scale = 1 if device == "cpu" else 8
+    chunk = case.chunk * scale
+    tokens = case.chunks * chunk
+    dtype = torch.bfloat16 if device == "cuda" else getattr(torch, case.dtype)
+    config = oomb.Config(
+        **{"chunk_size": chunk, "page_size": 64, "recompute": "none"} | case.settings
+    )
+    if case.tier_share:
+        planner = Planner(model_config(case, device), Machine.here(device), dtype=dtype)
+        pages = planner.pages(tokens, config, case.batch)
+        cap = int(pages.needed_slots * case.tier_share) * pages.layout.slot_bytes
+        config = oomb.Config(**{**vars(config), "device_memory": cap, "host_memory": "8GiB"})
+    return config, tokens, dtype
+
+
+def predict(case: Case, device: str, timed: bool) -> Prediction:
+    config, tokens, dtype = settings(case, device)
+    planner = Planner(
+        model_config(case, device), Machine.here(device), dtype=dtype, adapter=adapter(case)
+    )
+    return planner.predict(
+        tokens, config, batch_size=case.batch, optimizer=case.optimizer, timed=timed
+    )
+
+
+# Measuring, in a process of its own ---------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    """Bytes of a field of this process's status: VmRSS, its peak VmHWM."""
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}; this needs Linux")
+
+
+def build(case: Case, device: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+    config = model_config(case, device)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if case.lora:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter(case))
+    return model
+
+
+def measure(case: Case, device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config, tokens, dtype = settings(case, device)
+    vocabulary = model_config(case, device).vocab_size
+    warm_up(case, device, dtype, config)
+    before = status("VmRSS")
+    model = build(case, device, dtype)
+    kinds = {"adamw_torch": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = kinds[case.optimizer](parameters, lr=1e-4)
+    ids = torch.randint(vocabulary, (case.batch, tokens), device=device)
+    with oomb.Engine(model, config) as engine:
+        for step in range(2):
+            if step == 1:
+                pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+                if device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+            began = rates.clock()
+            stats = engine.forward_backward(ids, ids).stats
+            seconds = rates.clock() - began
+            optimizer.step()
+            optimizer.zero_grad()
+    measured = {
+        "seconds": seconds,
+        "device_pool_bytes": stats.device_peak_bytes,
+        "host_pool_bytes": stats.host_peak_bytes,
+        "h2d_bytes": stats.h2d_bytes,
+        "d2h_bytes": stats.d2h_bytes,
+        "exposed_copy_seconds": stats.exposed_copy_seconds,
+    }
+    if device == "cuda":
+        measured["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
+    else:
+        measured["process_bytes"] = status("VmHWM") - before
+    return measured
+
+
+def warm_up(case: Case, device: str, dtype: torch.dtype, config: oomb.Config) -> None:
+    """Two layers, three chunks: libraries, kernels and their buffers are in place afterwards."""
+    small = oomb.Config(**{**vars(config), "device_memory": None, "host_memory": None})
+    model = build(case, device, dtype, layers=2)
+    ids = torch.randint(8, (case.batch, 3 * config.chunk_size), device=device)
+    with oomb.Engine(model, small) as engine:
+        engine.forward_backward(ids, ids)
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+
+def compare(case: Case, device: str, timed: bool, flags: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--device", device, "--child", case_name(case), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(ALLOCATOR if device == "cpu" else {})},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    prediction = predict(case, device, timed)
+    row: dict[str, Any] = {"case": case_name(case), "fits": prediction.fits}
+    for name in ("seconds", "device_pool_bytes", "host_pool_bytes", "h2d_bytes", "d2h_bytes"):
+        row[name] = {"predicted": getattr(prediction, name), "measured": measured[name]}
+    if device == "cuda":
+        pair = prediction.torch_peak_bytes, measured["torch_peak_bytes"]
+        row["torch_peak_bytes"] = {"predicted": pair[0], "measured": pair[1]}
+    else:  # both tiers are the process's
+        both = prediction.device_bytes + prediction.host_bytes
+        row["process_bytes"] = {"predicted": both, "measured": measured["process_bytes"]}
+    if prediction.duration is not None:
+        row["duration"] = vars(prediction.duration)
+    return row
+
+
+def case_name(case: Case) -> str:
+    return next(name for name, own in CASES.items() if own == case)
+
+
+def show(row: dict[str, Any]) -> None:
+    parts = [f"{row['case']:17}"]
+    for name, pair in row.items():
+        if not isinstance(pair, dict) or "predicted" not in pair or pair["predicted"] is None:
+            continue
+        if name in ("h2d_bytes", "d2h_bytes"):
+            continue
+        predicted, measured = pair["predicted"], pair["measured"]
+        unit = 1 if name == "seconds" else MIB
+        off = f"{100 * (predicted / measured - 1):+.1f} %" if measured else f"{predicted:+d} B"
+        label = name.removesuffix("_bytes")
+        parts.append(f"{label} {predicted / unit:.1f} | {measured / unit:.1f} ({off})")
+    print("  ".join(parts), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--cases", default=",".join(CASES), help="names, with commas between")
+    parser.add_argument("--no-time", action="store_true", help="memory only")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers here")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cpu_time:
+        rates.clock = time.process_time
+        torch.set_num_threads(1)
+        _C.set_num_threads(1)
+    if arguments.child:
+        print(json.dumps(measure(CASES[arguments.child], arguments.device)))
+        return
+    print(f"predicted | measured, MiB and seconds, on {Machine.here(arguments.device).name}")
+    rows = []
+    for name in arguments.cases.split(","):
+        flags = ["--cpu-time"] if arguments.cpu_time else []
+        rows.append(compare(CASES[name], arguments.device, not arguments.no_time, flags))
+        show(rows[-1])
+        if arguments.json:
+            record = {"torch": torch.__version__, "device": arguments.device, "rows": rows}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""``oomb plan``: what training a model at a context takes, and the settings to do it with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from oomb.cli.lengths import parse_length
+from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
+from oomb.errors import UnsupportedModelError
+from oomb.monitor.units import bytes_text, count_text, seconds_text
+from oomb.plan import GPUS, OPTIMIZERS, Prediction, Recommendation, recommend
+from oomb.testing.shapes import SHAPES
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help=f"Folder, hub name, or one of {', '.join(SHAPES)}.")],
+    context: Annotated[str, typer.Option(help="Tokens per sequence, such as 128K or 1M.")] = "128K",
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
+    gpu: Annotated[
+        str, typer.Option(help=f"Plan for another GPU: {', '.join(GPUS)}; '' for this machine.")
+    ] = "",
+    device_memory: Annotated[str, typer.Option(help="Memory of the device, such as 141GB.")] = "",
+    host_memory: Annotated[str, typer.Option(help="Memory of the host, such as 125GiB.")] = "",
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
+    keep: Annotated[float, typer.Option(help="Share of chunks swept (SampledChunks).")] = 1.0,
+    kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16; '': choose.")] = "",
+    recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
+    optimizer: Annotated[
+        str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
+    ] = "adamw_torch_fused",
+    lora_rank: Annotated[int, typer.Option(help="LoRA on every linear layer; 0: full.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
+    accumulate: Annotated[bool, typer.Option(help="Several sequences per optimizer step.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
+) -> None:
+    """Predict memory of both tiers and seconds of a step, and recommend settings.
+
+    Loads no weights. Exits with 1 where nothing fits, after naming the nearest thing that would.
+    """
+    try:
+        chosen: dict[str, Any] = {
+            "chunk_size": chunk_size,
+            "kv_grad_dtype": kv_grad_dtype,
+            "recompute": recompute,
+        }
+        chosen = {name: value for name, value in chosen.items() if value}
+        config = Config(
+            page_size=page_size,
+            attention=TopKPages(budget=budget) if budget else Dense(),
+            backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
+            **chosen,
+        )
+        if dtype and dtype not in _DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+        result = recommend(
+            model,
+            parse_length("context", context),
+            parse_size("device_memory", device_memory or None),
+            parse_size("host_memory", host_memory or None),
+            gpu=gpu or None,
+            config=config,
+            keep=frozenset(chosen),
+            batch_size=batch_size,
+            optimizer=optimizer or None,
+            accumulates=accumulate,
+            dtype=_DTYPES.get(dtype),
+            adapter=_lora(lora_rank) if lora_rank else None,
+        )
+    except (ValueError, UnsupportedModelError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    show(Console(), model, result)
+    if out is not None:
+        record = result.prediction.as_dict() | {"advice": result.advice}
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    if not result.fits:
+        raise typer.Exit(1)
+
+
+def _lora(rank: int) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError("lora_rank: expected peft to be installed (pip install peft)") from error
+    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def show(console: Console, model: str, result: Recommendation) -> None:
+    """Print a recommendation."""
+    prediction = result.prediction
+    verdict = "[green]fits[/green]" if result.fits else "[red]does not fit[/red]"
+    console.print(
+        f"[bold]{model}[/bold], {prediction.num_tokens:,} tokens"
+        + (f" x {prediction.batch_size}" if prediction.batch_size > 1 else "")
+        + f", on {prediction.machine.name}: {verdict}"
+    )
+    console.print(_settings(prediction))
+    console.print(_memory(prediction))
+    if prediction.duration is not None:
+        console.print(_time(prediction))
+    for sentence in result.advice:
+        console.print(f"- {sentence}", soft_wrap=True)
+
+
+def _settings(prediction: Prediction) -> str:
+    config = prediction.config
+    parts = [
+        f"chunk_size={config.chunk_size}",
+        f"page_size={config.page_size}",
+        f"kv_grad_dtype={config.kv_grad_dtype}",
+        f"recompute={config.recompute}",
+        f"attention={config.attention!r}",
+        f"backward={config.backward!r}",
+        f"optimizer={prediction.optimizer}",
+    ]
+    return "settings: " + ", ".join(parts)
+
+
+def _memory(prediction: Prediction) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=True)
+    table.add_column("memory")
+    table.add_column("device", justify="right", min_width=12)
+    table.add_column("host", justify="right", min_width=12)
+    rows = (
+        ("parameters", prediction.parameter_bytes, 0),
+        ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
+        ("kept gradients", prediction.kept_gradient_bytes, 0),
+        ("gradient sums (fp32)", prediction.sum_bytes, 0),
+        ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
+        ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
+    )
+    for name, device, host in rows:
+        if device or host:
+            table.add_row(name, bytes_text(device), bytes_text(host) if host else "")
+    machine = prediction.machine
+    table.add_row(
+        "[bold]peak[/bold]", *map(bytes_text, (prediction.device_bytes, prediction.host_bytes))
+    )
+    shared = machine.device_type == "cpu"
+    there = (
+        bytes_text(machine.device_bytes),
+        "shared" if shared else bytes_text(machine.host_bytes),
+    )
+    table.add_row("there is", *there)
+    return table
+
+
+def _time(prediction: Prediction) -> str:
+    duration = prediction.duration
+    assert duration is not None
+    names = ("matrix", "attention", "elementwise", "copies", "starting")
+    parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
+    source = "rates measured here" if duration.basis == "measured" else "from a datasheet"
+    speed = prediction.num_tokens * prediction.batch_size / duration.total
+    return (
+        f"time: {seconds_text(duration.total)} per sequence step, {count_text(speed)} tokens/s "
+        f"({', '.join(parts)}; {source})"
+    )
