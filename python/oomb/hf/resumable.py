@@ -160,7 +160,8 @@ class ResumableTrainer(transformers.Trainer):
             raise CheckpointError(
                 f"resume_from_checkpoint: {checkpoint} holds the model only (save_only_model)"
             )
-        self._resumed = load_state(Path(checkpoint), _TRAINING)
+        on_cpu = self.args.device.type == "cpu"
+        self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
         self.optimizer.load_state_dict(self._resumed["optimizer"])
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
         self._load_engine_state(self._resumed["engine"])

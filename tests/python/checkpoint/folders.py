@@ -14,7 +14,9 @@ def write_example(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer.{i}": torch.randn(16, 16, generator=generator) for i in range(3)}
     save_file(weights, folder / "model.safetensors")
-    save_file({"exp_avg": torch.randn(300, generator=generator)}, folder / "training.safetensors")
+    save_file(
+        {"exp_avg": torch.randn(300, generator=generator)}, folder / "training-00001.safetensors"
+    )
     (folder / "training.json").write_text(json.dumps({"step": list(range(200))}))
     (folder / "config.json").write_text(json.dumps({"hidden_size": 16}))
     (folder / "adapter").mkdir()

@@ -64,14 +64,22 @@ SAMPLED = oomb.Config(chunk_size=32, page_size=16, backward=oomb.SampledChunks(k
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"eval_strategy": "steps", "eval_steps": 2},
-        # its order of an epoch comes from the global generators
-        {"train_sampling_strategy": "group_by_length", "oomb_config": SAMPLED},
-        {"accelerator_config": {"use_seedable_sampler": False}, "lr_scheduler_type": "cosine"},
-        {"network": lambda _: model(), "optim": "adafactor", "gradient_accumulation_steps": 2},
+        pytest.param({"eval_strategy": "steps", "eval_steps": 2}, id="adapters"),
+        # the order of its epochs comes from the global generators
+        pytest.param(
+            {"train_sampling_strategy": "group_by_length", "oomb_config": SAMPLED}, id="grouped"
+        ),
+        pytest.param(
+            {"accelerator_config": {"use_seedable_sampler": False}, "lr_scheduler_type": "cosine"},
+            id="unseeded",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"network": lambda _: model(), "optim": "adafactor", "gradient_accumulation_steps": 2},
+            id="full",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["adapters", "evaluation", "grouped", "unseeded", "full"],
 )
 def test_from_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer(tmp_path / "run", **settings)
@@ -90,6 +98,7 @@ def test_from_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_break_in_every_step(tmp_path: Path) -> None:
     """Each process takes one step; the checkpoints are always those of the process before."""
     whole = trainer(tmp_path / "whole")
@@ -148,8 +157,8 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
         "generation_config.json",
         "model.safetensors",
         "trainer_state.json",
+        "training-00001.safetensors",
         "training.json",
-        "training.safetensors",
         "training_args.json",
     ]
     loaded = AutoModelForCausalLM.from_pretrained(path)

@@ -55,9 +55,28 @@ def assert_identical(one: Any, other: Any) -> None:
     ],
     ids=lambda state: type(state).__name__,
 )
-def test_states_come_back(state: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", [True, False])
+def test_states_come_back(state: Any, copy: bool, tmp_path: Path) -> None:
     save_state(tmp_path, "s", state)
+    assert_identical(load_state(tmp_path, "s", copy=copy), state)
+
+
+def test_large_states_are_written_in_pieces(tmp_path: Path) -> None:
+    state = {i: torch.full((10 * i,), float(i)) for i in range(12)}
+    save_state(tmp_path, "s", state, shard_bytes=800)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in shards[:2]] == ["s-00001.safetensors", "s-00002.safetensors"]
+    assert len(shards) > 3
+    for path in shards:  # a header, and as many tensors as fit
+        assert path.stat().st_size < 800 + 600
     assert_identical(load_state(tmp_path, "s"), state)
+
+
+def test_a_copied_state_does_not_hold_its_file(tmp_path: Path) -> None:
+    save_state(tmp_path, "s", torch.ones(3))
+    state = load_state(tmp_path, "s")
+    (tmp_path / "s-00001.safetensors").write_bytes(b"")
+    assert torch.equal(state, torch.ones(3))
 
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:

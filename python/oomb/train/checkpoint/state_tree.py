@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from oomb.train.checkpoint.manifest import CheckpointError
 _TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
 
 
-def save_state(folder: Path, name: str, state: Any) -> None:
-    """Write ``name.json`` and, where the state holds tensors, ``name.safetensors``.
+def save_state(folder: Path, name: str, state: Any, *, shard_bytes: int = 2 << 30) -> None:
+    """Write ``name.json`` and, where the state holds tensors, ``name-00001.safetensors`` and so on.
 
     Args:
         state: dicts, lists and tuples of tensors, numbers, strings, bools and None.
+        shard_bytes: of tensors in one file: host memory that writing takes, about twice over.
 
     Raises:
         CheckpointError: the state holds something else; the message says where.
@@ -27,23 +29,50 @@ def save_state(folder: Path, name: str, state: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = _packed(state, name, tensors)
     (folder / f"{name}.json").write_text(json.dumps(tree))
-    if tensors:
-        save_file(tensors, folder / f"{name}.safetensors")
+    for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
+        shard = {key: _own_copy(tensors[key]) for key in names}
+        save_file(shard, folder / f"{name}-{number:05d}.safetensors")
 
 
-def load_state(folder: Path, name: str) -> Any:
-    """What :func:`save_state` was given; tensors are on the CPU."""
-    path = folder / f"{name}.safetensors"
-    tensors = load_file(path) if path.exists() else {}
+def load_state(folder: Path, name: str, *, copy: bool = True) -> Any:
+    """What :func:`save_state` was given; tensors are on the CPU.
+
+    Args:
+        copy: False: tensors are maps of the files, read where they are touched: for a state that
+            moves to a GPU and may be larger than the host's memory.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{name}-*.safetensors")):
+        tensors.update(load_file(path))
+    if copy:
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     return _unpacked(json.loads((folder / f"{name}.json").read_text()), tensors)
+
+
+def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
+    """Names in order, as many at a time as fit; at least one."""
+    names: list[str] = []
+    total = 0
+    for name, tensor in tensors.items():
+        if names and total + tensor.nbytes > shard_bytes:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += tensor.nbytes
+    if names:
+        yield names
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU with a storage of its own: safetensors refuses tensors that share one."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        # Its own storage: safetensors refuses tensors that share one.
-        tensors[where] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[where] = value
         return {_TENSOR: where}
     if isinstance(value, (list, tuple)):
         items = [_packed(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
