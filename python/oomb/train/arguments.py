@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from oomb.train.errors import BadInput
 from oomb.train.settings import RunSettings
@@ -60,4 +60,26 @@ def training_arguments(
     except (ImportError, ValueError) as error:
         raise BadInput(
             f"training: expected settings that transformers takes, got: {error}"
+        ) from error
+
+
+def check_schedule(settings: RunSettings) -> None:
+    """Make the schedule once, for nothing: transformers makes it when the run has begun.
+
+    Raises:
+        BadInput: transformers does not take its arguments.
+    """
+    schedule = settings.schedule
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        get_scheduler(
+            schedule.name,
+            optimizer,
+            num_warmup_steps=schedule.warmup_steps,
+            num_training_steps=schedule.warmup_steps + 1,
+            scheduler_specific_kwargs=dict(schedule.arguments),
+        )
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"schedule.arguments: expected those of {schedule.name}, got: {error}"
         ) from error

@@ -59,7 +59,11 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrai
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **hub)
     except Exception as error:  # the Rust readers raise bare Exceptions
         raise BadInput(_unloadable(field, "a tokenizer", settings, error)) from error
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    vocabulary = tokenizer.get_vocab()
+    if not vocabulary.keys() - set(tokenizer.all_special_tokens):
+        # What transformers makes of a folder that has no tokenizer.
+        raise BadInput(f"{field}: expected a tokenizer, got none in {name}")
+    largest = max(vocabulary.values())
     embeddings = config.get_text_config().vocab_size
     if largest >= embeddings:
         raise BadInput(
@@ -138,10 +142,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedMode
     config = adapter_config(lora)
     from peft import get_peft_model
 
-    try:
-        adapted: Any = get_peft_model(model, config)
-    except ValueError as error:
-        raise BadInput(f"lora.target_modules: expected layers of the model, got {error}") from error
+    adapted: Any = get_peft_model(model, config)
     return adapted  # type: ignore[no-any-return]
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import PreTrainedConfig
 
 from oomb.monitor.units import bytes_text, seconds_text
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
+from oomb.plan.bare import bare_model
 from oomb.report.runs import read_run
 from oomb.train.errors import BadInput
 from oomb.train.model import adapter_config, device_of
@@ -28,19 +30,17 @@ def plan_run(
         BadInput: more than there is; the text names the nearest settings that would fit.
     """
     engine = settings.engine.config()
-    dtype = settings.model.dtype
     asked: dict[str, Any] = {
         "batch_size": settings.training.batch_size,
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
         "accumulates": settings.training.accumulation_steps > 1,
-        "dtype": None if dtype == "auto" else getattr(torch, dtype),
-        "adapter": None if settings.lora is None else adapter_config(settings.lora),
     }
+    model = _without_weights(settings, config)
     machine = Machine.here(device_of(settings.model).type)
-    prediction = predict(config, num_tokens, engine, machine=machine, **asked)
+    prediction = predict(model, num_tokens, engine, machine=machine, **asked)
     _print_plan(console, prediction)
     if not prediction.fits:
-        nearest = recommend(config, num_tokens, config=engine, timed=False, **asked)
+        nearest = recommend(model, num_tokens, config=engine, timed=False, **asked)
         raise BadInput(_refusal(prediction, nearest.fits, nearest.config, nearest.advice))
     return prediction
 
@@ -72,6 +72,18 @@ def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: 
         if expected is not None and found is not None:
             table.add_row(label, text(expected), text(found))
     console.print(table)
+
+
+def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Module:
+    dtype, lora = settings.model.dtype, settings.lora
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    adapter = None if lora is None else adapter_config(lora)
+    try:
+        return bare_model(config, dtype=kind, adapter=adapter)
+    except ValueError as error:
+        if adapter is None:
+            raise
+        raise BadInput(f"lora.target_modules: expected layers of the model, got {error}") from error
 
 
 def _print_plan(console: Console, prediction: Prediction) -> None:

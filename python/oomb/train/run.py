@@ -11,6 +11,8 @@ from typing import Any
 import transformers
 from rich.console import Console
 from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
     TrainerControl,
@@ -23,8 +25,9 @@ from oomb.hf import Interrupted, Trainer
 from oomb.monitor import RunMonitor
 from oomb.plan import write_plan
 from oomb.report import write_report
-from oomb.train.arguments import training_arguments
+from oomb.train.arguments import check_schedule, training_arguments
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
+from oomb.train.errors import BadInput
 from oomb.train.folder import MODEL_FOLDER, begin, check_folder
 from oomb.train.model import device_of, load_config, load_model, load_tokenizer
 from oomb.train.planning import finish, plan_run
@@ -56,7 +59,8 @@ def train(
     """
     console = console or Console()
     check_folder(settings, resume)
-    device = device_of(settings.model)
+    check_schedule(settings)
+    device_of(settings.model)
     sources = find_data(settings.data)
     config = load_config(settings.model)
     tokenizer = load_tokenizer(settings.model, config)
@@ -70,22 +74,12 @@ def train(
     _describe(console, data)
     prediction = plan_run(settings, config, max(part.longest for part in data.parts), console)
 
+    if not console.is_terminal:
+        transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
     model = load_model(settings.model, settings.lora, config)
-    with _unmade_on_error(Path(settings.output_dir)):
-        trainer = Trainer(
-            model=model,
-            args=training_arguments(settings, device, evaluates=data.eval is not None),
-            data_collator=collate,
-            train_dataset=data.train,
-            eval_dataset=data.eval,
-            processing_class=tokenizer,
-            callbacks=[_EvaluateAtEnd()] if data.eval is not None else [],
-            oomb_config=settings.engine.config(),
-        )
-    # The run's own display says what these would print between its lines.
-    trainer.remove_callback(PrinterCallback)
-    transformers.logging.disable_progress_bar()
+    trainer = _build_trainer(settings, data, model, tokenizer)
+    transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = begin(settings)
     write_plan(run, prediction)
     every = settings.logging.chunk_records_every
@@ -101,6 +95,40 @@ def train(
     finish(run, prediction, settings.training.accumulation_steps, console)
     _say(console, f"Model:  {run / MODEL_FOLDER}\nReport: {write_report(run)}")
     return 0
+
+
+def _build_trainer(
+    settings: RunSettings,
+    data: Data,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Trainer:
+    evaluates = data.eval is not None
+    arguments = training_arguments(settings, device_of(settings.model), evaluates)
+    with _unmade_on_error(Path(settings.output_dir)):
+        try:
+            trainer = Trainer(
+                model=model,
+                args=arguments,
+                data_collator=collate,
+                train_dataset=data.train,
+                eval_dataset=data.eval,
+                processing_class=tokenizer,
+                callbacks=[_EvaluateAtEnd()] if evaluates else [],
+                oomb_config=settings.engine.config(),
+            )
+        except ValueError as error:  # names an argument that the engine cannot honour
+            raise BadInput(str(error)) from error
+        try:
+            trainer.create_optimizer()
+        except (ImportError, TypeError, ValueError) as error:
+            name = settings.optimizer.name
+            raise BadInput(
+                f"optimizer.name: expected one that works here, got {name!r}: {error}"
+            ) from error
+    # The run's own display says what this would print between its lines.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 class _EvaluateAtEnd(TrainerCallback):

@@ -128,7 +128,7 @@ class OptimizerSettings(Section):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Of Adam."""
     arguments: dict[str, Scalar] = Field(default_factory=dict)
-    """More arguments of the optimizer by name."""
+    """As `optim_args` of transformers, for the optimizers that read it."""
 
     @field_validator("name")
     @classmethod
@@ -144,7 +144,7 @@ class ScheduleSettings(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps in which the rate rises from 0."""
     arguments: dict[str, Scalar] = Field(default_factory=dict)
-    """More arguments of the schedule by name."""
+    """As `lr_scheduler_kwargs` of transformers."""
 
     @field_validator("name")
     @classmethod
