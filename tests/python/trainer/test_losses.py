@@ -133,14 +133,38 @@ def test_documents_packed_with_their_first_tokens_as_labels(tmp_path: Path) -> N
 
 
 def test_autocast(tmp_path: Path) -> None:
-    """bf16 autocast: as far from fp32 as the stock trainer's own bf16."""
-    exact = logged(run(transformers.Trainer, tmp_path / "a", packed()), "loss")
-    stock = logged(run(transformers.Trainer, tmp_path / "b", packed(), bf16=True), "loss")
-    ours = logged(run(Trainer, tmp_path / "c", packed(), bf16=True), "loss")
-    assert ours != exact
+    """bf16 autocast: the layers run in bf16, and the losses are as far from fp32 as the stock
+    trainer's own."""
+
+    def run(kind: Any, **settings: Any) -> tuple[list[float], set[torch.dtype]]:
+        network, seen = model(), set()
+        own = {"oomb_config": CONFIG} if kind is Trainer else {}
+        settings = arguments(tmp_path / f"{kind.__module__}{len(settings)}", **settings)
+        trainer = kind(network, settings, train_dataset=packed(), **own)
+        for layer in network.model.layers:
+            layer.mlp.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+        trainer.train()
+        return logged(trainer, "loss"), seen
+
+    exact, _ = run(transformers.Trainer)
+    stock, dtypes = run(transformers.Trainer, bf16=True)
+    ours, own_dtypes = run(Trainer, bf16=True)
+    assert own_dtypes == dtypes == {torch.bfloat16}
     error = max(abs(x - y) for x, y in zip(stock, exact, strict=True))
     for mine, theirs in zip(ours, exact, strict=True):
         assert abs(mine - theirs) <= 2 * error
+
+
+def test_a_model_that_takes_no_number_of_items(tmp_path: Path) -> None:
+    """Then a step's loss is the mean of its micro-batches' means."""
+    losses = []
+    for kind, own in ((transformers.Trainer, {}), (Trainer, {"oomb_config": CONFIG})):
+        settings = arguments(tmp_path / kind.__module__)
+        trainer = kind(model(), settings, train_dataset=masked(), **own)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        losses.append(logged(trainer, "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_gradient_scaler_changes_nothing(tmp_path: Path) -> None:
