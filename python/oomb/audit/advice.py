@@ -49,18 +49,28 @@ def _weakest_layer(one: SparseAudit) -> str:
 
 
 def _about_sampling(sampled: Sequence[SampledAudit], tolerance: float) -> str:
-    """The rule of the least error for the chunks it sweeps, and what averaging would take."""
-    best = min(sampled, key=lambda one: one.rule.keep * one.gradient.error**2)
-    rule, found = best.rule, best.gradient
-    name = f"keep={rule.keep:g}" + ("" if rule.cap is None else f", cap={rule.cap:g}")
-    text = f"Of the sampled rules {name} has the least error for its work: a step's gradient is "
-    text += f"{found.error:.0%} off"
-    noise = found.spread / math.sqrt(best.draws)
-    if rule.cap is not None and rule.cap < 1 / rule.keep:
-        text += f", of which {found.bias:.0%} is bias that no averaging removes"
-        if not best.exhaustive:
-            text += f" (known to {noise:.0%})"
-    steps = math.ceil((found.spread / tolerance) ** 2)
-    if steps > 1:
-        text += f"; {steps:,} steps average its noise down to {tolerance:.0%}"
-    return text + "."
+    """The unbiased rule that averages out for the least work, and what a cap would change."""
+    free = [one for one in sampled if not _is_capped(one)]
+    capped = [one for one in sampled if _is_capped(one)]
+    sentences = []
+    if free:
+        best = min(free, key=lambda one: one.rule.keep * one.gradient.spread**2)
+        steps = max(1, math.ceil((best.gradient.spread / tolerance) ** 2))
+        sentences.append(
+            f"Without a cap keep={best.rule.keep:g} averages out for the least work: a step's "
+            f"gradient is {best.gradient.error:.0%} off, and {steps:,} steps bring that to "
+            f"{tolerance:.0%}."
+        )
+    if capped:
+        best = min(capped, key=lambda one: one.rule.keep * one.gradient.error**2)
+        known = "" if best.exhaustive else f" (± {best.gradient.spread / best.draws**0.5:.0%})"
+        sentences.append(
+            f"A cap of {best.rule.cap:g} at keep={best.rule.keep:g} has single steps "
+            f"{best.gradient.error:.0%} off, of which a bias of {best.gradient.bias:.0%}{known} "
+            "stays however many are averaged."
+        )
+    return " ".join(sentences)
+
+
+def _is_capped(one: SampledAudit) -> bool:
+    return one.rule.cap is not None and one.rule.cap < 1 / one.rule.keep

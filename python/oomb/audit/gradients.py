@@ -51,7 +51,7 @@ def gradients_of_call(
     step = engine.forward_backward(input_ids, labels, on_progress=on_progress)
     gradients = {}
     for name, parameter in groups.parameters.items():
-        parameter.grad = None
+        parameter.grad = None  # rounded to the parameter's dtype, and room for the next call
         try:
             gradient = engine.main_grad(parameter)
         except ValueError:  # not reached

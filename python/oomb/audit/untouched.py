@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 
@@ -13,19 +12,17 @@ from torch import nn
 def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode and has no gradients; afterwards all is as before.
 
-    Without dropout two runs differ by what is audited alone.
+    Without dropout nothing is drawn at random, and two runs differ by what is audited alone.
     """
     training = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    devices = sorted({p.device.index or 0 for p, _ in gradients if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            model.eval()
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for module, mode in training:
-                module.training = mode
+    try:
+        model.eval()
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in training:
+            module.training = mode

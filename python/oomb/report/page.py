@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from oomb.report import sections
+from oomb.report import pictures, tables
 from oomb.report.runs import Run, read_run
 
 _STYLE = """
@@ -88,31 +88,31 @@ def page(runs: Sequence[Run]) -> str:
     run = runs[0]
     title = " and ".join(one.name for one in runs)
     charts = [
-        _section("Loss", sections.loss(runs)),
-        _section("Throughput", sections.throughput(runs)),
-        _section("Where the time of a step goes", sections.breakdown(run)),
+        _section("Loss", pictures.loss(runs)),
+        _section("Throughput", pictures.throughput(runs)),
+        _section("Where the time of a step goes", pictures.breakdown(run)),
     ]
     for heading, found in (
-        ("Memory tiers in step", sections.memory_timeline(run)),
-        ("Time of the chunks of step", sections.chunk_times(run)),
-        ("What moved between the tiers in step", sections.traffic(run)),
+        ("Memory tiers in step", pictures.memory_timeline(run)),
+        ("Time of the chunks of step", pictures.chunk_times(run)),
+        ("What moved between the tiers in step", pictures.traffic(run)),
     ):
         if found is not None:
             charts.append(_section(f"{heading} {found[0]}", found[1]))
     wide = []
-    maps = sections.page_maps(run)
+    maps = pictures.page_maps(run)
     if maps is not None:
         wide.append(_section(f"Pages read in step {maps[0]}", maps[1] + _MAP_NOTE, wide=True))
     if len(runs) > 1:
-        wide.append(_section("Side by side", sections.totals(runs), wide=True))
+        wide.append(_section("Side by side", tables.totals(runs), wide=True))
     if run.plan is not None:
-        wide.append(_section("Predicted and measured", sections.plan(run), wide=True))
-    wide.append(_section("Settings", sections.settings(runs) + _yaml(run), wide=True))
+        wide.append(_section("Predicted and measured", tables.plan(run), wide=True))
+    wide.append(_section("Settings", tables.settings(runs) + _yaml(run), wide=True))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}{_COLORS}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{_subtitle(run)}{sections.tiles(run)}"
+        f"<h1>{escape(title)}</h1>{_subtitle(run)}{tables.tiles(run)}"
         f'<div class="grid2">{"".join(charts)}</div>{"".join(wide)}</body></html>\n'
     )
 

@@ -19,6 +19,8 @@ from engine.models import make
 from engine.reference import Gradients, chunked, ordinary, random_ids
 from oomb.audit import Audit, Likeness, audit
 from oomb.audit.audit import evenly
+from oomb.audit.mass import attention_mass
+from oomb.audit.outputs import LayerAttention
 
 CHUNK, PAGE, TOKENS = 16, 4, 75
 CONFIG = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
@@ -62,10 +64,8 @@ class Runs:
     scale: float
 
 
-def runs(
-    name: str, rule: oomb.TopKPages, batch: int = 2, sample_blocks: int = 99, **settings: Any
-) -> Runs:
-    model, ids = make(name, **settings), random_ids(batch, TOKENS)
+def runs(name: str, rule: oomb.TopKPages, batch: int = 2, sample_blocks: int = 99) -> Runs:
+    model, ids = make(name), random_ids(batch, TOKENS)
     found = audit(model, ids, ids, config=CONFIG, attention=[rule], sample_blocks=sample_blocks)
     config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, attention=rule, record_selection=True)
     step = chunked(model, config, ids, ids).step
@@ -84,18 +84,16 @@ def runs(
 
 
 CASES = [
-    ("llama", oomb.TopKPages(budget=3), {}),
-    ("llama", oomb.TopKPages(budget=2, share="kv_head"), {}),
-    ("qwen3-tied", oomb.TopKPages(budget=4, score="token_softmax"), {}),
-    ("granite", oomb.TopKPages(budget=1), {}),
+    ("llama", oomb.TopKPages(budget=3)),
+    ("llama", oomb.TopKPages(budget=2, share="kv_head")),
+    ("qwen3-tied", oomb.TopKPages(budget=4, score="token_softmax")),
+    ("granite", oomb.TopKPages(budget=1)),
 ]
 
 
-@pytest.mark.parametrize(("name", "rule", "settings"), CASES)
-def test_errors_are_those_of_ordinary_runs(
-    name: str, rule: oomb.TopKPages, settings: dict[str, Any]
-) -> None:
-    found = runs(name, rule, **settings)
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_errors_are_those_of_ordinary_runs(name: str, rule: oomb.TopKPages) -> None:
+    found = runs(name, rule)
     (one,) = found.audit.sparse
     everything = [
         torch.cat([g[n].flatten() for n in found.exact]) for g in (found.masked, found.exact)
@@ -132,11 +130,15 @@ def explicit_mass(found: Runs, layer: int, rows: torch.Tensor) -> tuple[float, f
 
 
 @pytest.mark.parametrize("sample_blocks", [99, 5])
-@pytest.mark.parametrize(("name", "rule", "settings"), CASES)
+@pytest.mark.parametrize(("name", "rule"), CASES)
 def test_mass_is_that_of_an_explicit_softmax(
-    name: str, rule: oomb.TopKPages, settings: dict[str, Any], sample_blocks: int
+    name: str,
+    rule: oomb.TopKPages,
+    sample_blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = runs(name, rule, sample_blocks=sample_blocks, **settings)
+    monkeypatch.setattr("oomb.audit.mass._SLAB_PAGES", 3)  # several slabs even here
+    found = runs(name, rule, sample_blocks=sample_blocks)
     blocks = found.audit.sampled_blocks
     assert len(blocks) == min(sample_blocks, found.audit.num_blocks) and blocks[-1] == 18
     rows = torch.tensor([t for t in range(TOKENS - 1) if t // PAGE in blocks])
@@ -400,3 +402,27 @@ def test_blocks_are_spread_evenly(number: int, most: int) -> None:
     assert len(places) == min(number, most) and places[-1] == number - 1
     gaps = [b - a for a, b in itertools.pairwise([-1, *places])]
     assert max(gaps) - min(gaps) <= 1
+
+
+def test_padded_lists_name_no_page() -> None:
+    """A list may hold fewer pages than the budget, -1 behind them; one may be empty."""
+    q, k = torch.randn(1, 2, 4, 8).double(), torch.randn(1, 1, 12, 8).double()
+    lists = torch.tensor([[[[1, -1]], [[-1, -1]]]], dtype=torch.int32)  # [1, 2 blocks, 1, 2]
+    found = attention_mass(
+        LayerAttention(0.5, q, k),
+        [4, 5],
+        [None, None, lists],
+        chunk_size=4,
+        page_size=2,
+        device=torch.device("cpu"),
+    )
+    weights = (
+        (0.5 * q @ k.transpose(-1, -2))
+        .masked_fill(torch.arange(12) > torch.arange(8, 12)[:, None], -torch.inf)
+        .softmax(-1)
+    )
+    own = weights[..., 8:].sum()
+    assert found.rows == 8
+    assert abs(found.seen - float(own + weights[:, :, :2, 2:4].sum())) < CLOSE
+    assert abs(found.past_seen - float(weights[:, :, :2, 2:4].sum())) < CLOSE
+    assert abs(found.past - float(weights[..., :8].sum())) < CLOSE

@@ -146,14 +146,23 @@ def test_no_budget_within_the_tolerance() -> None:
     assert "the nearest, 16, is 20.0% off" in sentence and "stay exact" in sentence
 
 
-def test_the_rule_of_the_least_error_for_its_work() -> None:
-    # Work is in proportion to keep, and averaging wins with the square root of the draws.
+def test_the_unbiased_rule_that_averages_out_for_the_least_work() -> None:
+    # Work is in proportion to keep times steps, and noise falls with the square root of the steps.
     half, quarter = sampled(0.5, None, 0.0, 0.9), sampled(0.25, None, 0.0, 1.2)
     (sentence,) = advice([], [half, quarter], 0.1)
-    assert "keep=0.25 has the least error" in sentence
-    assert "120% off; 144 steps average its noise down to 10%" in sentence
+    assert sentence == (
+        "Without a cap keep=0.25 averages out for the least work: a step's gradient is 120% off, "
+        "and 144 steps bring that to 10%."
+    )
 
 
 def test_bias_of_a_cap_is_told() -> None:
-    (sentence,) = advice([], [sampled(0.25, 2.0, 0.3, 0.4)], 0.1)
-    assert "keep=0.25, cap=2" in sentence and "50% off, of which 30% is bias" in sentence
+    capped, free = sampled(0.25, 2.0, 0.3, 0.4), sampled(0.25, 4.0, 0.0, 1.5)
+    (sentence,) = advice([], [capped, free], 0.1)
+    assert "Without a cap keep=0.25" in sentence and "225 steps" in sentence  # 4 bounds nothing
+    assert sentence.endswith(
+        "A cap of 2 at keep=0.25 has single steps 50% off, of which a bias of 30% stays however "
+        "many are averaged."
+    )
+    (alone,) = advice([], [capped], 0.1)
+    assert alone.startswith("A cap of 2")

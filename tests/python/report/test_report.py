@@ -205,10 +205,15 @@ def test_compared_runs_stand_beside_each_other(folder: Path, tmp_path: Path) -> 
 
 
 def test_plan_is_shown_beside_what_was_measured(tmp_path: Path) -> None:
-    plan = {"predicted": {"device_bytes": 1 << 30, "seconds": 4.0}, "measured": {"seconds": 5.0}}
+    predicted = {"device_bytes": 1 << 30, "seconds": 4.0, "num_tokens": 12345, "basis": "datasheet"}
+    plan = {"predicted": predicted, "measured": {"seconds": 5.0}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     words = Page(write_report(steps_only(tmp_path, 1.0)).read_text()).words
-    assert "1.00 GiB" in words and "4.00 s\n5.00 s\n1.25" in words
+    assert "device_bytes\n1.00 GiB" in words
+    assert words.count("time of a call\n4.00 s\n5.00 s\n1.25") == 1
+    assert "12345" not in words and "datasheet" not in words
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "measured": None}))
+    assert "4.00 s" in Page(write_report(tmp_path).read_text()).words
 
 
 def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
-"""The sections of a report, each from the records of one run or of several to compare."""
+"""The pictures of a report, each from the records of one run or of several to compare."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from html import escape
-from typing import Any
 
 from oomb.monitor.observer import Record
-from oomb.monitor.units import bytes_text, count_text, seconds_text
 from oomb.report.chart import Series, YAxis, line_chart, smoothed, stacked_areas, stacked_bars
 from oomb.report.png import data_uri, map_png
 from oomb.report.runs import Run
@@ -16,27 +13,6 @@ from oomb.report.scale import unit_of_bytes
 
 SMOOTH_FROM = 40  # steps from which a smoothed line helps
 BARS = 48  # of the breakdown over steps
-
-
-def tiles(run: Run) -> str:
-    """The figures to know first."""
-    losses = [v for v in run.column("loss") if v is not None]
-    evals = [e["loss"] for e in run.metrics.evals if e.get("loss") is not None]
-    facts = [
-        ("steps", f"{run.steps[-1]:,.0f}"),
-        ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),
-        ("best evaluation", f"{min(evals):.4f}" if evals else ""),
-        ("tokens", count_text(run.total("tokens"))),
-        ("tokens/s, median", _thousands(run.median("tokens_per_second"))),
-        ("step, median", _optional(run.median("seconds"), seconds_text)),
-        ("device tier, peak", _optional(run.most("device_peak_bytes"), bytes_text)),
-        ("host tier, peak", _optional(run.most("host_peak_bytes"), bytes_text)),
-        ("torch, peak", _optional(run.most("torch_peak_bytes"), bytes_text)),
-    ]
-    cells = "".join(
-        f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in facts if value
-    )
-    return f'<div class="tiles">{cells}</div>'
 
 
 def loss(runs: Sequence[Run]) -> str:
@@ -169,65 +145,6 @@ def page_maps(run: Run) -> tuple[int, str] | None:
     return step, f'<div class="maps">{"".join(figures)}</div>'
 
 
-def settings(runs: Sequence[Run]) -> str:
-    """What each run was started with, row by row."""
-    columns = [_flat(run.metrics.start) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    for left_out in ("event", "time"):
-        if left_out in names:
-            names.remove(left_out)
-    rows = []
-    for name in names:
-        values = [column.get(name, "") for column in columns]
-        if not any(values):
-            continue
-        differs = ' class="differs"' if len(set(values)) > 1 else ""
-        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
-        rows.append(f"<tr{differs}><th>{escape(name)}</th>{cells}</tr>")
-    return table(runs, rows)
-
-
-def totals(runs: Sequence[Run]) -> str:
-    """Results side by side."""
-    rows = []
-    for name, key, how, form in (
-        ("last loss", "loss", "last", lambda v: f"{v:.4f}"),
-        ("tokens/s, median", "tokens_per_second", "median", lambda v: f"{v:,.0f}"),
-        ("seconds per step, median", "seconds", "median", lambda v: f"{v:.3g}"),
-        ("device tier, peak", "device_peak_bytes", "most", bytes_text),
-        ("host tier, peak", "host_peak_bytes", "most", bytes_text),
-        ("torch, peak", "torch_peak_bytes", "most", bytes_text),
-        ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
-    ):
-        values = [run.column(key)[-1] if how == "last" else getattr(run, how)(key) for run in runs]
-        if any(v is not None for v in values):
-            cells = "".join(f"<td>{'' if v is None else escape(form(v))}</td>" for v in values)
-            rows.append(f"<tr><th>{name}</th>{cells}</tr>")
-    return table(runs, rows)
-
-
-def plan(run: Run) -> str:
-    """What was predicted before the run, and what was measured."""
-    assert run.plan is not None
-    predicted, measured = run.plan.get("predicted") or {}, run.plan.get("measured") or {}
-    rows = ["<tr><td></td><th>predicted</th><th>measured</th><th>measured / predicted</th></tr>"]
-    for name, expected in predicted.items():
-        if not isinstance(expected, (int, float)) or isinstance(expected, bool):
-            continue
-        found = measured.get(name)
-        cells = [_quantity(name, expected), _optional(found, lambda v, n=name: _quantity(n, v))]
-        cells.append(f"{found / expected:.2f}" if found is not None and expected else "")
-        rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
-    return table([run], rows)
-
-
-def table(runs: Sequence[Run], rows: Sequence[str]) -> str:
-    head = ""
-    if len(runs) > 1:
-        head = "<tr><td></td>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
-
-
 def _phase_borders(chunks: Sequence[Record]) -> list[int]:
     """Numbers of chunks done where the phase changes."""
     return [
@@ -248,30 +165,5 @@ def _share_of_past(rows: Sequence[Sequence[int]]) -> float:
     return statistics.fmean(past) if past else 100.0
 
 
-def _flat(record: Any, prefix: str = "") -> dict[str, str]:
-    """Leaves of nested mappings: ``config.attention.budget``."""
-    if not isinstance(record, dict):
-        return {prefix: "" if record is None else str(record)}
-    leaves: dict[str, str] = {}
-    for key, value in record.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
-
-
 def _unit_of_seconds(most: float) -> tuple[float, str]:
     return (1e-3, "milliseconds") if most < 0.5 else (1.0, "seconds")
-
-
-def _quantity(name: str, value: float) -> str:
-    """A number with the unit that its name ends in."""
-    if name.endswith("bytes"):
-        return bytes_text(value)
-    return seconds_text(value) if name.endswith("seconds") else f"{value:,.4g}"
-
-
-def _thousands(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
-def _optional(value: float | None, form: Any) -> str:
-    return "" if value is None else form(value)

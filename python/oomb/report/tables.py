@@ -1,0 +1,125 @@
+"""The tables of a report, each from the records of one run or of several to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from oomb.monitor.units import bytes_text, count_text, seconds_text
+from oomb.report.runs import Run
+
+
+def tiles(run: Run) -> str:
+    """The figures to know first."""
+    losses = [v for v in run.column("loss") if v is not None]
+    evals = [e["loss"] for e in run.metrics.evals if e.get("loss") is not None]
+    facts = [
+        ("steps", f"{run.steps[-1]:,.0f}"),
+        ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),
+        ("best evaluation", f"{min(evals):.4f}" if evals else ""),
+        ("tokens", count_text(run.total("tokens"))),
+        ("tokens/s, median", _thousands(run.median("tokens_per_second"))),
+        ("step, median", _optional(run.median("seconds"), seconds_text)),
+        ("device tier, peak", _optional(run.most("device_peak_bytes"), bytes_text)),
+        ("host tier, peak", _optional(run.most("host_peak_bytes"), bytes_text)),
+        ("torch, peak", _optional(run.most("torch_peak_bytes"), bytes_text)),
+    ]
+    cells = "".join(
+        f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in facts if value
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def settings(runs: Sequence[Run]) -> str:
+    """What each run was started with, row by row."""
+    columns = [_flat(run.metrics.start) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    for left_out in ("event", "time"):
+        if left_out in names:
+            names.remove(left_out)
+    rows = []
+    for name in names:
+        values = [column.get(name, "") for column in columns]
+        if not any(values):
+            continue
+        differs = ' class="differs"' if len(set(values)) > 1 else ""
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        rows.append(f"<tr{differs}><th>{escape(name)}</th>{cells}</tr>")
+    return table(runs, rows)
+
+
+def totals(runs: Sequence[Run]) -> str:
+    """Results side by side."""
+    rows = []
+    for name, key, how, form in (
+        ("last loss", "loss", "last", lambda v: f"{v:.4f}"),
+        ("tokens/s, median", "tokens_per_second", "median", lambda v: f"{v:,.0f}"),
+        ("seconds per step, median", "seconds", "median", lambda v: f"{v:.3g}"),
+        ("device tier, peak", "device_peak_bytes", "most", bytes_text),
+        ("host tier, peak", "host_peak_bytes", "most", bytes_text),
+        ("torch, peak", "torch_peak_bytes", "most", bytes_text),
+        ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
+    ):
+        values = [run.column(key)[-1] if how == "last" else getattr(run, how)(key) for run in runs]
+        if any(v is not None for v in values):
+            cells = "".join(f"<td>{'' if v is None else escape(form(v))}</td>" for v in values)
+            rows.append(f"<tr><th>{name}</th>{cells}</tr>")
+    return table(runs, rows)
+
+
+def plan(run: Run) -> str:
+    """What was predicted of a call before the run, and what was measured."""
+    assert run.plan is not None
+    predicted, measured = run.plan.get("predicted") or {}, run.plan.get("measured") or {}
+    rows = ["<tr><td></td><th>predicted</th><th>measured</th><th>measured / predicted</th></tr>"]
+    for name, text in (*_PLANNED.items(), *((name, name) for name in predicted)):
+        expected, found = predicted.get(name), measured.get(name)
+        if not name.endswith(("bytes", "seconds")) or not isinstance(expected, (int, float)):
+            continue
+        if text == name and name in _PLANNED:
+            continue
+        ratio = f"{found / expected:.2f}" if found is not None and expected else ""
+        measured_text = "" if found is None else _quantity(name, found)
+        cells = (_quantity(name, expected), measured_text, ratio)
+        rows.append(f"<tr><th>{escape(text)}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+    return table([run], rows)
+
+
+# What is measured, as people call it; other predictions follow under their own names.
+_PLANNED = {
+    "seconds": "time of a call",
+    "device_pool_bytes": "pages on the device",
+    "host_pool_bytes": "pages on the host",
+    "torch_peak_bytes": "torch's memory",
+}
+
+
+def table(runs: Sequence[Run], rows: Sequence[str]) -> str:
+    head = ""
+    if len(runs) > 1:
+        head = "<tr><td></td>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _flat(record: Any, prefix: str = "") -> dict[str, str]:
+    """Leaves of nested mappings: ``config.attention.budget``."""
+    if not isinstance(record, dict):
+        return {prefix: "" if record is None else str(record)}
+    leaves: dict[str, str] = {}
+    for key, value in record.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def _quantity(name: str, value: float) -> str:
+    """A number with the unit that its name ends in."""
+    return bytes_text(value) if name.endswith("bytes") else seconds_text(value)
+
+
+def _thousands(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _optional(value: float | None, form: Callable[[float], str]) -> str:
+    return "" if value is None else form(value)
