@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -49,6 +50,7 @@ class Display:
                 console=self._console, get_renderable=self._panel, refresh_per_second=4
             )
             self._live.start()
+            atexit.register(self._live.stop)  # a run that never ends must not hide the cursor
 
     def on_progress(self, step: int, progress: Progress) -> None:
         self._at, self._progress = step, progress
@@ -86,6 +88,7 @@ class Display:
     def on_end(self, record: Record) -> None:
         if self._live is not None:
             self._live.stop()
+            atexit.unregister(self._live.stop)
             self._live = None
         seconds = record.get("seconds")
         after = "" if seconds is None else f" after {seconds_text(seconds)}"

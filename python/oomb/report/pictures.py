@@ -18,7 +18,7 @@ BARS = 48  # of the breakdown over steps
 def loss(runs: Sequence[Run]) -> str:
     series = []
     for number, run in enumerate(runs):
-        color, prefix = 2 * number, f"{run.name}, " if len(runs) > 1 else ""
+        color, prefix = 4 * number, f"{run.name}, " if len(runs) > 1 else ""
         values = run.column("loss")
         smooth = len(values) >= SMOOTH_FROM
         if smooth:
@@ -34,7 +34,7 @@ def loss(runs: Sequence[Run]) -> str:
 
 def throughput(runs: Sequence[Run]) -> str:
     series = [
-        Series(run.name, run.steps, run.column("tokens_per_second"), 2 * number)
+        Series(run.name, run.steps, run.column("tokens_per_second"), 4 * number)
         for number, run in enumerate(runs)
     ]
     return line_chart(series, "step", YAxis("tokens per second"))
