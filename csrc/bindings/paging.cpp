@@ -16,6 +16,7 @@
 #if OOMB_WITH_CUDA
 #include "memory/cuda/fault_injection.h"
 #include "offload/cuda/cuda_page_manager.h"
+#include "offload/cuda/slot_kernels.h"
 #endif
 
 namespace py = pybind11;
@@ -66,14 +67,14 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                             std::optional<uint64_t> copy_delay_seed,
                                             std::optional<uint64_t> shuffle_seed,
                                             const std::optional<std::string>& disabled_wait,
-                                            bool poison, bool explicit_host_memory) {
+                                            bool poison, bool explicit_host_memory, bool dry) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
     expect(disabled.has_value(), "disabled_wait", "the name of a wait (_C.page_waits())",
            *disabled_wait);
   }
-  if (device.starts_with("cuda")) {
+  if (device.starts_with("cuda") && !dry) {
     [[maybe_unused]] const int index = device_index(device);
 #if OOMB_WITH_CUDA
     return std::make_unique<SharedManager>(
@@ -91,7 +92,7 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
     expect(false, "device", "cpu: this build has no CUDA", device);
 #endif
   }
-  expect(device == "cpu", "device", "cpu or cuda:<index>", device);
+  expect(device == "cpu", "device", dry ? "cpu, for a dry run" : "cpu or cuda:<index>", device);
   static_cast<void>(explicit_host_memory);
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
@@ -100,7 +101,8 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                       .copy_delay_seed = copy_delay_seed,
                                       .shuffle_seed = shuffle_seed,
                                       .disabled_wait = disabled,
-                                      .poison = poison}));
+                                      .poison = poison,
+                                      .dry = dry}));
 }
 
 std::vector<paging::Visit> to_visits(const Int32Array& rows) {
@@ -203,13 +205,26 @@ void bind_paging(py::module_& module) {
   bind_page_copier(module);
   module.def("fail_cuda_call", &memory::fail_cuda_call, py::arg("k"));
   module.def("cuda_calls_made", &memory::cuda_calls_made);
+  module.def(
+      "copy_to_mapped",
+      [](int64_t source, int64_t destination, int64_t words, int64_t stream) {
+        expect(source != 0, "source", "an address on the device", source);
+        expect(destination != 0, "destination", "an address of pinned host memory", destination);
+        expect(words >= 0, "words", "0 or more", words);
+        offload::launch_copy_to_mapped(reinterpret_cast<const int32_t*>(source),
+                                       reinterpret_cast<int32_t*>(destination), words,
+                                       reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::kw_only(), py::arg("source"), py::arg("destination"), py::arg("words"),
+      py::arg("stream"));
 #endif
 
   py::class_<SharedManager>(module, "PageManager")
       .def(py::init(&make_manager), py::kw_only(), py::arg("device"), py::arg("slot_bytes"),
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
-           py::arg("poison") = false, py::arg("explicit_host_memory") = false)
+           py::arg("poison") = false, py::arg("explicit_host_memory") = false,
+           py::arg("dry") = false)
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,

@@ -9,9 +9,9 @@ namespace oomb::paging {
 
 namespace {
 
-// Copies of this size hide the latency of a batch many times over; more would only take room from
-// pages that stay.
-constexpr int64_t kStreamBytes = int64_t{128} << 20;
+// What the sweep of a layer reads at long contexts (keys, values and their gradients), loaded while
+// the layer before it computes; more would only take room from pages that stay.
+constexpr int64_t kStreamBytes = int64_t{512} << 20;
 
 constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
 

@@ -10,6 +10,12 @@ namespace oomb::paging {
 using memory::kNoSlot;
 using memory::Slot;
 
+namespace {
+
+constexpr int64_t kBatchBytes = int64_t{64} << 20;
+
+}  // namespace
+
 Tiers::Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engine,
              std::optional<Wait> disabled_wait, bool poison)
     : device_(device),
@@ -238,8 +244,23 @@ void Tiers::create(std::span<const PageIndex> pages, bool zeroed) {
   }
 }
 
+// Whoever needs the first pages of a batch waits for its last: batches of about a millisecond.
+template <typename Issue>
+void Tiers::in_batches(std::span<const PageIndex> pages, Issue issue) {
+  const auto limit = std::max<size_t>(1, at(kBatchBytes / device_.slot_bytes() / grad_slots_));
+  for (; pages.size() > limit; pages = pages.subspan(limit)) issue(pages.first(limit));
+  if (!pages.empty()) issue(pages);
+}
+
 void Tiers::load(std::span<const PageIndex> pages, int32_t now, bool ahead) {
-  if (pages.empty()) return;
+  in_batches(pages, [&](std::span<const PageIndex> batch) { load_batch(batch, now, ahead); });
+}
+
+void Tiers::store(std::span<const PageIndex> pages) {
+  in_batches(pages, [&](std::span<const PageIndex> batch) { store_batch(batch); });
+}
+
+void Tiers::load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead) {
   int64_t count = 0;
   for (const PageIndex index : pages) count += slots_of(index);
   const std::vector<Slot> slots = take_device_slots(count);
@@ -285,8 +306,7 @@ void Tiers::load(std::span<const PageIndex> pages, int32_t now, bool ahead) {
   traffic_.loaded_slots += count;
 }
 
-void Tiers::store(std::span<const PageIndex> pages) {
-  if (pages.empty()) return;
+void Tiers::store_batch(std::span<const PageIndex> pages) {
   std::vector<PageCopy> copies;
   for (const PageIndex index : pages) {
     const PageRecord& record = records_[at(index)];

@@ -136,7 +136,11 @@ class Tiers {
   std::vector<memory::Slot> take_device_slots(int64_t count);
   bool take_host_slots(PageIndex index);
   void need_for_write(memory::Slot slot);
+  template <typename Issue>
+  void in_batches(std::span<const PageIndex> pages, Issue issue);
+  void load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead);
   void store(std::span<const PageIndex> pages);
+  void store_batch(std::span<const PageIndex> pages);
   void evict(PageIndex index);
   void clear_ahead(PageIndex index);
   void free_device_slots(PageIndex index);

@@ -43,6 +43,11 @@ __global__ void update_entries(int32_t* tables, const __grid_constant__ ChangeLi
   if (i < count) tables[list.entry[i]] = list.value[i];
 }
 
+__global__ void copy_words(const int32_t* words, int32_t* mapped, int64_t count) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < count) mapped[i] = words[i];
+}
+
 __global__ void spin(int64_t cycles) {
   const int64_t start = clock64();
   while (clock64() - start < cycles) {
@@ -54,6 +59,13 @@ __global__ void spin(int64_t cycles) {
 void launch_spin(int64_t cycles, cudaStream_t stream) {
   spin<<<1, 1, 0, stream>>>(cycles);
   check_launch("spin");
+}
+
+void launch_copy_to_mapped(const int32_t* words, int32_t* mapped, int64_t count,
+                           cudaStream_t stream) {
+  if (count == 0) return;
+  copy_words<<<static_cast<unsigned>(ceil_div(count, 256)), 256, 0, stream>>>(words, mapped, count);
+  check_launch("copy_words");
 }
 
 void launch_fill(std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,

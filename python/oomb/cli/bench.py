@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oomb import AllChunks, Config, Dense, Engine, SampledChunks, TopKPages
+from oomb.engine.layout import Chunks
 from oomb.engine.results import Step
 from oomb.engine.selection import Selector
 from oomb.testing.selection import SyntheticSelector, UniformSelector
@@ -94,6 +95,7 @@ _FORMULA = (
 def _timed(engine: Engine, network: Any, shape: ModelShape, length: int) -> dict[str, Any]:
     device = next(network.parameters()).device
     ids = torch.randint(shape.vocabulary, (1, length), device=device)
+    _prepare_lists(engine, shape, length, device)
     network.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -109,6 +111,14 @@ def _timed(engine: Engine, network: Any, shape: ModelShape, length: int) -> dict
         free, total = torch.cuda.mem_get_info()
         row["driver_used_bytes"] = total - free
     return row
+
+
+def _prepare_lists(engine: Engine, shape: ModelShape, length: int, device: torch.device) -> None:
+    kind, config = engine.selector_type, engine.config
+    if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
+        chunks = Chunks(length - 1, config.chunk_size, config.page_size)  # the last is no input
+        layers = len(engine.layer_windows)
+        kind.prepare(config.attention, chunks, layers, shape.kv_heads, device)
 
 
 def _row(

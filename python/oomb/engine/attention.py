@@ -33,6 +33,8 @@ class CallPages:
         summaries: per layer [batch, pages, kv_heads, head_dim] mean keys, None where not needed.
         rounding_seed: of bf16 gradient pages.
         spilled: the device tier cannot hold the whole call.
+        filled: chunks whose keys and values are written to pages.
+        paired: two chunks of the fill take turns.
     """
 
     manager: _C.PageManager
@@ -50,6 +52,8 @@ class CallPages:
     deterministic: bool
     check_finite: bool
     spilled: bool
+    filled: int
+    paired: bool
     tables: list[torch.Tensor] = field(default_factory=list)
     gradient_tables: list[torch.Tensor] = field(default_factory=list)
 
@@ -65,8 +69,8 @@ class ChunkAttention:
         self.id = next(self._ids)
         self.chunk = 0
         self.phase = "fill"
-        self.write = False  # this pass writes the chunk's keys and values
         self.stop_at_last = False  # the fill ends at the last layer's keys and values
+        self._unannounced: set[tuple[int, int]] = set()  # (layer, chunk) whose lists are new
 
     def __enter__(self) -> ChunkAttention:
         self.active[self.id] = self
@@ -77,6 +81,20 @@ class ChunkAttention:
 
     # One chunk, one layer -------------------------------------------------------------------------
 
+    def begin(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int
+    ) -> None:
+        """What comes before attention itself: pages of the chunk, and the choice of past pages.
+
+        Raises:
+            FillComplete: in a fill that ends here.
+        """
+        if self.phase == "fill" and self.chunk < self.pages.filled:
+            self._write(layer, k, v)
+            if self.stop_at_last and layer == len(self.pages.shapes) - 1:
+                raise FillComplete
+        self._select(layer, q, window)
+
     def forward(
         self,
         layer: int,
@@ -86,14 +104,11 @@ class ChunkAttention:
         scale: float,
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk."""
-        if self.write:
-            self._write(layer, k, v)
-            if self.stop_at_last and layer == len(self.pages.shapes) - 1:
-                raise FillComplete
+        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk, after :meth:`begin`."""
         order = self.pages.order
         visit = int((order.fill if self.phase == "fill" else order.read)[self.chunk, layer])
-        selection = self._select(layer, q, window)
+        selection = self._recorded(layer)
+        self._announce(layer)
         batch, heads, tokens, head_dim = q.shape
         o = q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -310,24 +325,27 @@ class ChunkAttention:
 
     # Selection ------------------------------------------------------------------------------------
 
-    def _select(self, layer: int, q: torch.Tensor, window: int) -> torch.Tensor | None:
+    def _select(self, layer: int, q: torch.Tensor, window: int) -> None:
         pages = self.pages
         if pages.selector is None or window:
-            return None
+            return
         begin, end = pages.chunks.span(self.chunk)
         summary = pages.summaries[layer]
         assert summary is not None
         first_key = None if pages.first_key is None else pages.first_key[:, begin:end].contiguous()
-        lists = pages.selector.choose(
+        is_new = pages.selector.choose(
             layer, self.chunk, q, summary, begin, first_key, pages.num_keys
         )
-        if lists is not None and pages.selector.is_new and pages.spilled:
-            self._announce(layer)
-        return lists
+        if is_new and pages.spilled:
+            pages.selector.request(layer, self.chunk)
+            self._unannounced.add((layer, self.chunk))
 
     def _announce(self, layer: int) -> None:
-        """Tell the page manager what the sweep of this chunk will read."""
+        """Tell the page manager what fill and sweep of this chunk read, once that is known."""
         pages = self.pages
+        if (layer, self.chunk) not in self._unannounced:
+            return
+        self._unannounced.remove((layer, self.chunk))
         assert pages.selector is not None
         listed = pages.selector.pages(layer, self.chunk)
         for table in (pages.order.fill, pages.order.read, pages.order.accumulate):

@@ -297,6 +297,7 @@ class Engine:
                     loss,
                     self.config.rope_angles,
                     on_progress,
+                    None if swept is None else self._grads,
                 ),
                 loss,
                 attention,
@@ -320,13 +321,6 @@ class Engine:
     ) -> CallPages:
         windows = [shape.window for shape in self._shapes]
         filled = chunks.number - 1 if swept is None else swept[-1]
-        order = call_order(
-            chunks,
-            windows,
-            chunks.number if swept is None else filled,
-            swept or [],
-            whole_fill=swept is None,
-        )
         per_sequence = _pages_per_sequence(inputs, chunks, filled)
         gradient_pages = len((swept or [])[:-1]) * chunks.first_page(1) * inputs.batch
         needed = slots_of_call(layout, len(windows), sum(per_sequence), gradient_pages)
@@ -351,6 +345,16 @@ class Engine:
             host_memory,
             smallest,
             others,
+        )
+        # Where lists and pages have to travel, two chunks of the fill hide it for each other.
+        paired = caps.host_slots > 0 and isinstance(self.config.attention, TopKPages)
+        order = call_order(
+            chunks,
+            windows,
+            chunks.number if swept is None else filled,
+            swept or [],
+            whole_fill=swept is None,
+            paired=paired,
         )
         manager = self._manager_for(layout, caps)
         max_pages = max(per_sequence)
@@ -383,6 +387,8 @@ class Engine:
             deterministic=self.config.deterministic,
             check_finite=self.config.check_finite,
             spilled=caps.host_slots > 0,
+            filled=filled,
+            paired=paired,
         )
         for layer in range(len(windows)):
             pages.tables.append(_table(manager.block_table(layer)))

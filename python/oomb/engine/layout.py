@@ -40,6 +40,7 @@ class Order:
     Time runs down the rows:
 
         fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output)
+               paired: layer 0 of chunks 0 and 1, layer 1 of chunks 0 and 1, …, then chunks 2 and 3
         sweep  chunk last … 0: layer 0 … L-1 read, then L-1 … 0 read and accumulate
 
     Attributes:
@@ -60,12 +61,14 @@ def call_order(
     swept: Sequence[int],
     *,
     whole_fill: bool,
+    paired: bool = False,
 ) -> Order:
     """Order of a call that fills chunks [0, filled) and sweeps ``swept`` (ascending) in reverse.
 
     Args:
         windows: sliding window of each layer, 0: none. Pages outside a chunk's window are not read.
         whole_fill: the fill runs the last layer too.
+        paired: two chunks of the fill take turns, layer by layer.
     """
     num_layers = len(windows)
     rows: list[tuple[int, int, int, int]] = []
@@ -77,9 +80,11 @@ def call_order(
         first = first_page_in_window(chunks, chunk, windows[layer])
         rows.append((layer, kind, first, chunks.first_page(chunk)))
 
-    for chunk in range(filled):
+    together = 2 if paired else 1
+    for first in range(0, filled, together):
         for layer in range(num_layers if whole_fill else num_layers - 1):
-            visit(fill, chunk, layer, READ)
+            for chunk in range(first, min(first + together, filled)):
+                visit(fill, chunk, layer, READ)
     for chunk in reversed(swept):
         for layer in range(num_layers):
             visit(read, chunk, layer, READ)

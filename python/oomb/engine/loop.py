@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from oomb.engine.alternation import Alternation
 from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention, with_sinks
 from oomb.engine.finite import expect_finite
 from oomb.engine.inputs import CallInputs
@@ -17,6 +20,7 @@ from oomb.engine.loss import ChunkLoss
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Progress
 from oomb.hf.interface import AttentionCall
+from oomb.hf.linear import WeightSums
 from oomb.hf.model import CausalModel
 
 OnProgress = Callable[[Progress], None]
@@ -40,6 +44,7 @@ class ChunkLoop:
         loss: ChunkLoss,
         rope_angles: str,
         on_progress: OnProgress | None,
+        sums: WeightSums | None,
     ) -> None:
         self._model = model
         self._inputs = inputs
@@ -49,6 +54,8 @@ class ChunkLoop:
         self._loss = loss
         self._rope_angles = rope_angles
         self._on_progress = on_progress
+        self._sums = sums
+        self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
     @contextmanager
@@ -59,6 +66,7 @@ class ChunkLoop:
             self._runner,
             largest_position=self._inputs.largest_position,
             rope_angles=self._rope_angles,
+            sums=self._sums,
         )
         with self._attention, session:
             yield
@@ -85,21 +93,41 @@ class ChunkLoop:
         attention = self._attention
         attention.phase = "fill"
         attention.stop_at_last = consume is None
-        with torch.no_grad():
-            for chunk in range(num_chunks):
-                attention.write = chunk < num_chunks - 1 or consume is None
+        done: deque[int] = deque()
+
+        def run(first: int, step: int) -> None:
+            for chunk in range(first, num_chunks, step):
                 hidden = self._run(chunk)
                 if consume is not None:
                     assert hidden is not None
                     consume(self._chunks.span(chunk)[0], hidden)
+                done.append(chunk)
+                if threading.current_thread() is caller:
+                    report()
+
+        def report() -> None:
+            while done:
+                chunk = done.popleft()
                 self._report("fill", chunk, num_chunks, self._chunks.span(chunk)[1])
+
+        caller = threading.current_thread()
+        with torch.no_grad():
+            if attention.pages.paired:
+                self._turns = Alternation()
+                try:
+                    self._turns.run(lambda: run(0, 2), lambda: run(1, 2))
+                finally:
+                    self._turns = None
+            else:
+                run(0, 1)
+        report()
         return time.perf_counter() - began
 
     def sweep(self, swept: list[int], loss_factor: float) -> float:
         """Gradients of chunks ``swept`` (ascending), last first. Returns seconds."""
         began = time.perf_counter()
         attention = self._attention
-        attention.phase, attention.write, attention.stop_at_last = "sweep", False, False
+        attention.phase, attention.stop_at_last = "sweep", False
         done = 0
         with torch.enable_grad():
             for chunk in reversed(swept):
@@ -131,19 +159,23 @@ class ChunkLoop:
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._model.layer_of(call.module)
         dtype = call.k.dtype  # the pages' own; under autocast K and V may differ
+        q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
+        self._attention.begin(layer, q, k, v, call.window)
+        if self._turns is not None:
+            self._let_the_other_run(self._turns)
         o: torch.Tensor
-        o, lse = chunk_attention(
-            call.q.to(dtype),
-            call.k,
-            call.v.to(dtype),
-            call.scale,
-            call.window,
-            self._attention.id,
-            layer,
-        )
+        o, lse = chunk_attention(q, k, v, call.scale, call.window, self._attention.id, layer)
         if call.sinks is not None:
             o = with_sinks(o, lse, call.sinks)
         return o.to(call.q.dtype)
+
+    def _let_the_other_run(self, turns: Alternation) -> None:
+        """The other chunk computes while this one's lists and pages are on their way."""
+        chunk = self._attention.chunk
+        random_state = self._runner.random_state()
+        turns.pass_on()
+        self._runner.restore_random_state(random_state)
+        self._attention.chunk = self._runner.chunk = chunk
 
     def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
         if self._on_progress is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from oomb.errors import UnsupportedModelError
+from oomb.hf.linear import can_sum_product
 
 
 class MainGrads:
@@ -46,7 +47,8 @@ class MainGrads:
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         grad, parameter.grad = parameter.grad, None
-        assert grad is not None
+        if grad is None:  # a linear layer has added it to the sum itself
+            return
         if grad.layout != torch.strided:
             raise UnsupportedModelError(
                 "sparse parameter gradients are not supported; use sparse=False"
@@ -56,6 +58,27 @@ class MainGrads:
         else:
             dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
             self._sums[parameter] = grad.to(dtype)
+
+    def takes(self, weight: torch.Tensor) -> bool:
+        """Whether :meth:`add_product` can serve a weight."""
+        return can_sum_product(weight)
+
+    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+        """``sum += left.T @ right``, not rounded in between; see :mod:`oomb.hf.linear`.
+
+        Args:
+            left: [rows, out], the gradient of a linear layer's output.
+            right: [rows, in], its input.
+        """
+        total = self._sums.get(parameter)
+        if total is None:
+            dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
+            total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._sums[parameter] = total
+        if total.dtype == left.dtype:
+            total.addmm_(left.t(), right)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, left.t(), right, total.dtype, out=total)
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.

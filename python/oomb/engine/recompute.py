@@ -50,6 +50,23 @@ class LayerRunner:
             context_fn=_keep_attention,
         )
 
+    def random_state(self) -> list[torch.Tensor] | None:
+        """Of every generator a layer may draw from; None where nothing is drawn."""
+        if self._seed is None:
+            return None
+        state = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            state.append(torch.cuda.get_rng_state())
+        return state
+
+    def restore_random_state(self, state: list[torch.Tensor] | None) -> None:
+        """Go on as if nobody else had drawn since :meth:`random_state`."""
+        if state is None:
+            return
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1])
+
 
 def _keep_attention() -> Any:
     return create_selective_checkpoint_contexts(_policy)

@@ -26,7 +26,7 @@ class Selector:
         self._lists: dict[tuple[int, int], torch.Tensor] = {}
         self._pages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._num_layers = num_layers
-        self.is_new = False
+        self._requests: dict[tuple[int, int], _Request] = {}
 
     def choose(
         self,
@@ -37,24 +37,28 @@ class Selector:
         num_past: int,
         first_key: torch.Tensor | None,
         num_keys: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """The lists of a chunk's queries at a layer: as recorded, else chosen now.
+    ) -> bool:
+        """Choose the lists of a chunk's queries at a layer, if there is a choice and none was made.
 
         Args:
             q: [B, Hq, C, D]. No gradient flows through the choice.
             summary: [B, pages, Hkv, D] mean keys.
+
+        Returns:
+            Whether lists were chosen now.
         """
-        self.is_new = (layer, chunk) not in self._lists
         num_pages = -(-num_past // self._chunks.page_size)
-        if num_pages <= self._rule.budget:
-            return None
-        if self.is_new:
-            chosen = self._choose(q.detach(), summary, num_past, first_key, num_keys)
-            self._lists[layer, chunk] = chosen
-        return self._lists[layer, chunk]
+        if num_pages <= self._rule.budget or (layer, chunk) in self._lists:
+            return False
+        self._lists[layer, chunk] = self._choose(
+            layer, chunk, q.detach(), summary, num_past, first_key, num_keys
+        )
+        return True
 
     def _choose(
         self,
+        layer: int,
+        chunk: int,
         q: torch.Tensor,
         summary: torch.Tensor,
         num_past: int,
@@ -96,16 +100,26 @@ class Selector:
     def recorded(self, layer: int, chunk: int) -> torch.Tensor | None:
         return self._lists.get((layer, chunk))
 
+    def request(self, layer: int, chunk: int) -> None:
+        """Start bringing new lists to the host, for :meth:`pages`."""
+        lists = self._lists[layer, chunk]
+        if lists.is_cuda:
+            self._requests[layer, chunk] = _Request(lists)
+
     def pages(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
         """Distinct pages of the lists, as sequence * max_pages + page, ascending.
 
         On a GPU the first call waits for the lists, so only a call whose pages move asks.
         """
         if (layer, chunk) not in self._pages:
-            lists = self._lists[layer, chunk]
-            sequence = torch.arange(lists.shape[0], device=lists.device).view(-1, 1, 1, 1)
-            named = (lists.long() + sequence * self._max_pages)[lists >= 0]
-            self._pages[layer, chunk] = named.unique().cpu().numpy()
+            request = self._requests.pop((layer, chunk), None)
+            lists = self._lists[layer, chunk] if request is None else request.wait()
+            of_sequence = lists.cpu().numpy().reshape(lists.shape[0], -1)
+            named = [
+                np.unique(pages[pages >= 0]).astype(np.int64) + sequence * self._max_pages
+                for sequence, pages in enumerate(of_sequence)
+            ]
+            self._pages[layer, chunk] = np.concatenate(named)
         return self._pages[layer, chunk]
 
     def as_lists(self, num_chunks: int) -> list[list[torch.Tensor | None]]:
@@ -114,6 +128,26 @@ class Selector:
             [self._lists.get((layer, chunk)) for chunk in range(num_chunks)]
             for layer in range(self._num_layers)
         ]
+
+
+class _Request:
+    """Lists on their way to the host, behind the kernels that make them."""
+
+    def __init__(self, lists: torch.Tensor) -> None:
+        self._host = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=True)
+        stream = torch.cuda.current_stream(lists.device)
+        _C.copy_to_mapped(
+            source=lists.data_ptr(),
+            destination=self._host.data_ptr(),
+            words=lists.numel(),
+            stream=stream.cuda_stream,
+        )
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(stream)
+
+    def wait(self) -> torch.Tensor:
+        self._arrived.synchronize()
+        return self._host
 
 
 def _keep_best_of_chunk(scores: torch.Tensor, rule: TopKPages) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
-from oomb.hf.fused import fused_forwards, fused_layers
+from oomb.hf.fused import fused_forwards, replaced_forwards
 from oomb.hf.head import Head
 from oomb.hf.interface import Handler, attention_handler, placeholder_mask
+from oomb.hf.linear import WeightSums, summed_forwards
 from oomb.hf.rope import angles_of_call
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
@@ -91,12 +92,19 @@ class CausalModel:
         *,
         largest_position: int,
         rope_angles: str,
+        sums: WeightSums | None = None,
     ) -> Iterator[None]:
-        """Give attention, layers, angles and head to the engine; afterwards all is as before."""
+        """Give attention, layers, angles and head to the engine; afterwards all is as before.
+
+        Args:
+            sums: takes the weight gradients of linear layers; None: autograd's usual way.
+        """
         with ExitStack() as stack:
             stack.enter_context(attention_handler(self.decoder, handler))
             stack.enter_context(_without_checkpointing(self.causal))
-            stack.enter_context(fused_layers(self._fused))
+            stack.enter_context(replaced_forwards(self._fused))
+            if sums is not None:
+                stack.enter_context(replaced_forwards(summed_forwards(self.causal, sums)))
             stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
             if run_layer is not None:
                 stack.enter_context(self._layers_through(run_layer))

@@ -93,7 +93,7 @@ def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPage
     ids, model = tokens(batch=2), make_model(torch.bfloat16)
     slot = 2 * PAGE * 64 * 2
     first, expected = chunked(model, ids, attention=attention)
-    for slots in (None, 6, 12, 40):
+    for slots in (None, 12, 14, 40):  # 12: one wave of two pages, two sequences, fp32 dKV
         memory = None if slots is None else slots * slot
         step, again = chunked(
             model, ids, attention=attention, device_memory=memory, host_memory="64MiB"

@@ -1,0 +1,141 @@
+"""Where the time of a step goes: a profile of the GPU, by kind of kernel.
+
+    python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
+
+Every kernel falls into one kind by its name; the loss is what runs between two markers around it
+(products of the head included). Gaps are the time in which no kernel ran; of them, waits for pages
+are counted by the page manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import oomb
+from oomb.cli.bench import _SELECTORS, _length, _prepare_lists
+from oomb.engine.loss import ChunkLoss
+from oomb.testing.shapes import SHAPES, random_model
+
+_KINDS = {  # first match counts
+    "copies": r"^Memcpy",
+    "memset": r"^Memset",
+    "attention": r"oomb::attention::(sm90|sm80|plain)|oomb::attention::delta|delta_kernel",
+    "selection": r"page_score|page_select|score_|query_sums",
+    "pages": r"oomb::",
+    "linear": r"nvjet|gemm|cutlass|xmma|cublas",
+    "norm, gate": r"_rms_norm|_swiglu|silu|liger",
+    "other elementwise": r".",
+}
+_MARKER = "spin_kernel"
+
+
+def _marked_loss() -> None:
+    """Put a marker before and after each chunk's loss."""
+    plain = ChunkLoss.of_chunk
+
+    def marked(*arguments: object, **keywords: object) -> object:
+        torch.cuda._sleep(1)
+        try:
+            return plain(*arguments, **keywords)  # type: ignore[arg-type]
+        finally:
+            torch.cuda._sleep(1)
+
+    ChunkLoss.of_chunk = marked  # type: ignore[method-assign, assignment]
+
+
+def _kind(name: str) -> str:
+    return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
+
+
+def _breakdown(events: list[tuple[float, float, str]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by kind, and by kernel name; microseconds come in."""
+    kinds: dict[str, float] = {}
+    names: dict[str, float] = {}
+    in_loss, busy_until = False, 0.0
+    busy = 0.0
+    for begin, end, name in sorted(events):
+        if _MARKER in name:
+            in_loss = not in_loss
+            continue
+        kind = "loss" if in_loss and not name.startswith("Memcpy") else _kind(name)
+        kinds[kind] = kinds.get(kind, 0.0) + (end - begin) / 1e6
+        names[name[:110]] = names.get(name[:110], 0.0) + (end - begin) / 1e6
+        if kind != "copies":
+            busy += max(0.0, end - max(begin, busy_until)) / 1e6
+            busy_until = max(busy_until, end)
+    first = min(begin for begin, _, _ in events)
+    kinds["gaps"] = (max(end for _, end, _ in events) - first) / 1e6 - busy
+    return kinds, names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen2.5-7b", choices=list(SHAPES))
+    parser.add_argument("--tokens", default="64K")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
+    parser.add_argument("--selection", default="synthetic", choices=list(_SELECTORS))
+    parser.add_argument("--device-memory", default=None)
+    parser.add_argument("--recompute", default="auto")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--top", type=int, default=25)
+    arguments = parser.parse_args()
+
+    shape, length = SHAPES[arguments.model], _length(arguments.tokens)
+    device = torch.device("cuda")
+    attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
+    config = oomb.Config(
+        attention=attention,
+        device_memory=arguments.device_memory,
+        recompute=arguments.recompute,
+    )
+    network = random_model(
+        shape,
+        device="cuda",
+        dtype=torch.bfloat16,
+        positions=length,
+        layers=arguments.layers or None,
+    )
+    _marked_loss()
+    with oomb.Engine(network, config) as engine:
+        engine.selector_type = _SELECTORS[arguments.selection]
+        _prepare_lists(engine, shape, length, device)
+        for tokens in (2 * config.chunk_size + 1, length):
+            ids = torch.randint(shape.vocabulary, (1, tokens), device=device)
+            engine.forward_backward(ids, ids)
+        network.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        plain = engine.forward_backward(ids, ids)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            engine.forward_backward(ids, ids)
+            torch.cuda.synchronize()
+    events = [
+        (event.start_ns() / 1e3, event.end_ns() / 1e3, event.name())
+        for event in recorded.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    kinds, names = _breakdown(events)
+    print(f"{arguments}\n{seconds:.2f} s without the profiler; {plain.stats}")
+    for kind, spent in sorted(kinds.items(), key=lambda item: -item[1]):
+        print(f"{spent:9.3f} s  {100 * spent / seconds:5.1f} %  {kind}")
+    print()
+    for name, spent in sorted(names.items(), key=lambda item: -item[1])[: arguments.top]:
+        print(f"{spent:9.3f} s  {_kind(name):18} {name}")
+    if arguments.json is not None:
+        record = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "seconds": seconds}
+        record |= {"stats": vars(plain.stats), "by_kind": kinds}
+        arguments.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
