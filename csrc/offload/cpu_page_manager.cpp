@@ -28,6 +28,7 @@ std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerO
       .host_base = host.pool->base(),
       .slot_bytes = options.slot_bytes,
       .delay_seed = options.copy_delay_seed,
+      .dry = options.dry,
   });
   return std::make_unique<paging::PageManager>(
       std::move(device), std::move(host), std::move(engine),

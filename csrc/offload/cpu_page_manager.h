@@ -17,6 +17,7 @@ struct CpuPageManagerOptions {
   std::optional<uint64_t> shuffle_seed = std::nullopt;
   std::optional<paging::Wait> disabled_wait = std::nullopt;
   bool poison = false;
+  bool dry = false;  // pages hold nothing
 };
 
 // The page manager of a machine without a GPU.

@@ -22,6 +22,7 @@ HostCopyEngine::~HostCopyEngine() {
 }
 
 Ticket HostCopyEngine::copy(Lane which, std::span<const paging::PageCopy> pages) {
+  if (options_.dry) return lane(which).enqueue([] {});
   const bool to_host = which == Lane::kStore;
   const auto bytes = static_cast<size_t>(options_.slot_bytes);
   std::optional<uint64_t> seed;
@@ -42,6 +43,7 @@ Ticket HostCopyEngine::copy(Lane which, std::span<const paging::PageCopy> pages)
 }
 
 Ticket HostCopyEngine::fill(std::span<const memory::Slot> slots, uint8_t value) {
+  if (options_.dry) return ++compute_ticket_;
   const auto set = [this, value, list = std::vector<memory::Slot>(slots.begin(), slots.end())] {
     for (const memory::Slot slot : list) {
       std::memset(options_.device_base + slot * options_.slot_bytes, value,

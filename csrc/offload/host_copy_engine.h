@@ -17,6 +17,7 @@ struct HostCopyOptions {
   int64_t slot_bytes = 0;
   std::optional<uint64_t> delay_seed = std::nullopt;  // copies dawdle at random (tests)
   int64_t max_delay_us = 200;
+  bool dry = false;  // no byte is moved or set: to see what the page manager would do
   // false: compute runs on the caller's thread, where waiting blocks the caller. true (tests): it
   // is a thread too, fed through enqueue_compute, so that every wait can be missed.
   bool asynchronous_compute = false;

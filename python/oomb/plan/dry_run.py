@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import numpy.typing as npt
 
 from oomb import _C
 from oomb.engine.layout import Chunks, Order, call_order
 from oomb.engine.tiers import Caps
+from oomb.hf.model import LayerShape
 from oomb.plan.pages import PageCall
 
-_DRY_SLOT = 64  # bytes of a slot: only their number counts
-_DRY_VISITS = 1_000_000  # page visits of a dry run; longer calls run with coarser pages
+# Longer calls run with coarser pages, and with some of their layers.
+_PAGE_VISITS = 1_000_000
+_VISITS = 4_000
+_FRESH = 0.35  # share of a block's pages that the block before has not chosen
 
 
 class DryRun:
     """The calls that :class:`oomb.engine.attention.ChunkAttention` makes on its page manager."""
 
     def __init__(self, call: PageCall, caps: Caps) -> None:
-        self._factor = factor = _coarseness(call)
+        self._shapes = _some_layers(call)
+        self._layers_each = len(call.shapes) / len(self._shapes)
+        self._factor = factor = _coarseness(call, len(self._shapes))
         page_size = call.chunks.page_size * factor
         self._call = call
         self._paired = caps.host_slots > 0 and call.selection is not None
@@ -28,18 +31,19 @@ class DryRun:
         self._order = self._make_order()
         self._exact = call.selection is None
         smallest = call.smallest_slots
+        scale = factor * self._layers_each
         self._manager = _C.PageManager(
             device="cpu",
-            slot_bytes=_DRY_SLOT,
-            device_slots=max(caps.device_slots // factor, smallest),
-            host_slots=-(-caps.host_slots // factor) + smallest * (factor > 1),
+            dry=True,
+            slot_bytes=round(call.layout.slot_bytes * scale),
+            device_slots=max(round(caps.device_slots / scale), smallest),
+            host_slots=round(caps.host_slots / scale) + smallest * (scale > 1),
         )
         self._lists: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._random = np.random.default_rng(0)
-        self._host_peak = 0
 
     def _make_order(self) -> Order:
-        windows = [shape.window for shape in self._call.shapes]
+        windows = [shape.window for shape in self._shapes]
         call = self._call
         return call_order(
             self._chunks,
@@ -51,11 +55,11 @@ class DryRun:
         )
 
     def run(self) -> tuple[int, int, int]:
-        """Slots of the host tier at their peak, slots loaded, slots stored."""
+        """Bytes of the host tier at its peak, bytes loaded, bytes stored."""
         call, chunks, manager = self._call, self._chunks, self._manager
         pages = chunks.first_page(call.filled)
         manager.begin_call(
-            num_layers=len(call.shapes),
+            num_layers=len(self._shapes),
             pages_per_sequence=[pages] * call.batch,
             grad_slots=call.layout.grad_slots,
             visits=self._order.visits,
@@ -63,7 +67,7 @@ class DryRun:
             wave_pages=max(1, call.wave_pages // self._factor),
         )
         try:
-            for layer in range(len(call.shapes)):
+            for layer in range(len(self._shapes)):
                 for chunk in call.swept[:-1]:
                     manager.create_gradients(layer, *self._own(chunk))
             self._fill()
@@ -72,14 +76,13 @@ class DryRun:
         finally:
             manager.end_call()
             manager.close()
-        loaded, stored = stats["h2d_bytes"] // _DRY_SLOT, stats["d2h_bytes"] // _DRY_SLOT
-        return self._host_peak * self._factor, loaded * self._factor, stored * self._factor
+        return stats["host_peak_bytes"], stats["h2d_bytes"], stats["d2h_bytes"]
 
     def _own(self, chunk: int) -> tuple[int, int]:
         return self._chunks.first_page(chunk), self._chunks.first_page(chunk + 1)
 
     def _fill(self) -> None:
-        together, last = (2 if self._paired else 1), len(self._call.shapes) - 1
+        together, last = (2 if self._paired else 1), len(self._shapes) - 1
         for first in range(0, self._call.filled, together):
             turns = range(first, min(first + together, self._call.filled))
             for chunk in turns:
@@ -96,10 +99,9 @@ class DryRun:
             stop = min(page + step, last)
             self._manager.create(layer, page, stop)
             self._manager.commit(layer, page, stop)
-        self._look()
 
     def _sweep(self) -> None:
-        layers = range(len(self._call.shapes))
+        layers = range(len(self._shapes))
         for chunk in reversed(self._call.swept):
             for layer in layers:
                 self._visit(int(self._order.read[chunk, layer]), chunk, layer)
@@ -116,13 +118,12 @@ class DryRun:
         for begin, end in self._manager.waves(visit, first, last, pages):
             self._manager.acquire(visit, begin, end, pages)
             self._manager.release(visit, begin, end, pages)
-        self._look()
 
     def _selected(self, chunk: int, layer: int) -> npt.NDArray[np.int64] | None:
         """A guess of the pages that a chunk's blocks choose; None: all of the past."""
         rule = self._call.selection
         past = self._chunks.first_page(chunk)
-        if rule is None or self._call.shapes[layer].window:
+        if rule is None or self._shapes[layer].window:
             return None
         if past * self._factor <= rule.budget:
             return None
@@ -135,9 +136,10 @@ class DryRun:
         return self._lists[chunk, layer]
 
     def _guess(self, past: int, budget: int) -> npt.NDArray[np.int64]:
-        """Blocks share half of their pages with the one before, as real text does about."""
+        """Blocks share more than half of their pages with the one before."""
         blocks = self._call.chunks.first_page(1)
-        draws = budget + (blocks - 1) * (budget // 2)
+        draws = budget + int((blocks - 1) * _FRESH * budget)
+        draws = -(-draws // self._factor)  # as large a part of the past with coarser pages
         max_pages = self._chunks.first_page(self._call.filled)
         pages = [
             b * max_pages + np.unique(self._random.integers(past, size=draws))
@@ -153,21 +155,27 @@ class DryRun:
             for page in range(first, last, step):
                 stop = min(page + step, last)
                 manager.acquire_gradients(layer, page, stop)
-                self._look()
                 manager.drop(layer, page, stop, kv=False, grads=True)
         earlier = [c for c in swept if c < chunk]
         dead_from = self._chunks.first_page(earlier[-1]) if earlier else 0
         manager.drop(layer, dead_from, first, kv=True, grads=False)
 
-    def _look(self) -> None:
-        taken = json.loads(self._manager.snapshot())["host"]["taken_slots"]
-        self._host_peak = max(self._host_peak, int(taken))
+
+def _some_layers(call: PageCall) -> tuple[LayerShape, ...]:
+    """As many of the layers as a dry run has time for, windows among them as in the whole."""
+    total, chunks = len(call.shapes), call.filled + 2 * len(call.swept)
+    windowed = sum(1 for shape in call.shapes if shape.window)
+    for number in range(max(4, _VISITS // max(1, chunks)), total):
+        some = call.shapes[:number]
+        if sum(1 for shape in some if shape.window) * total == windowed * number:
+            return some
+    return call.shapes
 
 
-def _coarseness(call: PageCall) -> int:
+def _coarseness(call: PageCall, num_layers: int) -> int:
     """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short."""
     per_chunk = call.chunks.first_page(1)
     past = [call.chunks.first_page(c) for c in range(call.filled)]
-    visits = len(call.shapes) * (sum(past) + 2 * sum(map(call.chunks.first_page, call.swept)))
+    visits = num_layers * (sum(past) + 2 * sum(map(call.chunks.first_page, call.swept)))
     divisors = [d for d in range(1, per_chunk + 1) if per_chunk % d == 0]
-    return next((d for d in divisors if visits * call.batch <= d * _DRY_VISITS), per_chunk)
+    return next((d for d in divisors if visits * call.batch <= d * _PAGE_VISITS), per_chunk)

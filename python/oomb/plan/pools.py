@@ -34,8 +34,9 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     """
     slot = call.layout.slot_bytes
 
-    def committed(slots: int, tier: int, max_slots: int) -> int:
-        """Bytes of a pool of which ``slots`` slots were in use at once."""
+    def committed(in_use: int, tier: int, max_slots: int) -> int:
+        """Bytes of a pool of which ``in_use`` bytes were in use at once."""
+        slots = -(-in_use // slot)
         step = max(1, _STEPS[call.device_type][tier] // slot)
         mapped = min(-(-slots // step) * step, max_slots)
         unit = _UNITS[call.device_type]
@@ -48,10 +49,10 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     if peak > caps.device_slots:
         host, h2d, d2h = DryRun(call, caps).run()
     return PoolUse(
-        device_peak_bytes=committed(min(peak, caps.device_slots), 0, caps.device_slots),
+        device_peak_bytes=committed(min(peak, caps.device_slots) * slot, 0, caps.device_slots),
         host_peak_bytes=committed(host, 1, caps.host_slots),
-        h2d_bytes=h2d * slot,
-        d2h_bytes=d2h * slot,
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
     )
 
 
