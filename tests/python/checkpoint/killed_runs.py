@@ -32,7 +32,7 @@ from oomb.hf import Trainer
 from oomb.train.checkpoint import CheckpointStore
 from trainer.runs import CONFIG, arguments, model, packed
 
-STEPS = 16
+STEPS = 20
 NEXT = 5  # losses to compare after a resume
 
 
@@ -147,7 +147,7 @@ def kill(number: int, folder: Path, reference: dict[int, str], seconds: float) -
         run_folder = folder / f"run-{index}"
         inside = index % 2 == 1
         place = _SAVING[index // 2 % len(_SAVING)]
-        step = draw.randrange(3, STEPS - NEXT)
+        step = draw.randrange(3, STEPS - NEXT - 4)
 
         def work(
             run_folder: Path = run_folder,
@@ -161,7 +161,7 @@ def kill(number: int, folder: Path, reference: dict[int, str], seconds: float) -
 
         child = in_child(work)
         if not inside:
-            after = draw.randrange(STEPS - NEXT)  # steps, and then up to two more
+            after = draw.randrange(STEPS - NEXT - 4)  # steps, and then about two more
             while len(read_losses(run_folder.with_suffix(".txt"))) < after:
                 time.sleep(0.002)
             time.sleep(draw.uniform(0.0, 2.0) * seconds / STEPS)
