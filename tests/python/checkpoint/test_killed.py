@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,29 @@ def test_sigterm_at_20_chunks(tmp_path: Path) -> None:
         assert result["reports_after"] <= 1, result  # at the next chunk border
         assert result["resume_code"] == 0, result
         assert result["same_losses"] and result["compared"] == 5, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
+    """A script that knows nothing of signals: an example, stopped from outside and resumed."""
+    from oomb.cli.demo_model import small_model
+    from oomb.train.checkpoint import CheckpointStore
+
+    small_model().save_pretrained(tmp_path / "model")
+    script = Path(__file__).parents[3] / "examples" / "trainer.py"
+    options = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    options += ["--tokens", "1500", "--steps", "200"]
+    command = [sys.executable, "-u", str(script), *options]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    line = run.stdout.readline()  # of the first logged step
+    run.send_signal(number)
+    _, said = run.communicate()
+    assert run.returncode == 0, said
+    assert "'loss'" in line
+    assert f"{number.name}: the step under way was abandoned; step " in said
+    assert "Traceback" not in said
+    found = CheckpointStore(tmp_path / "run" / "checkpoints").newest_intact()
+    assert found is not None and found.rejected == () and 1 <= found.step < 200
+    assert not (tmp_path / "run" / "model").exists()  # what comes after train() did not run
