@@ -18,12 +18,13 @@ def selection_maps(
     """One record per layer that chose pages, of the batch's first sequence.
 
     ``read[i][j]`` is the percentage of the causal (query block, page) pairs of bin (i, j) that were
-    read, any head counting; rows end at the diagonal. A chunk reads all of its own pages.
+    read, any head counting; rows end at the diagonal. A chunk that is run reads all of its own pages.
     """
     per_chunk = chunk_size // page_size
     for layer, chunks in enumerate(selection):
         lists = [None if pages is None else pages[0].cpu() for pages in chunks]
-        if all(pages is None for pages in lists):
+        budget = max((pages.shape[-1] for pages in lists if pages is not None), default=0)
+        if budget == 0:
             continue
         tail = per_chunk if lists[-1] is None else len(lists[-1])
         blocks = (len(lists) - 1) * per_chunk + tail
@@ -32,6 +33,8 @@ def selection_maps(
         sums = torch.zeros(size, size)
         for chunk, pages in enumerate(lists):
             first = chunk * per_chunk
+            if pages is None and first > budget:  # not run: sampled chunks end at the last one kept
+                continue
             read = _read_by_chunk(pages, first, min(per_chunk, blocks - first))
             _add_to_bins(sums, read, first, per_bin)
         percent = (100 * sums / _causal_pairs(blocks, per_bin, size)).round().int().tolist()

@@ -208,6 +208,33 @@ def test_frozen_layers_have_no_gradient() -> None:
     assert [layer is None for layer in found.sampled[0].layers] == [False, True, False]
 
 
+def test_adapters_alone_are_compared() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model, ids = peft.get_peft_model(make("llama"), lora).eval().double(), random_ids(1, TOKENS)
+    rule = oomb.TopKPages(budget=2)
+    (one,) = audit(model, ids, ids, config=CONFIG, attention=[rule]).sparse
+    settings = {"chunk_size": CHUNK, "page_size": PAGE}
+    found = chunked(model, oomb.Config(**settings, attention=rule), ids, ids).gradients
+    exact = chunked(model, oomb.Config(**settings), ids, ids).gradients
+    for index, layer in enumerate(one.layers):
+        names = [n for n in exact if f"layers.{index}." in n]
+        assert len(names) == 4 and all("lora" in n for n in names)
+        pair = [torch.cat([g[n].flatten() for n in names]) for g in (found, exact)]
+        assert_close(layer.gradient, likeness(*pair))
+
+
+def test_tiers_change_no_figure() -> None:
+    model, ids = make("llama"), random_ids(2, TOKENS)
+    small = oomb.Config(
+        chunk_size=CHUNK, page_size=PAGE, device_memory=60_000, host_memory=10_000_000
+    )
+    arguments: Any = {"attention": [oomb.TopKPages(budget=3)], "backward": [oomb.SampledChunks()]}
+    spilled = audit(model, ids, ids, config=small, draws=3, **arguments)
+    assert spilled == audit(model, ids, ids, config=CONFIG, draws=3, **arguments)
+
+
 # Sampled chunks -----------------------------------------------------------------------------------
 
 

@@ -79,6 +79,12 @@ def test_bins_of_a_map_hold_percentages_of_causal_pairs() -> None:
     assert record["read"] == [[100], [100, 100], [50, 25, 100]]
 
 
+def test_chunks_that_were_not_run_read_nothing() -> None:
+    lists: Any = torch.tensor([[[[0]]]], dtype=torch.int32)
+    (record,) = selection_maps([[None, None, lists, None]], PAGE, PAGE)
+    assert record["read"] == [[100], [100, 100], [100, 0, 100], [0, 0, 0, 0]]
+
+
 def test_a_display_that_fails_does_not_break_the_run(tmp_path: Path) -> None:
     class Broken(Display):
         def on_progress(self, step: int, progress: oomb.Progress) -> None:
