@@ -18,7 +18,8 @@ def selection_maps(
     """One record per layer that chose pages, of the batch's first sequence.
 
     ``read[i][j]`` is the percentage of the causal (query block, page) pairs of bin (i, j) that were
-    read, any head counting; rows end at the diagonal. A chunk that is run reads all of its own pages.
+    read, any head counting; rows end at the diagonal. A chunk reads all of its own pages, unless it
+    was not run.
     """
     per_chunk = chunk_size // page_size
     for layer, chunks in enumerate(selection):
