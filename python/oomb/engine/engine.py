@@ -279,7 +279,9 @@ class Engine:
     ) -> Iterator[tuple[ChunkLoop, ChunkLoss, ChunkAttention]]:
         layout = self._layout(self._key_dtype())
         recompute = self._resolve_recompute(inputs.batch)
-        loss = ChunkLoss.of_call(self._model.head, inputs, self._model.vocab_size, return_logprobs)
+        loss = ChunkLoss.of_call(
+            self._model.head, inputs, chunks.chunk_size, self._model.vocab_size, return_logprobs
+        )
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)
             stack.callback(self._end_pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from oomb.engine.inputs import IGNORED, CallInputs
 from oomb.hf.head import Head
 
 # Logits of one slice in fp32: small beside a chunk's activations, large enough for a fast product.
-_SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
+_SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1280 * 2**20}
 
 
 def slice_rows(device_type: str, vocab_size: int) -> int:
@@ -32,10 +33,11 @@ class ChunkLoss:
     vocab_size: int
     total: torch.Tensor  # 0-d fp64: the call's loss so far
     logprobs: torch.Tensor | None  # [B, tokens given], filled where wanted
+    counted: dict[int, int]  # counted targets of the chunk that begins at a token
 
     @staticmethod
     def of_call(
-        head: Head, inputs: CallInputs, vocab_size: int, return_logprobs: bool
+        head: Head, inputs: CallInputs, chunk_size: int, vocab_size: int, return_logprobs: bool
     ) -> ChunkLoss:
         device = inputs.input_ids.device
         logprobs = None
@@ -43,7 +45,11 @@ class ChunkLoss:
             dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
             logprobs = torch.zeros(inputs.batch, inputs.num_given, dtype=dtype, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        return ChunkLoss(head, inputs, vocab_size, total, logprobs)
+        # Read once: a question to the device in every chunk would let it run dry.
+        counts = (inputs.targets != IGNORED).sum(0)
+        counts = F.pad(counts, (0, -inputs.tokens % chunk_size)).view(-1, chunk_size).sum(1)
+        counted = {chunk * chunk_size: count for chunk, count in enumerate(counts.tolist())}
+        return ChunkLoss(head, inputs, vocab_size, total, logprobs, counted)
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
         """Add a chunk's loss times ``factor`` to the total.
@@ -58,16 +64,17 @@ class ChunkLoss:
         """
         end = begin + hidden.shape[1]
         targets = self.inputs.targets[:, begin:end].reshape(-1)
-        rows = self._counted(targets)
-        if rows.numel() == 0:
+        count = self.counted[begin]
+        if count == 0:
             return None
+        rows = None if count == targets.numel() else _first_true(targets != IGNORED, count)
         needs_grad = torch.is_grad_enabled() and hidden.requires_grad
         leaf = hidden.detach().requires_grad_(needs_grad)
         flat = leaf.reshape(-1, hidden.shape[-1])
         weights = self.inputs.weights
         if weights is not None:
             weights = weights[:, begin:end].reshape(-1)
-        for part in rows.split(self._slice_rows()):
+        for part in self._slices(count, rows):
             logits = self.head.logits(flat[part])
             if logits.dtype != torch.float64:
                 logits = logits.float()
@@ -82,15 +89,29 @@ class ChunkLoss:
                 loss.backward()
         return leaf.grad
 
-    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
-        """Rows of ``targets`` that count."""
-        return (targets != IGNORED).nonzero().squeeze(1)
+    def _slices(self, count: int, rows: torch.Tensor | None) -> Iterator[slice | torch.Tensor]:
+        """The counted rows of a chunk (None: all rows), in equal parts."""
+        parts = -(-count // self._slice_rows())
+        step = -(-count // parts)
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            yield part if rows is None else rows[part]
 
     def _slice_rows(self) -> int:
         return slice_rows(self.inputs.input_ids.device.type, self.vocab_size)
 
-    def _store(self, begin: int, tokens: int, rows: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def _store(
+        self, begin: int, tokens: int, part: slice | torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
         """The log-probability of a target stands at the token it is, one to the right."""
         assert self.logprobs is not None
+        rows = part
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=logprobs.device)
         sequence, position = rows // tokens, rows % tokens + begin + 1
         self.logprobs[sequence, position] = logprobs.to(self.logprobs.dtype)
+
+
+def _first_true(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Where a mask of ``count`` ones is true, ascending; does not ask the device for the number."""
+    return mask.to(torch.uint8).sort(descending=True, stable=True).indices[:count]

@@ -59,15 +59,16 @@ def summed_forwards(
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
                 return plain(x)
-            y: torch.Tensor = _SummedLinear.apply(x, module.weight, module.bias, sums)
-            return y
+            apply: Callable[..., torch.Tensor] = _SummedLinear.apply
+            return apply(x, module.weight, module.bias, sums)
 
         return forward
 
-    return {module: summed(module) for module in causal.modules() if _fits(module, sums)}
+    linears = [module for module in causal.modules() if isinstance(module, nn.Linear)]
+    return {module: summed(module) for module in linears if _fits(module, sums)}
 
 
-def _fits(module: nn.Module, sums: WeightSums) -> bool:
+def _fits(module: nn.Linear, sums: WeightSums) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
     weight = module.weight

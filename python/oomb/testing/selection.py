@@ -31,7 +31,11 @@ class SyntheticSelector(Selector):
         heads = 1 if rule.share == "all_heads" else kv_heads
         for chunk in range(chunks.number):
             shape = (num_layers, chunks.first_page(1), heads)
-            _drawn(cls, rule.budget, chunks.first_page(chunk), shape, device)
+            _drawn(*cls._kind(rule.budget), chunks.first_page(chunk), shape, str(device))
+
+    @classmethod
+    def _kind(cls, budget: int) -> tuple[int, int, bool]:
+        return budget, int(cls.carried_share * budget), cls.forced
 
     def _choose(
         self,
@@ -46,7 +50,7 @@ class SyntheticSelector(Selector):
         real = super()._choose(layer, chunk, q, summary, num_past, first_key, num_keys)
         shape = (self._num_layers, self._chunks.first_page(1), real.shape[2])
         past = self._chunks.first_page(chunk)
-        lists = _drawn(type(self), self._rule.budget, past, shape, q.device)
+        lists = _drawn(*self._kind(self._rule.budget), past, shape, str(q.device))
         return lists[layer, :, : real.shape[1]].expand_as(real).contiguous()
 
 
@@ -59,15 +63,18 @@ class UniformSelector(SyntheticSelector):
 
 @lru_cache(maxsize=1024)
 def _drawn(
-    kind: type[SyntheticSelector],
     budget: int,
+    carried: int,
+    forced: bool,
     pages: int,
     shape: tuple[int, int, int],
-    device: torch.device,
+    device: str,
 ) -> torch.Tensor:
     """Lists over ``pages`` past pages: int32 [layers, 1, query_blocks, heads, budget].
 
     Args:
+        carried: pages that a block takes over from the one before.
+        forced: the first and the latest pages are always there.
         shape: layers, query blocks of a chunk, heads.
     """
     layers, blocks, heads = shape
@@ -75,10 +82,9 @@ def _drawn(
         return torch.empty(layers, 1, blocks, heads, 0, dtype=torch.int32, device=device)
     generator = torch.Generator(device).manual_seed(pages)
     rank = torch.rand((layers, blocks, heads, pages), generator=generator, device=device)
-    if kind.forced:
+    if forced:
         rank[..., :FIRST] = 3.0
         rank[..., -LATEST:] = 3.0
-    carried = int(kind.carried_share * budget)
     lists: list[torch.Tensor] = []
     for block in range(blocks):
         if block and carried:
