@@ -42,6 +42,7 @@ class RunMonitor:
         self._display: RunObserver | None = display or None
         self._every = chunk_records_every
         self._chunked_step: int | None = None  # last step whose chunks are recorded
+        self._mapped_step: int | None = None
         self._page_size = 0
         self._chunk_size = 0
         self._clock = ChunkClock()
@@ -61,7 +62,8 @@ class RunMonitor:
         self._show("on_progress", step, progress)
 
     def on_selection(self, step: int, selection: Selection) -> None:
-        if self._records(step) and selection and self._page_size:
+        if self._records(step) and selection and self._page_size and step != self._mapped_step:
+            self._mapped_step = step  # of a step's micro-batches the first is enough
             for record in selection_maps(selection, self._chunk_size, self._page_size):
                 self._write("selection", {"step": step, **record})
         self._show("on_selection", step, selection)

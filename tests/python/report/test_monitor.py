@@ -79,6 +79,16 @@ def test_bins_of_a_map_hold_percentages_of_causal_pairs() -> None:
     assert record["read"] == [[100], [100, 100], [50, 25, 100]]
 
 
+def test_of_micro_batches_the_first_is_mapped(tmp_path: Path) -> None:
+    monitor = RunMonitor(tmp_path, display=False)
+    monitor.on_start({"config": oomb.Config(chunk_size=PAGE, page_size=PAGE)})
+    for page in (0, 1):
+        lists: Any = torch.tensor([[[[page]]]], dtype=torch.int32)
+        monitor.on_selection(1, [[None, None, lists]])
+    (records,) = read_metrics(tmp_path / METRICS_FILE).selections.values()
+    assert [r["read"] for r in records] == [[[100], [100, 100], [100, 0, 100]]]
+
+
 def test_chunks_that_were_not_run_read_nothing() -> None:
     lists: Any = torch.tensor([[[[0]]]], dtype=torch.int32)
     (record,) = selection_maps([[None, None, lists, None]], PAGE, PAGE)
