@@ -54,6 +54,7 @@ def memory_timeline(run: Run) -> tuple[int, str] | None:
             ("device tier", "device_bytes", 0),
             ("host tier", "host_bytes", 1),
         )
+        if key == "device_bytes" or any(c[key] for c in chunks)
     ]
     most = max(c["device_bytes"] + c["host_bytes"] for c in chunks)
     unit, name = unit_of_bytes(most)
