@@ -16,6 +16,7 @@ from oomb.audit.sampled import audit_sampled
 from oomb.audit.untouched import untouched
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.engine.engine import Engine
+from oomb.engine.inputs import IGNORED
 from oomb.engine.results import Progress
 from oomb.hf.model import CausalModel
 
@@ -63,8 +64,7 @@ def audit(
     told = on_call if on_call is not None else _ignore
     causal = CausalModel(model)
     groups = Groups(model, causal.layers)
-    tokens = input_ids.shape[1]
-    num_blocks = -(-tokens // own.page_size)
+    num_blocks = -(-_tokens_run(labels) // own.page_size)
     blocks = evenly(num_blocks, sample_blocks)
     with untouched(model):
         reference = _Reference(model, causal, groups, own, input_ids, labels, blocks)
@@ -72,7 +72,7 @@ def audit(
         sparse = [reference.sparse(rule, told) for rule in attention]
         sampled = [reference.sampled(rule, draws, told) for rule in backward]
     return Audit(
-        num_tokens=tokens,
+        num_tokens=input_ids.shape[1],
         num_chunks=reference.num_chunks,
         chunk_size=own.chunk_size,
         page_size=own.page_size,
@@ -220,6 +220,14 @@ def _check_tokens(input_ids: torch.Tensor, labels: torch.Tensor) -> None:
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, torch.Tensor) or value.ndim != 2:
             raise ValueError(f"{name}: expected a tensor of [batch, tokens], got {value!r}")
+
+
+def _tokens_run(labels: torch.Tensor) -> int:
+    """Tokens up to the last that predicts one; the engine runs no more."""
+    predicting = (labels[:, 1:] != IGNORED).any(dim=0).nonzero()
+    if predicting.numel() == 0:
+        raise ValueError("labels: expected at least one token to predict, got none")
+    return int(predicting.max()) + 1
 
 
 def _ignore(_: str) -> None:

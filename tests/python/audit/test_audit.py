@@ -160,6 +160,25 @@ def test_outputs_are_compared_at_the_sampled_blocks() -> None:
         assert_close(layer.output, likeness(*outputs))
 
 
+def test_tokens_behind_the_last_target_are_no_blocks() -> None:
+    model, ids = make("llama"), random_ids(1, TOKENS)
+    labels = ids.clone()
+    labels[:, 65:] = -100  # token 63 predicts the last target
+    found = audit(
+        model,
+        ids,
+        labels,
+        config=CONFIG,
+        attention=[oomb.TopKPages(budget=1)],
+        sample_blocks=1,
+    )
+    assert found.num_blocks == 16 and found.sampled_blocks == [15] and found.num_tokens == TOKENS
+    assert all(layer.mass is not None and 0 < layer.mass < 1 for layer in found.sparse[0].layers)
+    labels[:] = -100
+    with pytest.raises(ValueError, match="labels: expected at least one token to predict"):
+        audit(model, ids, labels, config=CONFIG, attention=[oomb.TopKPages()])
+
+
 def test_whole_budget_is_exact() -> None:
     model, ids = make("llama"), random_ids(1, TOKENS)
     rule = oomb.TopKPages(budget=TOKENS // PAGE + 1)
