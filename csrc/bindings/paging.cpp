@@ -206,14 +206,15 @@ void bind_paging(py::module_& module) {
   module.def("fail_cuda_call", &memory::fail_cuda_call, py::arg("k"));
   module.def("cuda_calls_made", &memory::cuda_calls_made);
   module.def(
-      "copy_to_mapped",
+      "copy_mapped",
       [](int64_t source, int64_t destination, int64_t words, int64_t stream) {
-        expect(source != 0, "source", "an address on the device", source);
-        expect(destination != 0, "destination", "an address of pinned host memory", destination);
+        expect(source != 0, "source", "an address that the device can read", source);
+        expect(destination != 0, "destination", "an address that the device can write",
+               destination);
         expect(words >= 0, "words", "0 or more", words);
-        offload::launch_copy_to_mapped(reinterpret_cast<const int32_t*>(source),
-                                       reinterpret_cast<int32_t*>(destination), words,
-                                       reinterpret_cast<cudaStream_t>(stream));
+        offload::launch_copy_mapped(reinterpret_cast<const int32_t*>(source),
+                                    reinterpret_cast<int32_t*>(destination), words,
+                                    reinterpret_cast<cudaStream_t>(stream));
       },
       py::kw_only(), py::arg("source"), py::arg("destination"), py::arg("words"),
       py::arg("stream"));

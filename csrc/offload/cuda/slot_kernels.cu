@@ -43,9 +43,9 @@ __global__ void update_entries(int32_t* tables, const __grid_constant__ ChangeLi
   if (i < count) tables[list.entry[i]] = list.value[i];
 }
 
-__global__ void copy_words(const int32_t* words, int32_t* mapped, int64_t count) {
+__global__ void copy_words(const int32_t* source, int32_t* destination, int64_t count) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i < count) mapped[i] = words[i];
+  if (i < count) destination[i] = source[i];
 }
 
 __global__ void spin(int64_t cycles) {
@@ -61,10 +61,11 @@ void launch_spin(int64_t cycles, cudaStream_t stream) {
   check_launch("spin");
 }
 
-void launch_copy_to_mapped(const int32_t* words, int32_t* mapped, int64_t count,
-                           cudaStream_t stream) {
+void launch_copy_mapped(const int32_t* source, int32_t* destination, int64_t count,
+                        cudaStream_t stream) {
   if (count == 0) return;
-  copy_words<<<static_cast<unsigned>(ceil_div(count, 256)), 256, 0, stream>>>(words, mapped, count);
+  copy_words<<<static_cast<unsigned>(ceil_div(count, 256)), 256, 0, stream>>>(source, destination,
+                                                                              count);
   check_launch("copy_words");
 }
 

@@ -19,10 +19,10 @@ void launch_fill(std::byte* pool, int64_t slot_bytes, std::span<const memory::Sl
 void launch_table_update(int32_t* tables, std::span<const paging::TableChange> changes,
                          cudaStream_t stream);
 
-// Copies a few words into mapped host memory. A copy out of the device would wait behind every page
-// that is being stored.
-void launch_copy_to_mapped(const int32_t* words, int32_t* mapped, int64_t count,
-                           cudaStream_t stream);
+// Copies a few words between the device and mapped host memory, either way: a copy by the copy
+// engines would wait behind every page that is on its way.
+void launch_copy_mapped(const int32_t* source, int32_t* destination, int64_t count,
+                        cudaStream_t stream);
 
 // Keeps the stream busy for about this many clock cycles (tests).
 void launch_spin(int64_t cycles, cudaStream_t stream);

@@ -15,8 +15,8 @@ class CallInputs:
 
     Attributes:
         input_ids: [B, T] int64.
-        position_ids: [B, T] int64.
-        targets: [B, T] int64: the token that position t predicts, or -100.
+        position_ids: [B, T] int32, as targets: they stay on the device for the whole call.
+        targets: [B, T] int32: the token that position t predicts, or -100.
         weights: [B, T] fp64 factor of each target's term, or None.
         first_key: [B, T] int32: first key that a row may see, or None.
         num_keys: int32 per sequence: keys before its padding, or None without padding.
@@ -92,8 +92,8 @@ def check_inputs(
         num_keys = lengths.clamp(max=needed).to(torch.int32).contiguous()
     return CallInputs(
         input_ids=input_ids[:, :needed],
-        position_ids=positions[:, :needed],
-        targets=targets[:, :needed],
+        position_ids=positions[:, :needed].to(torch.int32),
+        targets=targets[:, :needed].to(torch.int32),
         weights=_target_weights(loss_weights, batch, tokens, needed, device),
         first_key=first_key,
         num_keys=num_keys,

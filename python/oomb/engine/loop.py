@@ -151,7 +151,7 @@ class ChunkLoop:
         begin, end = self._chunks.span(chunk)
         try:
             return self._model.hidden(
-                self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end]
+                self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end].long()
             )
         except FillComplete:
             return None

@@ -63,7 +63,7 @@ class ChunkLoss:
             The gradient of hidden, or None without a graph or without a counted token.
         """
         end = begin + hidden.shape[1]
-        targets = self.inputs.targets[:, begin:end].reshape(-1)
+        targets = self.inputs.targets[:, begin:end].reshape(-1).long()
         count = self.counted[begin]
         if count == 0:
             return None

@@ -26,7 +26,7 @@ class Selector:
         self._lists: dict[tuple[int, int], torch.Tensor] = {}
         self._pages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._num_layers = num_layers
-        self._requests: dict[tuple[int, int], _Request] = {}
+        self._host: HostLists | None = None  # where lists are when pages move
 
     def choose(
         self,
@@ -98,23 +98,31 @@ class Selector:
         return lists
 
     def recorded(self, layer: int, chunk: int) -> torch.Tensor | None:
-        return self._lists.get((layer, chunk))
+        lists = self._lists.get((layer, chunk))
+        if lists is None and self._host is not None:
+            return self._host.fetch(layer, chunk)
+        return lists
 
     def request(self, layer: int, chunk: int) -> None:
         """Start bringing new lists to the host, for :meth:`pages`."""
         lists = self._lists[layer, chunk]
         if lists.is_cuda:
-            self._requests[layer, chunk] = _Request(lists)
+            if self._host is None:
+                self._host = HostLists(self._num_layers, self._chunks.number, lists)
+            self._host.send(layer, chunk, lists)
 
     def pages(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
         """Distinct pages of the lists, as sequence * max_pages + page, ascending.
 
-        On a GPU the first call waits for the lists, so only a call whose pages move asks.
+        On a GPU the first call waits for the lists, so only a call whose pages move asks. From then
+        on the lists are kept on the host.
         """
         if (layer, chunk) not in self._pages:
-            request = self._requests.pop((layer, chunk), None)
-            lists = self._lists[layer, chunk] if request is None else request.wait()
-            of_sequence = lists.cpu().numpy().reshape(lists.shape[0], -1)
+            lists = self._lists[layer, chunk]
+            if self._host is not None:
+                del self._lists[layer, chunk]
+                lists = self._host.wait(layer, chunk)
+            of_sequence = lists.numpy().reshape(lists.shape[0], -1)
             named = [
                 np.unique(pages[pages >= 0]).astype(np.int64) + sequence * self._max_pages
                 for sequence, pages in enumerate(of_sequence)
@@ -123,31 +131,63 @@ class Selector:
         return self._pages[layer, chunk]
 
     def as_lists(self, num_chunks: int) -> list[list[torch.Tensor | None]]:
-        """``[layer][chunk]``, for ``step.selection``."""
+        """``[layer][chunk]``, on the host, for ``step.selection``."""
+
+        def kept(layer: int, chunk: int) -> torch.Tensor | None:
+            lists = self.recorded(layer, chunk)
+            return None if lists is None else lists.cpu()
+
         return [
-            [self._lists.get((layer, chunk)) for chunk in range(num_chunks)]
-            for layer in range(self._num_layers)
+            [kept(layer, chunk) for chunk in range(num_chunks)] for layer in range(self._num_layers)
         ]
 
 
-class _Request:
-    """Lists on their way to the host, behind the kernels that make them."""
+class HostLists:
+    """Lists of a call in pinned memory, read and written by kernels.
 
-    def __init__(self, lists: torch.Tensor) -> None:
-        self._host = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=True)
-        stream = torch.cuda.current_stream(lists.device)
-        _C.copy_to_mapped(
-            source=lists.data_ptr(),
-            destination=self._host.data_ptr(),
-            words=lists.numel(),
-            stream=stream.cuda_stream,
+    A copy would wait behind the pages that are on their way.
+    """
+
+    def __init__(self, num_layers: int, num_chunks: int, like: torch.Tensor) -> None:
+        shape = (num_layers, num_chunks, like.numel())
+        self._words = torch.empty(shape, dtype=like.dtype, pin_memory=True)
+        self._device = like.device
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._arrivals: dict[tuple[int, int], torch.cuda.Event] = {}
+
+    def send(self, layer: int, chunk: int, lists: torch.Tensor) -> None:
+        """Device to host, behind the kernels that make the lists."""
+        self._shapes[layer, chunk] = lists.shape
+        self._copy(lists, self._of(layer, chunk))
+        arrival = self._arrivals[layer, chunk] = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(self._device))
+
+    def wait(self, layer: int, chunk: int) -> torch.Tensor:
+        """The lists, on the host."""
+        self._arrivals.pop((layer, chunk)).synchronize()
+        return self._of(layer, chunk)
+
+    def fetch(self, layer: int, chunk: int) -> torch.Tensor | None:
+        """The lists, on the device again; None where there are none."""
+        if (layer, chunk) not in self._shapes:
+            return None
+        lists = torch.empty(
+            self._shapes[layer, chunk], dtype=self._words.dtype, device=self._device
         )
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(stream)
+        self._copy(self._of(layer, chunk), lists)
+        return lists
 
-    def wait(self) -> torch.Tensor:
-        self._arrived.synchronize()
-        return self._host
+    def _of(self, layer: int, chunk: int) -> torch.Tensor:
+        shape = self._shapes[layer, chunk]
+        return self._words[layer, chunk, : shape.numel()].view(shape)
+
+    def _copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        _C.copy_mapped(
+            source=source.data_ptr(),
+            destination=destination.data_ptr(),
+            words=source.numel(),
+            stream=stream_of(self._device),
+        )
 
 
 def _keep_best_of_chunk(scores: torch.Tensor, rule: TopKPages) -> None:
