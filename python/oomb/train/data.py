@@ -53,7 +53,14 @@ def prepare_data(
     Raises:
         BadInput: files that are not what they should be, or too little text.
     """
-    rule = tokenising_rule(settings.data, tokenizer)
+    data = _all_sequences(settings, sources, tokenising_rule(settings.data, tokenizer))
+    most = settings.evaluation.max_sequences
+    if data.eval is None or most is None:
+        return data
+    return Data(data.train, data.eval.subset(range(min(most, len(data.eval)))))
+
+
+def _all_sequences(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
     train = _sequences(settings, "data.train", sources.train, rule)
     if sources.eval:
         return Data(train, _sequences(settings, "data.eval", sources.eval, rule))

@@ -50,7 +50,9 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrai
     """
     name, field = settings.tokenizer or settings.name, "model.tokenizer"
     _check_folder(field, name)
-    hub = _hub(settings) if settings.tokenizer is None else {}
+    hub = _hub(settings)
+    if settings.tokenizer is not None:
+        del hub["revision"]  # the model's
     try:
         # AutoTokenizer makes some tokenizers anew by the model's type; one that says it is complete
         # in its tokenizer.json is taken from there.

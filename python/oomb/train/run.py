@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from oomb.monitor import RunMonitor
 from oomb.plan import write_plan
 from oomb.report import write_report
 from oomb.train.arguments import check_schedule, training_arguments
+from oomb.train.checkpoint import model_identity
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
 from oomb.train.folder import MODEL_FOLDER, begin, check_folder
@@ -85,9 +87,14 @@ def train(
     every = settings.logging.chunk_records_every
     trainer.observer = RunMonitor(run, chunk_records_every=every)
     try:
-        trainer.train(resume_from_checkpoint=resume and bool(trainer.checkpoint_store().steps()))
-    except Interrupted as interrupted:
-        _say(console, f"{interrupted}\noomb train --resume goes on from there")
+        if resume and _load_finished(trainer, settings, len(data.train)):
+            _say(console, "All steps are done already.")
+        else:
+            trainer.train(
+                resume_from_checkpoint=resume and bool(trainer.checkpoint_store().steps())
+            )
+    except Interrupted:  # the trainer has said what it saved
+        _say(console, "oomb train --resume goes on from there")
         return 0
     finally:
         trainer.engine.close()
@@ -129,6 +136,19 @@ def _build_trainer(
     # The run's own display says what this would print between its lines.
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -> bool:
+    """Load the last step's weights if that step is saved; the stock trainer would take one more."""
+    training = settings.training
+    calls = math.ceil(num_sequences / training.batch_size)
+    per_epoch = math.ceil(calls / training.accumulation_steps)
+    last = training.steps or math.ceil(training.epochs * per_epoch)
+    newest = trainer.checkpoint_store().newest_intact(model_identity(trainer.model))
+    if newest is None or newest.step < last:
+        return False
+    trainer._load_from_checkpoint(str(newest.path))
+    return True
 
 
 class _EvaluateAtEnd(TrainerCallback):

@@ -34,7 +34,7 @@ class RopeSettings(Section):
     original_max_position_embeddings: Count | None = None
     """Positions that the model was trained on. null: what its config says."""
     attention_factor: Annotated[float, Field(gt=0)] | None = None
-    """Of `yarn` and `longrope`: factor on the attention's logits. null: derived from `factor`."""
+    """Of `yarn` and `longrope`: factor on cosines and sines. null: derived from `factor`."""
     beta_fast: float | None = None
     """Of `yarn`: rotations above which a dimension is left as it is."""
     beta_slow: float | None = None
@@ -85,7 +85,7 @@ class LoraSettings(Section):
 
 class DataSettings(Section):
     train: Paths
-    """Files, folders or patterns such as `books/*.txt`; one or a list."""
+    """Files, folders or patterns such as `books/**/*.txt`; one or a list."""
     eval: Paths | None = None
     """Likewise, for evaluation."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -183,20 +183,22 @@ class EvaluationSettings(Section):
     """Optimizer steps between evaluations. null: at the end only, where there is data for it."""
     at_start: bool = False
     """Evaluate before the first step too."""
+    max_sequences: Count | None = None
+    """Evaluate on so many sequences at most, the first ones. null: all."""
     batch_size: Count = 1
     """Sequences per call."""
 
 
 class SavingSettings(Section):
-    every_steps: Count | None = None
-    """Optimizer steps between checkpoints. null: none but on a signal."""
+    every_steps: Count | None = 100
+    """Optimizer steps between checkpoints. null: at the end and on a signal only."""
     keep_last: Count = 2
     """Checkpoints that are kept."""
 
 
 class LoggingSettings(Section):
     every_steps: Count = 1
-    """Optimizer steps between lines of transformers' log and `report_to`."""
+    """Optimizer steps between records for `report_to`."""
     report_to: list[str] = Field(default_factory=list)
     """Trackers by transformers' names: `tensorboard`, `wandb`, `mlflow`, …"""
     chunk_records_every: Count = 100

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from oomb.cli import app
 from oomb.cli.demo_model import small_model
 from oomb.cli.demo_tokenizer import byte_tokenizer
 
@@ -106,3 +109,42 @@ def test_trl_sft(
     found = losses(output_of("trl_sft.py", capsys, monkeypatch, *options))
     assert len(found) == 3 and found[-1] < found[0]
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+# Examples from YAML -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder such as `oomb demo` leaves behind in a clone, with little text."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "oomb-demo/model")
+    byte_tokenizer().save_pretrained("oomb-demo/model")
+    text = "".join(f"{n} times {n} is {n * n}.\n" for n in range(400))
+    for name in ("train", "held_out"):
+        (tmp_path / "oomb-demo" / "text").mkdir(exist_ok=True)
+        (tmp_path / "oomb-demo" / "text" / f"{name}.txt").write_text(text)
+    (tmp_path / "python" / "oomb").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "python" / "oomb" / f"{number}.py").write_text(text[: 100 * number + 50])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["train_full", "train_lora"])
+def test_yaml(name: str, demo_folder: Path) -> None:
+    pytest.importorskip("datasets")
+    if name == "train_lora":
+        pytest.importorskip("peft")
+    shorter = ["context=1024", "training.steps=2", "engine.chunk_size=256", "data.num_proc=1"]
+    cache = f"data.cache_dir={demo_folder / 'cache'}"
+    command = ["train", str(EXAMPLES / f"{name}.yaml"), *shorter, cache]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    folder = demo_folder / "oomb-demo" / name.removeprefix("train_")
+    assert (folder / "report.html").exists()
+    adapters = (folder / "model" / "adapter_config.json").exists()
+    assert adapters == (name == "train_lora")
+
+
+def test_every_yaml_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {"train_full", "train_lora"}

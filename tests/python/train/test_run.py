@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,21 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [{"steps": 3}, {"epochs": 0.1, "accumulation_steps": 2}])
+def test_a_finished_run_takes_no_further_step(tmp_path: Path, length: dict[str, float]) -> None:
+    file = prepare(tmp_path, training={"steps": None, **length})
+    assert run(file).exit_code == 0
+    before = losses(tmp_path / "run")
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    trained = weights.read_bytes()
+    shutil.rmtree(weights.parent)  # as if it had been killed before it was saved
+    result = run(file, "--resume")
+    assert result.exit_code == 0 and "done already" in result.output, result.output
+    assert losses(tmp_path / "run") == before
+    assert weights.read_bytes() == trained
+
+
 @pytest.mark.parametrize(
     "change", ["context=128", "training.seed=3", "lora.r=4", "data.arrange=packed"]
 )
@@ -249,6 +265,13 @@ def test_several_processes_give_the_same_tokens(tmp_path: Path) -> None:
         result = run(file, f"output_dir={tmp_path / f'run{processes}'}", *changes)
         assert result.exit_code == 0, result.output
     assert losses(tmp_path / "run1") == losses(tmp_path / "run2")
+
+
+def test_evaluates_on_as_many_sequences_as_asked(tmp_path: Path) -> None:
+    file = prepare(tmp_path, evaluation={"max_sequences": 2}, training={"steps": 1})
+    assert run(file).exit_code == 0
+    [record] = events(tmp_path / "run", "eval")
+    assert record["tokens"] == 2 * (256 - 1)
 
 
 def test_settings_reach_the_engine(tmp_path: Path) -> None:
