@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import TrainerCallback
 
 import oomb
@@ -118,6 +121,48 @@ def test_in_an_evaluation(whole: list[float], tmp_path: Path) -> None:
     resumed = trainer(tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == whole
+
+
+def test_inside_a_call_of_an_evaluation(tmp_path: Path) -> None:
+    """At its next chunk border, not at its end."""
+    run = trainer(tmp_path, eval_strategy="steps", eval_steps=1)
+    chunks = []
+
+    def hook(layer: nn.Module, *_: object) -> None:
+        if not layer.training:
+            chunks.append(1)
+            if len(chunks) == 5:  # of 3 in each micro-batch
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run.model.model.layers[0].register_forward_hook(hook)
+    with pytest.raises(Interrupted):
+        run.train()
+    assert len(chunks) == 5
+
+
+def test_in_the_middle_of_accumulation(tmp_path: Path) -> None:
+    """What the abandoned micro-batches drew (dropout, chunks) is drawn again."""
+
+    def make(observer: Any = None) -> Trainer:
+        torch.manual_seed(0)
+        adapters = LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "v_proj"])
+        return Trainer(
+            get_peft_model(model(), adapters),
+            arguments(tmp_path / str(observer is None), save_strategy="steps", save_steps=10),
+            train_dataset=packed(),
+            oomb_config=replace(CONFIG, backward=oomb.SampledChunks(keep=0.9)),
+            observer=observer,
+        )
+
+    unbroken = make()
+    unbroken.train()
+    broken = make(Signals(4, 8, [signal.SIGTERM]))
+    with pytest.raises(Interrupted):
+        broken.train()
+    assert broken.engine.state_dict()["step"] > 3 * 3 - 2  # micro-batches of step 4 were done
+    resumed = make(Signals(0, 0, []))
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(unbroken, "loss")
 
 
 def test_while_saving(whole: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
