@@ -46,13 +46,15 @@ def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> D
     if call.chunks.number - 1 in call.swept:  # the last chunk is as long as the text leaves it
         sweeps = sweeps - 1 + (last[1] - last[0]) / per_chunk
 
-    def seconds(work: Work) -> tuple[float, float, float]:
-        matrix, rest = work.flops / rates.matrix, work.moved_bytes / rates.traffic
+    def seconds(work: Work, kept_bytes: int) -> tuple[float, float, float]:
+        matrix = work.flops / rates.matrix
+        rest = work.moved_bytes / rates.traffic + kept_bytes / rates.fresh
         start = work.operations * rates.operation
         hidden = matrix + rest if call.device_type == "cuda" else 0.0
         return matrix, rest, max(0.0, start - hidden)
 
-    fill, sweep = seconds(trace.fill), seconds(trace.sweep)
+    fill = seconds(trace.fill, trace.fill_peak_bytes)
+    sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
     forward = 4.0 / rates.attention_forward
     backward = 10.0 / rates.attention_backward
     fill_attention = forward * _pairs(call, range(call.filled), skip_last_layer=True)

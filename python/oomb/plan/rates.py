@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Rates:
         traffic: bytes/s that elementwise operations read and write.
         attention_forward, attention_backward: FLOP/s of attention's kernels, where a (query, key)
             pair of a head costs 4 * head_dim forward and 10 * head_dim backward.
+        fresh: bytes/s at which memory is first touched that the process did not have before; what
+            a chunk keeps goes back to the system after it. Infinite on a GPU, where torch keeps it.
         link: bytes/s between the tiers, each way.
         operation: seconds that starting an operation takes.
         basis: ``"measured"`` on this device, or ``"datasheet"``.
@@ -33,6 +36,7 @@ class Rates:
     traffic: float
     attention_forward: float
     attention_backward: float
+    fresh: float
     link: float
     operation: float
     basis: str
@@ -51,6 +55,7 @@ def datasheet_rates(gpu: Gpu) -> Rates:
         traffic=_SHARE_TRAFFIC * gpu.bytes_per_second,
         attention_forward=_SHARE_FORWARD * gpu.flops,
         attention_backward=_SHARE_BACKWARD * gpu.flops,
+        fresh=math.inf,
         link=_SHARE_LINK * gpu.link_bytes_per_second,
         operation=_CUDA_OPERATION,
         basis="datasheet",
@@ -90,6 +95,7 @@ def measured_rates(
             traffic=_traffic_rate(device, rows, inner, dtype),
             attention_forward=forward,
             attention_backward=backward,
+            fresh=math.inf if device.type == "cuda" else _fresh_rate(),
             link=_link_rate(device),
             operation=_CUDA_OPERATION if device.type == "cuda" else _operation_seconds(),
             basis="measured",
@@ -134,13 +140,26 @@ def _matrix_rate(
 
 def _traffic_rate(device: torch.device, rows: int, inner: int, dtype: torch.dtype) -> float:
     gate = torch.ones(rows, inner, dtype=dtype, device=device)
-    up = torch.ones_like(gate)
+    up, out = torch.ones_like(gate), torch.ones_like(gate)
 
     def elementwise() -> None:
-        torch.nn.functional.silu(gate) * up
+        torch.sigmoid(gate, out=out)
+        torch.mul(out, up, out=out)
 
-    moved = 5 * gate.numel() * gate.element_size()
-    return moved / _seconds(device, elementwise)
+    return 5 * gate.numel() * gate.element_size() / _seconds(device, elementwise)
+
+
+def _fresh_rate() -> float:
+    """Bytes/s of first touches, beyond what writing takes anyway."""
+    size = 2**26  # beyond what an allocator keeps
+
+    def fresh() -> None:
+        torch.empty(size, dtype=torch.uint8).fill_(1)
+
+    kept = torch.ones(size, dtype=torch.uint8)
+    first = _seconds(torch.device("cpu"), fresh, 0.1)
+    again = _seconds(torch.device("cpu"), lambda: kept.fill_(1), 0.05)
+    return size / max(first - again, 1e-9)
 
 
 def _link_rate(device: torch.device) -> float:
