@@ -11,7 +11,7 @@ export OOMB_CUDA
 # Waiting threads of torch would spin on cores that others need.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help dev demo test test-cpp test-py test-slow test-asan test-tsan test-gpu in-place bench fmt check clean
+.PHONY: help dev demo train-demo test test-cpp test-py test-slow test-asan test-tsan test-gpu in-place bench fmt check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,6 +36,10 @@ dev: $(VENV)/.built ## the environment and an up-to-date build
 
 demo: dev ## train on a long text and print what the README shows
 	$(BIN)/oomb demo
+
+train-demo: dev ## a training run from YAML on a long text, to its report; goes on where it was stopped
+	test -d oomb-demo/text || $(BIN)/oomb demo --quick
+	$(BIN)/oomb train examples/train_full.yaml --resume
 
 test: test-cpp test-py ## every test that needs no GPU and no patience
 

@@ -90,7 +90,7 @@ def _processes(wanted: int, units: int) -> int | None:
 
 
 def tokens_of(batch: dict[str, list[Any]], rule: Rule) -> dict[str, list[Any]]:
-    """Tokens of segments: those that begin inside [start, end).
+    """Tokens of segments: from the one at ``start`` to the one before that at ``end``.
 
     A segment's neighbour sees the same characters around their common border and draws the same
     line there, so that every token of the document is taken once.
@@ -111,11 +111,10 @@ def tokens_of(batch: dict[str, list[Any]], rule: Rule) -> dict[str, list[Any]]:
 
 
 def _first_token(encoding: Encoding, char: int, length: int) -> int:
-    """Index of the first token that begins at or after a character."""
+    """Index of the first token at a character, or behind it where it has none."""
     for place in range(char, length):
         index = encoding.char_to_token(place)
-        characters = None if index is None else encoding.token_to_chars(index)
-        if index is not None and characters is not None and characters[0] >= char:
+        if index is not None:
             return index
     return len(encoding.ids)
 

@@ -157,6 +157,7 @@ def test_later_overrides_win_and_refine(tmp_path: Path) -> None:
             "engine.attention={type: topk, budgte: 3}",
             "engine.attention.budgte: expected a known field, got 'budgte'; did you mean 'budget'?",
         ),
+        ("engine.attention={type: dense, budget: 3}", "got 'budget'; known are type"),
         ("engine.attention=tpok", "engine.attention.type: expected 'dense' or 'topk', got 'tpok'"),
         (
             "engine.attention.budget=3",

@@ -22,8 +22,11 @@ def test_tables_are_those_of_the_settings() -> None:
     assert PAGE.rstrip().endswith(tables().rstrip())
 
 
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
-def test_yaml_in_the_page_is_valid(block: str, tmp_path: Path) -> None:
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", PAGE + README, re.DOTALL))
+def test_yaml_in_the_pages_is_valid(block: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(LEAST | yaml.safe_load(block)))
     read_settings(file)
