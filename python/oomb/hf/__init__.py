@@ -29,9 +29,10 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_MODULE_OF[name]), name)
     except ModuleNotFoundError as error:
-        extra = _EXTRA_OF.get(error.name or "")
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRA_OF.get(package)
         if extra is None:
             raise
         raise ModuleNotFoundError(
-            f"oomb.hf.{name} needs {error.name}: pip install 'oomb[{extra}]'", name=error.name
+            f"oomb.hf.{name} needs {package}: pip install 'oomb[{extra}]'", name=package
         ) from error

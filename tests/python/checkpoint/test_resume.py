@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import oomb
@@ -221,6 +222,14 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     torch.save({"a": 1}, path / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"optimizer\.pt: is a pickle, which may run code"):
         trainer(tmp_path).train(resume_from_checkpoint=str(path))
+
+
+def test_a_checkpoint_of_the_stock_trainer(tmp_path: Path) -> None:
+    settings = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    transformers.Trainer(model(), settings, train_dataset=packed()).train()
+    run = trainer(tmp_path / "ours", network=lambda _: model())
+    with pytest.raises(CheckpointError, match=r"checkpoint-1: [a-z_]+\.\w+: is a pickle"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_folder_that_has_checkpoints_already(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def read_verified(
     Raises:
         CheckpointError: the reason why it must not be loaded.
     """
+    present = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    for name, path in present.items():
+        _refuse_pickle(name, path)
     manifest = _read_manifest(folder)
     files: dict[str, dict[str, Any]] = manifest["files"]
     identity: dict[str, str] = manifest["identity"]
@@ -67,9 +70,7 @@ def read_verified(
             raise CheckpointError(
                 f"is of another model: {field}: expected {value}, got {identity.get(field)}"
             )
-    present = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
-    for name, path in present.items():
-        _refuse_pickle(name, path)
+    for name in present:
         if name not in files and name not in (MANIFEST, MARKER):
             raise CheckpointError(f"{name}: is not in the manifest")
     for name, entry in files.items():
@@ -85,10 +86,10 @@ def read_verified(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"has no {MANIFEST}: it is no checkpoint, or a damaged one")
     if not (folder / MARKER).is_file():
         raise CheckpointError(f"has no {MARKER}: saving it did not finish")
-    if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{MANIFEST}: is missing")
     if (folder / MARKER).read_bytes() != _seal(folder / MANIFEST):
         raise CheckpointError(f"{MANIFEST} or {MARKER}: its contents changed (sha256 differs)")
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
