@@ -45,6 +45,9 @@ def step(
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
     layers: Annotated[int, typer.Option(help="Build fewer layers; 0: all.")] = 0,
+    optimizer: Annotated[
+        str, typer.Option(help="none or adamw: a step of it after each.")
+    ] = "none",
     steps: Annotated[int, typer.Option(help="Timed steps per length, after one to warm up.")] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
@@ -70,6 +73,9 @@ def step(
     network = random_model(
         shape, device=device, dtype=dtype, positions=max(lengths), layers=layers or None
     )
+    if optimizer not in ("none", "adamw"):
+        raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
+    update = _Update(network) if optimizer == "adamw" else None
     rows = []
     with Engine(network, config) as engine:
         engine.selector_type = _SELECTORS[selection]
@@ -77,6 +83,8 @@ def step(
         for length in lengths:
             for _ in range(steps):
                 row = _timed(engine, network, shape, length)
+                if update is not None:
+                    row |= update.run()
                 row |= {"model": model, "attention": attention, "selection": selection}
                 row |= {"device_memory": device_memory, "kv_grad_dtype": kv_grad_dtype}
                 rows.append(row)
@@ -84,6 +92,21 @@ def step(
                 if out is not None:
                     out.write_text(json.dumps({"formula": _FORMULA, "rows": rows}, indent=1))
     _print(rows)
+
+
+class _Update:
+    """An optimizer with all defaults, as a training run has it."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        self._optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+
+    def run(self) -> dict[str, float]:
+        began = time.perf_counter()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {"optimizer_seconds": time.perf_counter() - began}
 
 
 _FORMULA = (

@@ -17,6 +17,7 @@ from oomb.hf.head import Head
 from oomb.hf.interface import Handler, attention_handler, placeholder_mask
 from oomb.hf.linear import WeightSums, summed_forwards
 from oomb.hf.rope import angles_of_call
+from oomb.hf.rotary import fused_rotation, modeling_files, replaced_rotation
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
 LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -53,6 +54,8 @@ class CausalModel:
                 self._attention_layer[id(module)] = index
         _refuse_routing(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
+        self._rotating = modeling_files(self.decoder)
+        self._rotation = fused_rotation(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +66,11 @@ class CausalModel:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.causal.get_input_embeddings().weight.dtype
         return dtype
+
+    @property
+    def is_fused(self) -> bool:
+        """Norms and gates run as single kernels."""
+        return bool(self._fused)
 
     def layer_of(self, module: nn.Module) -> int:
         """Index of the decoder layer that an attention module belongs to."""
@@ -103,6 +111,7 @@ class CausalModel:
             stack.enter_context(attention_handler(self.decoder, handler))
             stack.enter_context(_without_checkpointing(self.causal))
             stack.enter_context(replaced_forwards(self._fused))
+            stack.enter_context(replaced_rotation(self._rotating, self._rotation))
             if sums is not None:
                 stack.enter_context(replaced_forwards(summed_forwards(self.causal, sums)))
             stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))

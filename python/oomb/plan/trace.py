@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +98,8 @@ class Tracer:
         self._fused = fused
         self._traces: dict[Setting, Trace] = {}
         causal = CausalModel(self._bare)
+        with suppress(AttributeError, ValueError):  # most models have no experts
+            causal.causal.set_experts_implementation("grouped_mm")  # others look at values
         own = [*causal.causal.parameters(), *causal.causal.buffers()]
         config: Any = causal.decoder.config
         self.trainable = [p for p in causal.causal.parameters() if p.requires_grad]
@@ -139,6 +141,7 @@ class Tracer:
     ) -> tuple[Trace, _TracedAttention]:
         if self._fused:
             causal._fused = _fused_on_shapes(causal.decoder)
+            causal._rotation = _rotate_on_shapes
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
         tokens = _TRACED * setting.tokens
         with self._mode:
@@ -170,6 +173,7 @@ class Tracer:
             grads,
         )
         with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(_autocast_of_device(self._device_type))
             for context in (self._mode, grads.collecting(parameters), meter, loop.running()):
                 stack.enter_context(context)
@@ -375,6 +379,27 @@ def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return y
 
     return forward
+
+
+def _rotate_on_shapes(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rotated: tuple[torch.Tensor, torch.Tensor] = _FusedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _FusedRotation(torch.autograd.Function):
+    """In place, in the layout of the projections."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, cos, sin = tensors
+        ctx.save_for_backward(cos, sin)
+        return q.view_as(q), k.view_as(k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        return grads[0], grads[1], None, None
 
 
 class _FusedNorm(torch.autograd.Function):
