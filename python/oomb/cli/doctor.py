@@ -16,7 +16,16 @@ from oomb.cli.machine import UNLIMITED, MemoryLimits, format_bytes, read_memory_
 if TYPE_CHECKING:
     from oomb._C import BuildInfo, CudaStatus
 
-PACKAGES = ("torch", "transformers", "numpy", "peft", "accelerate", "matplotlib")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "accelerate",
+    "datasets",
+    "pydantic",
+    "peft",
+    "matplotlib",
+)
 REQUIRED = ("torch", "transformers", "numpy")
 GIB = 1 << 30
 

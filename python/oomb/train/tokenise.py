@@ -81,6 +81,11 @@ def tokenise(
         if isinstance(cause, BadInput):
             raise cause from None
         raise
+    except OSError as error:
+        place = cache_dir or datasets.config.HF_DATASETS_CACHE
+        raise BadInput(
+            f"data.cache_dir: expected a folder that can take the tokens, got {place}: {error}"
+        ) from error
 
 
 def _processes(wanted: int, units: int) -> int | None:

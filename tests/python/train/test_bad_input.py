@@ -214,6 +214,11 @@ def test_bos_as_the_tokenizer_does(folder: Path) -> None:
     assert tokenising_rule(data, tokenizer).after == (1,)
 
 
+def test_a_cache_that_cannot_be_written(folder: Path) -> None:
+    message = refused(folder, f"data.cache_dir={folder / 'text.txt'}")
+    assert "data.cache_dir: expected a folder that can take the tokens" in message
+
+
 # The machine --------------------------------------------------------------------------------------
 
 

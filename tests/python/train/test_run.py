@@ -166,7 +166,6 @@ def test_resuming_where_nothing_began_begins(tmp_path: Path) -> None:
     assert result.exit_code == 0 and len(losses(tmp_path / "run")) == 1
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     whole = prepare(tmp_path, training={"steps": 5}, saving={"every_steps": 2})
     assert run(whole).exit_code == 0
@@ -235,7 +234,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path, name: str) -> N
 # The cache ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path: Path) -> None:
     file = prepare(tmp_path, training={"steps": 1})
 
