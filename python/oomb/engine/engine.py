@@ -29,7 +29,7 @@ from oomb.engine.plan import (
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Stats, Step
 from oomb.engine.selection import Selector
-from oomb.engine.tiers import Caps, PageLayout, free_memory, page_manager, wave_pages
+from oomb.engine.tiers import Caps, Held, PageLayout, free_memory, page_manager, wave_pages
 from oomb.errors import Error
 from oomb.hf.interface import AttentionCall
 from oomb.hf.model import CausalModel
@@ -347,6 +347,7 @@ class Engine:
             host_memory,
             smallest,
             others,
+            self._held(layout),
         )
         # Where lists and pages have to travel, two chunks of the fill hide it for each other.
         paired = caps.host_slots > 0 and isinstance(self.config.attention, TopKPages)
@@ -410,19 +411,32 @@ class Engine:
             for layer in self._shapes
         ]
 
+    def _held(self, layout: PageLayout) -> Held | None:
+        """The pools of the last call, where this one can use them."""
+        if self._manager is None or self._manager_key != self._pool_key(layout):
+            return None
+        host = self.snapshot()["host"]
+        return Held(self._manager.device_slots, host["max_slots"], host["committed_bytes"])
+
+    def _pool_key(self, layout: PageLayout) -> object:
+        return layout.slot_bytes, tuple(sorted(self._test_switches.items()))
+
     def _manager_for(self, layout: PageLayout, caps: Caps) -> _C.PageManager:
-        key = (layout.slot_bytes, caps, tuple(sorted(self._test_switches.items())))
-        if self._manager is None or self._manager_key != key:
-            if self._manager is not None:
-                self._manager.close()
-            self._manager = page_manager(
-                self._model.device,
-                layout,
-                caps,
-                explicit_host_memory=self.config.host_memory is not None,
-                **self._test_switches,
-            )
-            self._manager_key = key
+        held = self._held(layout)
+        if held is not None and held.device_slots == caps.device_slots:
+            if held.host_slots >= caps.host_slots:
+                assert self._manager is not None
+                return self._manager
+        if self._manager is not None:
+            self._manager.close()
+        self._manager = page_manager(
+            self._model.device,
+            layout,
+            caps,
+            explicit_host_memory=self.config.host_memory is not None,
+            **self._test_switches,
+        )
+        self._manager_key = self._pool_key(layout)
         return self._manager
 
     def _result(

@@ -15,6 +15,7 @@ from oomb.errors import OutOfMemoryError
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 _GPU_KEY_TILE = 128
 _MARGIN = 0.9  # share of free memory that a pool without a cap may take
+_ENOUGH = 0.8  # a pool of this share of what could be had is used again
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,27 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
-class Caps:
-    """Slots that each tier may take, and the bytes they were derived from."""
+class Held:
+    """Pools that an earlier call has left: slots they may have, bytes of host memory they keep."""
 
     device_slots: int
     host_slots: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Slots that each tier may take in a call.
+
+    Attributes:
+        host_slots: 0 where the device tier holds the whole call.
+        host_capacity: slots that the host tier may ever have; getting pinned memory is slow, so the
+            next call, which may be longer, shall find it again.
+    """
+
+    device_slots: int
+    host_slots: int
+    host_capacity: int
 
     @staticmethod
     def of(
@@ -62,18 +79,21 @@ class Caps:
         host_memory: int | None,
         smallest_slots: int,
         others: int,
+        held: Held | None = None,
     ) -> Caps:
         """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
 
         Args:
             others: bytes that the call needs on the device besides its pages; a tier without a cap
                 leaves them free.
+            held: pools that can be used again.
 
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
         """
         device_free = device_memory or max(0, int(free_memory(device) * _MARGIN) - others)
-        device_slots = min(device_free // layout.slot_bytes, needed_slots)
+        allowed = device_free // layout.slot_bytes
+        device_slots = min(allowed, needed_slots)
         if device_slots < smallest_slots:
             raise OutOfMemoryError(
                 f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for "
@@ -81,12 +101,19 @@ class Caps:
                 needed_bytes=smallest_slots * layout.slot_bytes,
                 available_bytes=device_free,
             )
+        if held is not None and _ENOUGH * device_slots <= held.device_slots <= allowed:
+            if needed_slots <= held.device_slots + held.host_slots:
+                spilled = max(0, needed_slots - held.device_slots)
+                return Caps(held.device_slots, spilled and held.host_slots, held.host_slots)
         if device_slots == needed_slots:
-            return Caps(device_slots, 0)
+            return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
-        host_free = host_memory or max(0, int(free_memory(torch.device("cpu")) * _MARGIN) - taken)
-        host_slots = min(host_free // layout.slot_bytes, needed_slots)
-        if host_slots + device_slots < needed_slots:
+        kept = 0 if held is None else held.host_bytes
+        host_free = host_memory or max(
+            0, int((free_memory(torch.device("cpu")) + kept) * _MARGIN) - taken
+        )
+        capacity = host_free // layout.slot_bytes
+        if capacity + device_slots < needed_slots:
             needed, free = needed_slots * layout.slot_bytes, device_free + host_free
             raise OutOfMemoryError(
                 f"the call needs {needed} bytes of pages, device_memory holds {device_free} and "
@@ -95,7 +122,7 @@ class Caps:
                 needed_bytes=needed,
                 available_bytes=free,
             )
-        return Caps(device_slots, host_slots)
+        return Caps(device_slots, min(capacity, needed_slots), capacity)
 
 
 def free_memory(device: torch.device) -> int:
@@ -144,6 +171,6 @@ def page_manager(
         device=str(device),
         slot_bytes=layout.slot_bytes,
         device_slots=caps.device_slots,
-        host_slots=caps.host_slots,
+        host_slots=caps.host_capacity,
         **test_switches,
     )

@@ -250,3 +250,26 @@ def test_pools_are_given_back_after_a_call() -> None:
             assert engine._manager is not None
             engine._manager.check_integrity()
     assert_identical(results[2], results[0])
+
+
+@pytest.mark.parametrize("lengths", [(120, 72), (72, 120), (120, 20)])
+def test_calls_of_other_lengths_find_the_pools_again(lengths: tuple[int, int]) -> None:
+    model = make("llama", torch.float32)
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "page_size": PAGE}
+    settings |= {"attention": oomb.TopKPages(budget=3)}
+    memory = 12 * slot_bytes(model, oomb.Config(**settings))
+    config = oomb.Config(**settings, device_memory=memory, host_memory=HOST)
+    with oomb.Engine(model, config) as engine:
+        managers, host_bytes = [], []
+        for tokens in lengths:
+            ids = random_ids(1, tokens)
+            step = engine.forward_backward(ids, ids)
+            managers.append(engine._manager)
+            host_bytes.append(step.stats.host_peak_bytes)
+            grads = take_gradients(model)
+            model.zero_grad()
+            alone = with_slots(model, settings, 12, ids, ids)
+            for name, value in alone.gradients.items():
+                assert torch.equal(grads[name], value), name
+    assert managers[0] is managers[1]
+    assert (host_bytes[1] == 0) == (lengths[1] == 20)  # the short one does not spill

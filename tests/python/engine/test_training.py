@@ -25,6 +25,7 @@ from .reference import (
     relative_error,
     take_gradients,
 )
+from .tiers import HOST, slot_bytes
 
 IDS = random_ids(2, 75)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers inside peft
@@ -212,6 +213,22 @@ def test_dropout_depends_on_the_seed_alone() -> None:
 def test_dropout_is_the_same_in_recompute() -> None:
     model = with_dropout()
     assert_identical(seeded(model, "layer", 1), seeded(model, "none", 1))
+
+
+def test_dropout_is_the_same_when_chunks_take_turns() -> None:
+    """As they do in a sparse fill whose pages travel."""
+    model = with_dropout()
+    attention = oomb.TopKPages(budget=2)
+    memory = 12 * slot_bytes(model, config())
+
+    def run(**tiers: Any) -> Result:
+        torch.manual_seed(1)
+        return chunked(model, config(attention=attention, **tiers), IDS, IDS)
+
+    spilled = run(device_memory=memory, host_memory=HOST)
+    assert spilled.step is not None
+    assert spilled.step.stats.host_peak_bytes > 0
+    assert_identical(spilled, run())
 
 
 def test_dropout_is_the_same_in_fill_and_sweep() -> None:
