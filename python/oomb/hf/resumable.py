@@ -16,8 +16,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
+from oomb.hf.resume_choice import checkpoint_to_resume, is_own
 from oomb.train.checkpoint import (
-    Checkpoint,
     CheckpointError,
     CheckpointStore,
     load_state,
@@ -105,13 +105,20 @@ class ResumableTrainer(transformers.Trainer):
                 folder of one.
 
         Raises:
-            ValueError: there are checkpoints and none is asked for.
+            ValueError: there are checkpoints that would mix with this run's.
             CheckpointError: none can be resumed from; the message says why.
             Interrupted: SIGTERM or SIGINT came.
         """
-        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint, trial)
-        self._finished = self._resumed = self._epoch_random = None
-        self._saved_step = checkpoint.step if checkpoint else None
+        store = self.checkpoint_store(trial)
+        checkpoint = checkpoint_to_resume(
+            resume_from_checkpoint,
+            store,
+            model_identity(self.model),
+            saves=self.args.save_strategy != SaveStrategy.NO,
+        )
+        self._finished = self._resumed = self._epoch_random = self._saved_step = None
+        if checkpoint and is_own(checkpoint, store):
+            self._saved_step = checkpoint.step
         with self._signals:
             try:
                 output = super().train(
@@ -126,33 +133,6 @@ class ResumableTrainer(transformers.Trainer):
                 raise abandoned from None
         return output
 
-    def _checkpoint_to_resume(self, asked: str | bool | None, trial: Any) -> Checkpoint | None:
-        store = self.checkpoint_store(trial)
-        if not asked:
-            if store.steps() and self.args.save_strategy != SaveStrategy.NO:
-                raise ValueError(
-                    "output_dir: expected one without checkpoints, or resume_from_checkpoint=True, "
-                    f"got {store.folder} with {store.path_of(store.steps()[-1]).name}"
-                )
-            return None
-        identity = model_identity(self.model)
-        if asked is not True:
-            try:
-                return store.verified(asked, identity)
-            except CheckpointError as error:
-                raise CheckpointError(f"resume_from_checkpoint: {asked}: {error}") from error
-        checkpoint = store.newest_intact(identity)
-        reasons = [f"{path.name} {reason}" for path, reason in store.rejected]
-        if checkpoint is None:
-            found = "; ".join(reasons) or "none"
-            raise CheckpointError(
-                f"resume_from_checkpoint: expected an intact checkpoint in {store.folder}, "
-                f"got {found}"
-            )
-        for reason in reasons:
-            _log.warning(f"checkpoint passed over: {reason}")
-        return checkpoint
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -162,7 +142,7 @@ class ResumableTrainer(transformers.Trainer):
             )
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
-        self.optimizer.load_state_dict(self._resumed["optimizer"])
+        self.optimizer.load_state_dict(self._resumed.pop("optimizer"))
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
         self._load_engine_state(self._resumed["engine"])
 
@@ -191,10 +171,11 @@ class ResumableTrainer(transformers.Trainer):
 
     def _remember(self) -> None:
         """The state at the end of an optimizer step, before anything of the next one."""
-        starting = self._finished is None
-        resumed = self._resumed if starting else None  # its random state is restored later
-        random = resumed["random"] if resumed else random_state(self.args.device)
         of_epoch = self._epoch_random
+        if self._finished is None and self._resumed is not None:  # restored later
+            random, of_epoch = self._resumed["random"], self._resumed["epoch_random"]
+        else:
+            random = random_state(self.args.device)
         if of_epoch is None or float(self.state.epoch or 0).is_integer():
             of_epoch = random  # the next epoch begins here
         self._finished = _FinishedStep(

@@ -191,6 +191,21 @@ def test_the_newest_intact_one_is_used(tmp_path: Path, caplog: pytest.LogCapture
     assert resumed.checkpoint_store().newest_intact().step == 4  # type: ignore[union-attr]
 
 
+def test_from_a_step_before_the_last(tmp_path: Path) -> None:
+    """Only into another folder: two runs' checkpoints would be taken for one's."""
+    run = trainer(tmp_path, callbacks=[StopsAfter(3)])
+    run.train()
+    path = run.checkpoint_store().path_of(2)
+    message = (
+        "^resume_from_checkpoint: expected the last one of .*, step-00000003, got step-00000002"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path).train(resume_from_checkpoint=str(path))
+    other = trainer(tmp_path / "other", callbacks=[StopsAfter(3)])
+    other.train(resume_from_checkpoint=str(path))
+    assert other.checkpoint_store().steps() == [3]
+
+
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     first = trainer(tmp_path)
     message = r"^resume_from_checkpoint: expected an intact checkpoint in .*, got none$"
