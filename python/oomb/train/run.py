@@ -99,8 +99,12 @@ def train(
     finally:
         trainer.engine.close()
     _save_model(trainer, run / MODEL_FOLDER)
-    finish(run, prediction, settings.training.accumulation_steps, console)
-    _say(console, f"Model:  {run / MODEL_FOLDER}\nReport: {write_report(run)}")
+    _say(console, f"Model:  {run / MODEL_FOLDER}")
+    try:
+        finish(run, prediction, settings.training.accumulation_steps, console)
+        _say(console, f"Report: {write_report(run)}")
+    except (OSError, ValueError) as error:  # the model is safe, whatever became of the records
+        _say(console, f"No report: {error}")
     return 0
 
 
