@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
@@ -139,6 +139,12 @@ class ResumableTrainer(transformers.Trainer):
         if not (Path(checkpoint) / f"{_TRAINING}.json").exists():
             raise CheckpointError(
                 f"resume_from_checkpoint: {checkpoint} holds the model only (save_only_model)"
+            )
+        # transformers counts the passes over a data set by its length.
+        if not has_length(self.train_dataset) and (self.state.epoch or 0) > 1:
+            raise CheckpointError(
+                "train_dataset: expected one with a length, got one without that was read more "
+                "than once before the checkpoint: its position cannot be restored"
             )
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)

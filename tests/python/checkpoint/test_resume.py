@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import oomb
@@ -189,6 +190,29 @@ def test_the_newest_intact_one_is_used(tmp_path: Path, caplog: pytest.LogCapture
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert resumed.checkpoint_store().newest_intact().step == 4  # type: ignore[union-attr]
+
+
+def streamed(folder: Path, number: int) -> Trainer:
+    data = Dataset.from_list(packed(number)).to_iterable_dataset()
+    settings = arguments(folder, max_steps=5, save_strategy="steps", save_steps=1)
+    return Trainer(model(), settings, train_dataset=data, oomb_config=CONFIG)
+
+
+def test_data_without_a_length(tmp_path: Path) -> None:
+    whole = streamed(tmp_path / "run", number=40)
+    whole.train()
+    resumed = streamed(tmp_path / "resumed", number=40)
+    resumed.train(resume_from_checkpoint=str(whole.checkpoint_store().path_of(3)))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_data_without_a_length_read_twice(tmp_path: Path) -> None:
+    """The stock trainer would go on from another place of it."""
+    whole = streamed(tmp_path / "run", number=13)
+    whole.train()
+    path = whole.checkpoint_store().path_of(4)
+    with pytest.raises(CheckpointError, match="^train_dataset: expected one with a length, got "):
+        streamed(tmp_path / "resumed", number=13).train(resume_from_checkpoint=str(path))
 
 
 def test_from_a_step_before_the_last(tmp_path: Path) -> None:

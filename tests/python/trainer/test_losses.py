@@ -29,7 +29,9 @@ from .runs import (
 
 
 def run(kind: Any, folder: Path, data: list[Example], **settings: Any) -> Any:
-    own = {"oomb_config": CONFIG} if issubclass(kind, Trainer) else {}
+    own: dict[str, Any] = {"data_collator": settings.pop("data_collator", None)}
+    if issubclass(kind, Trainer):
+        own["oomb_config"] = CONFIG
     trainer = kind(
         model(),
         arguments(folder, **settings),
@@ -116,6 +118,15 @@ def test_sft_trainer(packing: bool, adapters: bool, tmp_path: Path) -> None:
     first = next(iter(ours.get_train_dataloader()))
     assert ("position_ids" in first) == packing  # documents really are packed
     assert bool((first["labels"][:, 1:] == -100).any())  # and prompts masked
+
+
+def test_flattened_batches(tmp_path: Path) -> None:
+    """Packing by transformers' own collator: a micro-batch is one row of several documents."""
+    rows = [{"input_ids": row["input_ids"]} for row in packed()]
+    collator = transformers.DataCollatorWithFlattening()
+    stock = run(transformers.Trainer, tmp_path / "stock", rows, data_collator=collator)
+    ours = run(Trainer, tmp_path / "ours", rows, data_collator=collator)
+    assert_same_run(ours, stock, 6)
 
 
 def test_documents_packed_with_their_first_tokens_as_labels(tmp_path: Path) -> None:
