@@ -11,6 +11,7 @@ from oomb.train.reading import read_settings, write_settings
 from oomb.train.settings import RunSettings
 
 SETTINGS_FILE = "run.yaml"
+DATA_FILE = "data.sha256"
 MODEL_FOLDER = "model"
 
 # Where these change, the checkpoint is another run's, or its place in the data means nothing.
@@ -68,11 +69,25 @@ def check_folder(settings: RunSettings, resume: bool) -> None:
             raise BadInput(f"{field}: expected {old!r}, as the run began, got {new!r}")
 
 
-def begin(settings: RunSettings) -> Path:
-    """Make the folder and write the settings into it."""
+def check_data(settings: RunSettings, identity: str) -> None:
+    """Refuse to go on in other data: a checkpoint's place in it would mean nothing.
+
+    Raises:
+        BadInput: the run in the folder began with sequences of another identity.
+    """
+    file = Path(settings.output_dir) / DATA_FILE
+    if file.exists() and file.read_text().strip() != identity:
+        raise BadInput(
+            "data.train: expected the text and tokenizer that the run began with, got others"
+        )
+
+
+def begin(settings: RunSettings, identity: str) -> Path:
+    """Make the folder and write the settings, and the identity of the data, into it."""
     folder = Path(settings.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(settings, folder / SETTINGS_FILE)
+    (folder / DATA_FILE).write_text(identity + "\n")
     return folder
 
 

@@ -30,7 +30,7 @@ from oomb.train.arguments import check_schedule, training_arguments
 from oomb.train.checkpoint import model_identity
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
-from oomb.train.folder import MODEL_FOLDER, begin, check_folder
+from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
 from oomb.train.model import device_of, load_config, load_model, load_tokenizer
 from oomb.train.planning import finish, plan_run
 from oomb.train.rope import check_positions
@@ -72,6 +72,8 @@ def train(
         plan_run(settings, config, settings.context, console)
         return 0
     data = prepare_data(settings, sources, tokenizer)
+    identity = data.train.identity()
+    check_data(settings, identity)
     check_positions(config, max(part.longest_document for part in data.parts))
     _describe(console, data)
     prediction = plan_run(settings, config, max(part.longest for part in data.parts), console)
@@ -82,7 +84,7 @@ def train(
     model = load_model(settings.model, settings.lora, config)
     trainer = _build_trainer(settings, data, model, tokenizer)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
-    run = begin(settings)
+    run = begin(settings, identity)
     write_plan(run, prediction)
     every = settings.logging.chunk_records_every
     trainer.observer = RunMonitor(run, chunk_records_every=every)

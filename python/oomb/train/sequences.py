@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 IGNORED = -100
+_SAMPLES, _SAMPLE = 256, 4096  # pieces, and their first tokens, that stand for all
 
 Piece = tuple[int, int]  # first token and the one behind the last, of all tokens
 
@@ -124,6 +126,14 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def subset(self, indices: Sequence[int]) -> SequenceDataset:
         return SequenceDataset(self._tokens, [self.sequences[index] for index in indices])
+
+    def identity(self) -> str:
+        """Short text that another set of sequences does not share, from a sample of the tokens."""
+        pieces = np.array([piece for sequence in self.sequences for piece in sequence])
+        digest = hashlib.sha256(pieces.tobytes())
+        for begin, end in pieces[:: -(-len(pieces) // _SAMPLES)].tolist():
+            digest.update(self._tokens[begin : min(end, begin + _SAMPLE)].tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def num_tokens(self) -> int:

@@ -43,7 +43,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_writes_what_the_docs_promise(done: tuple[str, Path]) -> None:
     names = {path.name for path in done[1].iterdir()}
     assert names == {
-        "run.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "report.html"
+        "run.yaml", "data.sha256", "metrics.jsonl", "plan.json", "checkpoints", "model",
+        "report.html",
     }  # fmt: skip
 
 
@@ -181,6 +182,16 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
         for name in ("run", "parts")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_other_text_is_not_gone_on_with(tmp_path: Path) -> None:
+    file = prepare(tmp_path, training={"steps": 1})
+    assert run(file).exit_code == 0
+    (tmp_path / "text.txt").write_text(TEXT.replace("squared", "SQUARED"))
+    result = run(file, "--resume", "training.steps=2")
+    assert result.exit_code == 2
+    assert "data.train: expected the text and tokenizer that the run began with" in result.output
+    assert len(losses(tmp_path / "run")) == 1
 
 
 @pytest.mark.slow
