@@ -69,7 +69,9 @@ SAMPLED = oomb.Config(chunk_size=32, page_size=16, backward=oomb.SampledChunks(k
         pytest.param({"eval_strategy": "steps", "eval_steps": 2}, id="adapters"),
         # the order of its epochs comes from the global generators
         pytest.param(
-            {"train_sampling_strategy": "group_by_length", "oomb_config": SAMPLED}, id="grouped"
+            {"train_sampling_strategy": "group_by_length", "oomb_config": SAMPLED},
+            id="grouped",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"accelerator_config": {"use_seedable_sampler": False}, "lr_scheduler_type": "cosine"},

@@ -211,6 +211,7 @@ def test_micro_batches_without_a_target(tmp_path: Path) -> None:
     assert_same_run(ours, stock, 6)
 
 
+@pytest.mark.slow
 def test_model_init_and_a_second_train(tmp_path: Path) -> None:
     """Not packed: the stock trainer leaves a model made anew with its cache on, and packed
     documents then see each other."""
