@@ -124,7 +124,7 @@ def predict(case: Case, device: str, timed: bool) -> Prediction:
         model_config(case, device), Machine.here(device), dtype=dtype, adapter=adapter(case)
     )
     return planner.predict(
-        tokens, config, batch_size=case.batch, optimizer=case.optimizer, timed=timed
+        tokens, config, batch_size=case.batch, optimizer=case.optimizer, timed=timed, step=1
     )
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from oomb.config import Config, TopKPages
 from oomb.engine.layout import Chunks
 from oomb.engine.tiers import PageLayout, free_memory
+from oomb.errors import UnsupportedModelError
 from oomb.hf.model import CausalModel, LayerShape
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
 _HIDDEN_KEPT, _INNER_KEPT = 10, 4
+_TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
+
+_tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,31 @@ def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_p
 
 
 def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
-    """Estimate of what autograd keeps of one chunk."""
+    """What a chunk takes of torch's memory beside parameters and gradient sums.
+
+    A rule of thumb where that is a trifle beside what is free; else counted.
+    """
+    estimate = _estimated(model, config, batch, recompute)
+    if estimate < _TRIFLE * free_memory(model.device):
+        return estimate
+    return _counted(model, config, batch, recompute)
+
+
+def _counted(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
+    """By a run of one chunk on tensors without memory."""
+    from oomb.plan.trace import Setting, Tracer  # the engine's parts are what it runs
+
+    try:
+        if model.causal not in _tracers:
+            _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)
+        setting = Setting(config.chunk_size, batch, recompute, True)
+        trace = _tracers[model.causal].trace(setting)
+    except (UnsupportedModelError, TypeError):  # its forward looks at values, or cannot be copied
+        return _estimated(model, config, batch, recompute)
+    return int(trace.sweep_peak_bytes - trace.sum_bytes)
+
+
+def _estimated(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
     inner: int = getattr(settings, "intermediate_size", 4 * hidden)
@@ -75,7 +105,7 @@ def plan_call(
     summaries = 0
     if isinstance(config.attention, TopKPages):
         summaries = len(shapes) * pages * layout.slot_bytes // (2 * layout.page_size)
-    others = activation_bytes(model, config, batch, recompute) + gradient_bytes(model) + summaries
+    others = _counted(model, config, batch, recompute) + gradient_bytes(model) + summaries
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
     assert config.host_memory is None or isinstance(config.host_memory, int)

@@ -66,7 +66,7 @@ def _config_of(name: str) -> PretrainedConfig:
 def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake CPU tensors of the same shapes.
 
-    The copy takes no memory for tensors; its modules, hooks and adapters are those of the model.
+    The copy takes no memory for tensors; its modules and adapters are those of the model.
     """
     memo: dict[int, Any] = {}
     with mode:
@@ -78,7 +78,11 @@ def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
-    return copy.deepcopy(model, memo)
+    bare = copy.deepcopy(model, memo)
+    for module in bare.modules():  # somebody's hooks want values
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            hooks.clear()
+    return bare
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from oomb.plan.pages import PageCall
 # Longer calls run with coarser pages, and with some of their layers.
 _PAGE_VISITS = 1_000_000
 _VISITS = 4_000
+_SLACK = 1.0  # of host memory: with few layers more has to move at once than in a real call
 _FRESH = 0.35  # share of a block's pages that the block before has not chosen
 
 
@@ -37,7 +38,7 @@ class DryRun:
             dry=True,
             slot_bytes=round(call.layout.slot_bytes * scale),
             device_slots=max(round(caps.device_slots / scale), smallest),
-            host_slots=round(caps.host_slots / scale) + smallest * (scale > 1),
+            host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
         )
         self._lists: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._random = np.random.default_rng(0)

@@ -64,6 +64,7 @@ class Planner:
         accumulates: bool = False,
         timed: bool = True,
         dry_run: bool = True,
+        step: int | None = None,
     ) -> Prediction:
         """One step on ``batch_size`` sequences of ``num_tokens`` tokens, after the first.
 
@@ -74,6 +75,8 @@ class Planner:
             timed: predict seconds too; on this machine that measures for about a second.
             dry_run: where pages move between the tiers, run the page manager on the call to see
                 the host tier's peak and the copies; False: the least that the host tier must hold.
+            step: number of the call whose draw of ``SampledChunks`` is meant; None: of the first
+                eight the one with the most pages.
 
         Raises:
             ValueError: an argument does not fit.
@@ -87,7 +90,7 @@ class Planner:
             use = optimizer_use(optimizer, tracer.trainable)
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
         free = self.machine.device_bytes - tracer.parameter_bytes - kept
-        call = self.pages(num_tokens, config, batch_size)
+        call = self.pages(num_tokens, config, batch_size, step)
         recompute = self._recompute(config, call, free)
         beside = call.summary_bytes + call.list_bytes + batch_size * num_tokens * _INPUT_BYTES
 
@@ -129,14 +132,16 @@ class Planner:
         )
         return replace(prediction, shortage=_shortage(prediction) or shortage)
 
-    def pages(self, num_tokens: int, config: Config, batch_size: int) -> PageCall:
+    def pages(
+        self, num_tokens: int, config: Config, batch_size: int, step: int | None = None
+    ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
         first = self.tracer.shapes[0]
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
         rule = config.attention
         return PageCall(
             chunks=chunks,
-            swept=_swept(config, chunks.number),
+            swept=_swept(config, chunks.number, step),
             shapes=tuple(self.tracer.shapes),
             layout=PageLayout.of(
                 first.kv_heads,
@@ -198,12 +203,13 @@ class Planner:
         )
 
 
-def _swept(config: Config, num_chunks: int) -> tuple[int, ...]:
-    """Chunks that are swept; of several draws the one with the most pages."""
+def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:
+    """Chunks that are swept; without a step, of several draws the one with the most pages."""
     rule = config.backward
     if not isinstance(rule, SampledChunks):
         return tuple(range(num_chunks))
-    draws = [tuple(rule.draw(num_chunks, step)) for step in range(_DRAWS)]
+    steps = range(_DRAWS) if step is None else [step]
+    draws = [tuple(rule.draw(num_chunks, step)) for step in steps]
     return max(draws, key=lambda drawn: (drawn[-1] + 2 * len(drawn)) if drawn else 0) or (0,)
 
 

@@ -48,9 +48,10 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     host = h2d = d2h = 0
     if peak > caps.device_slots:
         host, h2d, d2h = DryRun(call, caps).run()
+        host = min(host, caps.host_capacity * slot)
     return PoolUse(
         device_peak_bytes=committed(min(peak, caps.device_slots) * slot, 0, caps.device_slots),
-        host_peak_bytes=committed(host, 1, caps.host_slots),
+        host_peak_bytes=committed(host, 1, caps.host_capacity),
         h2d_bytes=h2d,
         d2h_bytes=d2h,
     )

@@ -215,7 +215,7 @@ def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
         (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
         for layer in causal.layers
     }
-    return (3, 5) if len(kinds) == 1 and len(causal.layers) > 6 else None
+    return (3, 4) if len(kinds) == 1 and len(causal.layers) > 6 else None
 
 
 def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:

@@ -1,0 +1,63 @@
+"""``oomb plan`` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.models import make
+from oomb.cli import app
+
+H200 = ["--gpu", "h200", "--host-memory", "125GiB"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_a_plan_that_fits(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = run("qwen2.5-0.5b", "--context", "64K", *H200, "--lora-rank", "8", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "fits" in done.output
+    assert "chunk_size=" in done.output
+    assert "tokens/s" in done.output
+    record = json.loads(out.read_text())
+    assert record["num_tokens"] == 65536
+    assert record["fits"] is True
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    done = run("qwen2.5-7b", "--context", "4M", *H200)
+    assert done.exit_code == 1
+    assert "does not fit" in done.output
+    assert "longest context" in done.output
+
+
+def test_a_folder_is_planned_from_its_config_alone(tmp_path: Path) -> None:
+    make("llama").config.save_pretrained(tmp_path)
+    arguments = ["--context", "2K", "--chunk-size", "256", "--page-size", "32"]
+    done = run(str(tmp_path), *arguments, "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    assert "chunk_size=256" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen2.5-1.5b", "--context", "long"], "context: expected tokens"),
+        (["qwen2.5-1.5b", "--context", "4K", "--host-memory", "much"], "host_memory: expected"),
+        (["qwen2.5-1.5b", "--chunk-size", "100"], "chunk_size: expected a multiple"),
+        (["qwen2.5-1.5b", "--dtype", "int8"], "dtype: expected one of"),
+        (["no-such-folder"], "model: expected a folder"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output

@@ -1,0 +1,76 @@
+"""Peaks of the page pools, and copies between them, are those that calls report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import oomb
+from engine.models import make
+from oomb.plan import Machine, Planner
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str = "llama"
+    dtype: torch.dtype = torch.float32
+    settings: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    tokens: int = 1200
+
+
+SAMPLED = {"backward": oomb.SampledChunks(keep=0.4)}
+SPARSE = {"attention": oomb.TopKPages(budget=4)}
+CASES = (
+    Case("all-on-device"),
+    Case("bf16", dtype=torch.bfloat16),
+    Case("bf16-gradients", dtype=torch.bfloat16, settings={"kv_grad_dtype": "bfloat16"}),
+    Case("batch", batch=2),
+    Case("windows", model="mistral", batch=2),
+    Case("sampled", settings=SAMPLED),
+    Case("sparse", settings=SPARSE, batch=2),
+    Case("two-tiers", settings={"device_memory": "512KiB"}),
+    Case("two-tiers-batch", dtype=torch.bfloat16, settings={"device_memory": "300KiB"}, batch=2),
+    Case("two-tiers-windows", model="mistral", settings={"device_memory": "300KiB"}),
+    Case("two-tiers-sampled", settings={**SAMPLED, "device_memory": "200KiB"}),
+    Case("two-tiers-smallest", settings={"device_memory": "20KiB"}, tokens=400),
+    Case("one-chunk", tokens=50),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_pools(case: Case) -> None:
+    host = {"host_memory": "1GiB"} if "device_memory" in case.settings else {}
+    config = oomb.Config(chunk_size=80, page_size=8, **host, **case.settings)
+    model = make(case.model, case.dtype, max_position_embeddings=2048)
+    predicted = Planner(model, Machine.here("cpu")).predict(
+        case.tokens, config, batch_size=case.batch, optimizer=None, timed=False, step=0
+    )
+    ids = torch.randint(97, (case.batch, case.tokens))
+    with oomb.Engine(model, config) as engine:
+        stats = engine.forward_backward(ids, ids).stats
+    assert predicted.device_pool_bytes == stats.device_peak_bytes
+    assert predicted.host_pool_bytes == stats.host_peak_bytes
+    assert (predicted.h2d_bytes, predicted.d2h_bytes) == (stats.h2d_bytes, stats.d2h_bytes)
+
+
+def test_dry_runs_of_long_calls_are_shortened_without_harm() -> None:
+    """Fewer layers and coarser pages give what the whole gives, within a few percent."""
+    from oomb.plan import dry_run
+
+    config = oomb.Config(chunk_size=1024, page_size=32, device_memory="64MiB", host_memory="4GiB")
+    planner = Planner("qwen2.5-0.5b", Machine.here("cpu"))
+    whole = planner.predict(40_000, config, optimizer=None, timed=False)
+    before = dry_run._PAGE_VISITS, dry_run._VISITS
+    dry_run._PAGE_VISITS, dry_run._VISITS = 40_000, 500
+    try:
+        short = planner.predict(40_000, config, optimizer=None, timed=False)
+    finally:
+        dry_run._PAGE_VISITS, dry_run._VISITS = before
+    assert short.h2d_bytes != whole.h2d_bytes
+    for name in ("host_pool_bytes", "h2d_bytes", "d2h_bytes"):
+        assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.05)

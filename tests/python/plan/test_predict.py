@@ -1,0 +1,191 @@
+"""Predictions and recommendations: what fits, what is said where nothing does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import oomb
+from engine.models import make
+from oomb.plan import Machine, Planner, predict, recommend, write_measured, write_plan
+
+GIB = 2**30
+H200: dict[str, Any] = {"gpu": "h200", "host_bytes": 125 * GIB}
+PAGED = {"chunk_size": 64, "page_size": 16}
+
+
+def test_a_model_that_fits() -> None:
+    result = recommend("qwen2.5-7b", 2**17, **H200)
+    prediction = result.prediction
+    assert result.fits
+    assert result.longest_context is None
+    assert prediction.host_pool_bytes == 0
+    assert prediction.config.kv_grad_dtype == "float32"
+    assert prediction.device_bytes < prediction.machine.device_bytes
+    # keys and values and their fp32 gradients, of all but the last chunk
+    pages = (2**17 - 4096) * 28 * 2 * 4 * 128 * (2 + 4)
+    assert prediction.device_pool_bytes == pytest.approx(pages, rel=0.02)
+    assert prediction.basis == "datasheet"
+    assert prediction.seconds == pytest.approx(41, rel=0.2)  # as measured on an H200
+    assert prediction.torch_peak_bytes < prediction.device_bytes
+
+
+def test_memory_of_a_measured_step() -> None:
+    """What torch took for this step on an H200: bench/results/step-qwen2.5-7b-exact-*.json."""
+    machine = Machine.described(gpu="h200", host_memory="125GiB")
+    prediction = predict(
+        "qwen2.5-7b",
+        131072,
+        oomb.Config(recompute="none"),
+        machine=machine,
+        optimizer=None,
+        timed=False,
+    )
+    assert prediction.call_bytes == pytest.approx(53168152064, rel=0.05)
+    assert prediction.device_pool_bytes == 21743271936
+
+
+def test_pages_go_to_the_host_before_precision_goes() -> None:
+    result = recommend("qwen2.5-7b", 2**19, timed=False, **H200)
+    assert result.fits
+    assert result.prediction.host_pool_bytes > 0
+    assert result.config.kv_grad_dtype == "float32"
+    tighter = recommend("qwen2.5-7b", 2**20, timed=False, **H200)
+    assert tighter.fits
+    assert tighter.config.kv_grad_dtype == "bfloat16"
+
+
+def test_settings_that_are_kept() -> None:
+    config = oomb.Config(chunk_size=1024, recompute="layer")
+    keep = frozenset({"chunk_size", "recompute"})
+    result = recommend("qwen2.5-7b", 2**15, config=config, keep=keep, timed=False, **H200)
+    assert (result.config.chunk_size, result.config.recompute) == (1024, "layer")
+
+
+def test_the_nearest_thing_where_nothing_fits() -> None:
+    result = recommend("qwen2.5-7b", 2**22, timed=False, **H200)
+    assert not result.fits
+    assert "host" in result.advice[0]
+    longest = result.longest_context
+    assert longest is not None
+    assert any(str(longest) in sentence for sentence in result.advice)
+    planner = Planner("qwen2.5-7b", result.prediction.machine)
+    config, beyond = result.config, longest + result.config.chunk_size + 1
+    assert planner.predict(longest, config, timed=False, dry_run=False).fits
+    assert not planner.predict(beyond, config, timed=False, dry_run=False).fits
+
+
+def test_an_optimizer_that_would_fit() -> None:
+    """Adam's two states in the parameters' dtype do not fit beside a 14B model; 8-bit ones do."""
+    result = recommend("qwen2.5-14b", 2**15, timed=False, **H200)
+    assert not result.fits
+    assert any("optimizer" in sentence and "8bit" in sentence for sentence in result.advice)
+
+
+def test_says_where_ordinary_training_needs_less() -> None:
+    """Many key/value heads for the hidden size, few layers."""
+    shape: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+        "vocab_size": 1000,
+    }
+    from transformers import Qwen3Config
+
+    many = Qwen3Config(num_key_value_heads=16, **shape)
+    few = Qwen3Config(num_key_value_heads=1, **shape)
+    asked: dict[str, Any] = {"gpu": "h200", "host_bytes": 1000 * GIB, "timed": False}
+    assert any("ordinary" in text for text in recommend(many, 2**20, **asked).advice)
+    assert not any("ordinary" in text for text in recommend(few, 2**20, **asked).advice)
+
+
+def test_what_fits_runs_and_what_does_not_is_refused() -> None:
+    model = make("llama", torch.float32, max_position_embeddings=2048)
+    ids = torch.randint(97, (1, 700))
+    machine = Machine.here("cpu")
+    slot = 2 * 2 * 16 * 8 * 4
+    for host, fits in ((90 * slot, False), (800 * slot, True)):
+        config = oomb.Config(device_memory=30 * slot, host_memory=host, **PAGED)
+        prediction = Planner(model, machine).predict(700, config, timed=False)
+        assert prediction.fits == fits, prediction.shortage
+        with oomb.Engine(model, config) as engine:
+            if fits:
+                engine.forward_backward(ids, ids)
+            else:
+                with pytest.raises(oomb.OutOfMemoryError):
+                    engine.forward_backward(ids, ids)
+
+
+def test_engine_plan_counts_a_chunk_exactly() -> None:
+    model = make("llama", torch.float32, max_position_embeddings=2048)
+    config = oomb.Config(recompute="none", **PAGED)
+    prediction = Planner(model, Machine.here("cpu")).predict(700, config, timed=False)
+    with oomb.Engine(model, config) as engine:
+        plan = engine.plan(700)
+    pages = prediction.device_pool_bytes
+    assert plan.device_bytes == pytest.approx(prediction.call_bytes + pages, rel=0.1)
+
+
+def test_accumulation_keeps_gradients() -> None:
+    planner = Planner("qwen2.5-0.5b", Machine.described(gpu="h100"))
+    once, often = (planner.predict(2**14, accumulates=a, timed=False) for a in (False, True))
+    assert often.held_bytes - once.held_bytes == planner.tracer.gradient_bytes
+    assert often.device_bytes - once.device_bytes == planner.tracer.gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "no/such-model"}, "model: expected a folder"),
+        ({"context": 0}, "num_tokens: expected an int >= 1"),
+        ({"gpu": "h20"}, "gpu: expected one of h200"),
+        ({"optimizer": "adam"}, "optimizer: expected one of"),
+        ({"device_bytes": -1}, "device_memory: expected bytes"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = {"model": "qwen2.5-0.5b", "context": 4096, "timed": False, **arguments}
+    with pytest.raises(ValueError, match=message):
+        recommend(asked.pop("model"), asked.pop("context"), **asked)
+
+
+def test_rates_are_measured_here() -> None:
+    model = make("llama", torch.float32)
+    prediction = predict(model, 500, oomb.Config(**PAGED), machine=Machine.here("cpu"))
+    duration = prediction.duration
+    assert duration is not None
+    assert duration.basis == "measured"
+    parts = ("matrix", "elementwise", "attention", "starting")
+    assert all(getattr(duration, part) > 0 for part in parts)
+    assert 0 < duration.fill < duration.total
+    longer = predict(model, 2000, oomb.Config(**PAGED), machine=Machine.here("cpu"))
+    assert longer.duration is not None
+    assert longer.duration.matrix / duration.matrix == pytest.approx(2000 / 500, rel=0.1)
+    assert longer.duration.attention / duration.attention > 8
+
+
+def test_record_of_a_run(tmp_path: Path) -> None:
+    result = recommend("qwen2.5-0.5b", 2**15, **H200)
+    path = write_plan(tmp_path / "run", result)
+    record = json.loads(path.read_text())
+    assert path.name == "plan.json"
+    assert record["predicted"]["device_bytes"] == result.prediction.device_bytes
+    assert record["predicted"]["config"]["chunk_size"] == result.config.chunk_size
+    assert record["measured"] is None
+    write_measured(tmp_path / "run", seconds=2.0, device_pool_bytes=1, host_pool_bytes=0)
+    record = json.loads(path.read_text())
+    assert record["predicted"]["device_bytes"] == result.prediction.device_bytes
+    assert record["measured"]["seconds"] == 2.0
+    assert list((tmp_path / "run").iterdir()) == [path]
+    write_plan(tmp_path / "other", replace(result.prediction, duration=None))
+    assert (
+        json.loads((tmp_path / "other" / "plan.json").read_text())["predicted"]["seconds"] is None
+    )
