@@ -95,7 +95,7 @@ def demo(
         draw(picture, memory, size.budget, ordinary, chunked)
         console.print(f"Picture: {picture}")
     console.print(f"Figures: {out / 'figures.json'}\nModel:   {out / 'model'}")
-    console.print(f"Text:    {out / 'text'}\nTrain it on with: oomb train examples/train_full.yaml")
+    console.print(f"Text:    {out / 'text'}")
 
 
 # The three parts ----------------------------------------------------------------------------------
