@@ -85,26 +85,28 @@ def measured_rates(
         hidden, inner: sizes of the largest matrix product of a layer.
         chunk: tokens of a chunk; on a CPU fewer are run.
     """
-    key = (machine.device_type, shape, layout, hidden, inner, dtype, chunk, selection)
+    key = (clock, machine.device_type, shape, layout, hidden, inner, dtype, chunk, selection)
     if key not in _measured:
         device = torch.device(machine.device_type)
         rows = chunk if device.type == "cuda" else min(chunk, 512)
-        forward, backward = _attention_rates(device, shape, layout, rows, selection)
-        _measured[key] = Rates(
-            matrix=_matrix_rate(device, rows, hidden, inner, dtype),
-            traffic=_traffic_rate(device, rows, inner, dtype),
-            attention_forward=forward,
-            attention_backward=backward,
-            fresh=math.inf if device.type == "cuda" else _fresh_rate(),
-            link=_link_rate(device),
-            operation=_CUDA_OPERATION if device.type == "cuda" else _operation_seconds(),
-            basis="measured",
-        )
+        on_gpu = device.type == "cuda"
+        with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.enable_grad():
+            forward, backward = _attention_rates(device, shape, layout, rows, selection)
+            _measured[key] = Rates(
+                matrix=_matrix_rate(device, rows, hidden, inner, dtype),
+                traffic=_traffic_rate(device, rows, inner, dtype),
+                attention_forward=forward,
+                attention_backward=backward,
+                fresh=math.inf if on_gpu else _fresh_rate(),
+                link=_link_rate(device),
+                operation=_CUDA_OPERATION if on_gpu else _operation_seconds(),
+                basis="measured",
+            )
     return _measured[key]
 
 
 def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0.15) -> float:
-    """Median-free best of a few runs after one to warm up, within about ``budget`` seconds."""
+    """The best of a few runs, after one to warm up, within about ``budget`` seconds."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -126,9 +128,9 @@ def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0
 def _matrix_rate(
     device: torch.device, rows: int, hidden: int, inner: int, dtype: torch.dtype
 ) -> float:
-    x = torch.ones(rows, hidden, dtype=dtype, device=device)
-    weight = torch.ones(inner, hidden, dtype=dtype, device=device)
-    wide = torch.ones(rows, inner, dtype=dtype, device=device)
+    x = torch.randn(rows, hidden, dtype=dtype, device=device)  # constants would run cooler
+    weight = torch.randn(inner, hidden, dtype=dtype, device=device)
+    wide = torch.randn(rows, inner, dtype=dtype, device=device)
 
     def products() -> None:  # as in forward, and both of backward
         torch.mm(x, weight.t())
@@ -194,13 +196,13 @@ def _attention_rates(
     heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     blocks, seen = -(-rows // page), pages
 
-    def ones(*size: int, dtype: torch.dtype = layout.dtype) -> torch.Tensor:
-        return torch.full(size, 0.01, dtype=dtype, device=device)
+    def values(*size: int, dtype: torch.dtype = layout.dtype) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=device)
 
-    q = ones(1, heads, rows, dim).requires_grad_()
-    k, v = (ones(1, kv_heads, rows, dim).requires_grad_() for _ in range(2))
-    kv_pages = ones(pages, 2, kv_heads, page, dim)
-    dkv_pages = ones(pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
+    q = values(1, heads, rows, dim).requires_grad_()
+    k, v = (values(1, kv_heads, rows, dim).requires_grad_() for _ in range(2))
+    kv_pages = values(pages, 2, kv_heads, page, dim)
+    dkv_pages = values(pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     lists = None
     if selection is not None and selection.budget < pages:

@@ -159,7 +159,9 @@ def test_bad_input(arguments: dict[str, Any], message: str, monkeypatch: Any) ->
 
 def test_rates_are_measured_here() -> None:
     model = make("llama", torch.float32)
+    state = torch.get_rng_state()
     prediction = predict(model, 500, oomb.Config(**PAGED), machine=Machine.here("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
     duration = prediction.duration
     assert duration is not None
     assert duration.basis == "measured"
