@@ -92,12 +92,6 @@ class Attention:
         return float(begin.elapsed_time(end)) / times
 
 
-def plain(direction: str) -> float:
-    """One large block by cudaMemcpyAsync, GB/s."""
-    block = Copies(POOL // 2, batched=False)
-    return block.gigabytes_per_second(direction)
-
-
 def beside_attention(copies: Copies, attention: Attention, directions: str) -> dict[str, float]:
     alone = copies.gigabytes_per_second(directions)
     seconds = POOL / 2 * len(directions) / alone / 1e9
@@ -130,9 +124,11 @@ def beside_attention(copies: Copies, attention: Attention, directions: str) -> d
 
 def pages(sizes: list[int]) -> list[dict[str, Any]]:
     attention = Attention()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    block = Copies(POOL // 2, batched=False)  # one large cudaMemcpyAsync: what the machine can do
     for directions, name in (("d", "H2D"), ("h", "D2H"), ("hd", "both")):
-        rows.append({"page": "one block", "direction": name, "alone": plain(directions)})
+        row = {"page": "one block", "direction": name}
+        rows.append(row | beside_attention(block, attention, directions))
         print(rows[-1], flush=True)
     for kib in sizes:
         copies = Copies(kib * 1024)

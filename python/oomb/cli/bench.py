@@ -90,8 +90,11 @@ def step(
                 rows.append(row)
                 _print(rows[-1:])
                 if out is not None:
-                    out.write_text(json.dumps({"formula": _FORMULA, "rows": rows}, indent=1))
+                    _write(out, rows)
     _print(rows)
+    typer.echo(_FORMULA)
+    for counter, megabytes in _slopes(rows).items():
+        typer.echo(f"GPU memory per further 10K tokens, {counter}: {megabytes:.2f} MB")
 
 
 class _Update:
@@ -159,6 +162,32 @@ def _row(
     return {"tokens": length, "seconds": seconds, **stats} | {
         "tokens_per_second": length / seconds,
         "mfu": flops / seconds / _PEAK_FLOPS,
+    }
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    record = {"formula": _FORMULA, "mb_per_10k_tokens": _slopes(rows), "rows": rows}
+    out.write_text(json.dumps(record, indent=1))
+
+
+def _slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Growth of GPU memory from the shortest to the longest call, in MB per 10,000 tokens.
+
+    Means something under a cap of the device tier that both calls fill.
+    """
+    first = min(rows, key=lambda row: row["tokens"])
+    last = max(rows, key=lambda row: row["tokens"])
+    tokens = last["tokens"] - first["tokens"]
+    if tokens == 0 or "torch_peak_bytes" not in last:
+        return {}
+
+    def slope(*names: str) -> float:
+        grown = sum(float(last[name] - first[name]) for name in names)
+        return grown / tokens * 1e4 / 1e6
+
+    return {
+        "allocators": slope("torch_peak_bytes", "device_peak_bytes"),
+        "driver": slope("driver_used_bytes"),
     }
 
 
