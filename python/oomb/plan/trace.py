@@ -7,30 +7,23 @@ counted as it is. Only attention's kernels and the page pools are left out; they
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomb.engine.attention import ChunkAttention, FillComplete
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks
-from oomb.engine.loop import ChunkLoop
-from oomb.engine.loss import ChunkLoss, slice_rows
-from oomb.engine.main_grad import MainGrads
 from oomb.engine.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
-from oomb.hf.fused import fusible_modules
-from oomb.hf.interface import AttentionCall
-from oomb.hf.model import CausalModel, LayerShape
+from oomb.hf.model import CausalModel
 from oomb.plan.bare import shapes_only
+from oomb.plan.fused import fused_on_shapes, rotate_on_shapes
 from oomb.plan.meter import Meter, Work
+from oomb.plan.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
 
@@ -138,17 +131,17 @@ class Tracer:
 
     def _run(
         self, causal: CausalModel, setting: Setting, sweeps: bool = True
-    ) -> tuple[Trace, _TracedAttention]:
+    ) -> tuple[Trace, TracedAttention]:
         if self._fused:
-            causal._fused = _fused_on_shapes(causal.decoder)
-            causal._rotation = _rotate_on_shapes
+            causal._fused = fused_on_shapes(causal.decoder)
+            causal._rotation = rotate_on_shapes
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
         tokens = _TRACED * setting.tokens
         with self._mode:
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
-        attention = _TracedAttention(len(causal.layers), setting.waves)
-        loss = _TracedLoss(
+        attention = TracedAttention(len(causal.layers), setting.waves)
+        loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
             vocab_size=causal.vocab_size,
@@ -160,8 +153,8 @@ class Tracer:
         )
         loss.device_type = self._device_type
         meter, sweep = Meter(), Work()
-        grads = _TracedSums(self._device_type, meter)
-        loop = _TracedLoop(
+        grads = TracedSums(self._device_type, meter)
+        loop = TracedLoop(
             causal,
             inputs,
             Chunks(tokens, setting.tokens, setting.tokens),
@@ -262,166 +255,3 @@ def _autocast_of_device(device_type: str) -> torch.autocast:
     """The caller's autocast state, on the tensors that stand for the device's."""
     enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast("cpu", torch.get_autocast_dtype(device_type), enabled=enabled)
-
-
-# Parts of the engine that cannot run without values ----------------------------------------------
-
-
-class _TracedLoss(ChunkLoss):
-    """Every token counts; slices are those of the device that is planned for."""
-
-    device_type = "cpu"
-
-    def _slice_rows(self) -> int:
-        return slice_rows(self.device_type, self.vocab_size)
-
-
-class _TracedSums(MainGrads):
-    """Sums as the device that is planned for keeps them."""
-
-    def __init__(self, device_type: str, meter: Meter) -> None:
-        super().__init__()
-        self._device_type = device_type
-        self._meter = meter
-
-    def takes(self, weight: torch.Tensor) -> bool:
-        known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return weight.dtype in known[: 4 if self._device_type == "cuda" else 2]
-
-    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
-        if parameter not in self._sums:
-            dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
-            self._sums[parameter] = torch.zeros(parameter.shape, dtype=dtype)
-        self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
-        self._meter.work.operations += 1
-
-
-class _TracedLoop(ChunkLoop):
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
-        attention = self._attention
-        assert isinstance(attention, _TracedAttention)
-        attention.see(self._model.layer_of(call.module), call)
-        carried = attention.carried(call)
-        result = super()._attend(call)
-        del carried
-        return result
-
-
-class _TracedAttention(ChunkAttention):
-    """Takes what :class:`ChunkAttention` takes, and computes nothing."""
-
-    def __init__(self, num_layers: int, waves: bool) -> None:
-        pages = SimpleNamespace(check_finite=False, paired=False)
-        super().__init__(pages)  # type: ignore[arg-type]
-        self._last_layer = num_layers - 1
-        self.shapes: dict[int, LayerShape] = {}
-        self.key_dtype = torch.float32
-        self._in_waves = waves
-
-    def see(self, layer: int, call: AttentionCall) -> None:
-        heads, kv_heads, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
-        self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
-        self.key_dtype = call.k.dtype
-
-    def begin(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int
-    ) -> None:
-        if self.stop_at_last and layer == self._last_layer:
-            raise FillComplete
-
-    def carried(self, call: AttentionCall) -> list[torch.Tensor]:
-        """Softmax state between launches: accumulator, maximum, sum."""
-        if not self._in_waves:
-            return []
-        state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shapes = (call.q.shape, call.q.shape[:3], call.q.shape[:3])
-        return [torch.empty(shape, dtype=state) for shape in shapes]
-
-    def backward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        d_o: torch.Tensor,
-        d_lse: torch.Tensor | None,
-        scale: float,
-        window: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = [torch.empty_like(lse)]
-        if self._in_waves:
-            own.append(torch.empty(q.shape, dtype=lse.dtype))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _fused_on_shapes(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Forwards that keep for backward what the fused kernels keep."""
-    forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for module, kind in fusible_modules(decoder):
-        forwards[module] = _norm_of(module) if kind == "norm" else _gate_of(module)
-    return forwards
-
-
-def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _FusedNorm.apply(x, module.weight)  # type: ignore[no-untyped-call]
-        return y
-
-    return forward
-
-
-def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        product = _FusedGate.apply(module.gate_proj(x), module.up_proj(x))  # type: ignore[no-untyped-call]
-        y: torch.Tensor = module.down_proj(product)
-        return y
-
-    return forward
-
-
-def _rotate_on_shapes(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rotated: tuple[torch.Tensor, torch.Tensor] = _FusedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-class _FusedRotation(torch.autograd.Function):
-    """In place, in the layout of the projections."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, cos, sin = tensors
-        ctx.save_for_backward(cos, sin)
-        return q.view_as(q), k.view_as(k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        return grads[0], grads[1], None, None
-
-
-class _FusedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rms = torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, rms)
-        return x.new_zeros(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-
-
-class _FusedGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return gate * up
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        return gate.detach(), up.detach()  # in place of its inputs
