@@ -177,12 +177,12 @@ def _slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
     """
     first = min(rows, key=lambda row: row["tokens"])
     last = max(rows, key=lambda row: row["tokens"])
-    tokens = last["tokens"] - first["tokens"]
+    tokens: int = last["tokens"] - first["tokens"]
     if tokens == 0 or "torch_peak_bytes" not in last:
         return {}
 
     def slope(*names: str) -> float:
-        grown = sum(float(last[name] - first[name]) for name in names)
+        grown: int = sum(last[name] - first[name] for name in names)
         return grown / tokens * 1e4 / 1e6
 
     return {

@@ -423,10 +423,14 @@ class Engine:
 
     def _manager_for(self, layout: PageLayout, caps: Caps) -> _C.PageManager:
         held = self._held(layout)
-        if held is not None and held.device_slots == caps.device_slots:
-            if held.host_slots >= caps.host_slots:
-                assert self._manager is not None
-                return self._manager
+        fits = (
+            held is not None
+            and held.device_slots == caps.device_slots
+            and held.host_slots >= caps.host_slots
+        )
+        if fits:
+            assert self._manager is not None
+            return self._manager
         if self._manager is not None:
             self._manager.close()
         self._manager = page_manager(

@@ -101,10 +101,13 @@ class Caps:
                 needed_bytes=smallest_slots * layout.slot_bytes,
                 available_bytes=device_free,
             )
-        if held is not None and _ENOUGH * device_slots <= held.device_slots <= allowed:
-            if needed_slots <= held.device_slots + held.host_slots:
-                spilled = max(0, needed_slots - held.device_slots)
-                return Caps(held.device_slots, spilled and held.host_slots, held.host_slots)
+        if (
+            held is not None
+            and _ENOUGH * device_slots <= held.device_slots <= allowed
+            and needed_slots <= held.device_slots + held.host_slots
+        ):
+            spills = needed_slots > held.device_slots
+            return Caps(held.device_slots, held.host_slots if spills else 0, held.host_slots)
         if device_slots == needed_slots:
             return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
