@@ -129,7 +129,7 @@ class Machine:
         if gpu is None and (device_bytes is None or torch.cuda.is_available()):
             base = Machine.here()
         else:
-            base = _with_gpu(gpu or "h200", device_bytes)
+            base = _with_gpu(gpu, device_bytes or 0)
         if host_bytes is not None:
             base = replace(base, host_bytes=host_bytes)
         if device_bytes is not None:
@@ -138,14 +138,17 @@ class Machine:
         return base
 
 
-def _with_gpu(name: str, device_bytes: int | None) -> Machine:
-    gpu = GPUS.get(name.lower().replace(" ", ""))
-    if gpu is None:
-        raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {name!r}")
+def _with_gpu(name: str | None, memory_bytes: int) -> Machine:
+    """A machine with a GPU by name, or with one of which only the memory is known."""
+    gpu = None
+    if name is not None:
+        gpu = GPUS.get(name.lower().replace(" ", ""))
+        if gpu is None:
+            raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     return Machine(
         device_type="cuda",
-        name=gpu.name,
-        device_bytes=gpu.memory_bytes - _CONTEXT_BYTES,
+        name=gpu.name if gpu else "a GPU",
+        device_bytes=(gpu.memory_bytes if gpu else memory_bytes) - _CONTEXT_BYTES,
         host_bytes=free_memory(torch.device("cpu")),
         local=False,
         gpu=gpu,

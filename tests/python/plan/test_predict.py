@@ -133,6 +133,14 @@ def test_engine_plan_counts_a_chunk_exactly() -> None:
     assert plan.device_bytes == pytest.approx(prediction.call_bytes + pages, rel=0.1)
 
 
+def test_a_gpu_of_which_only_the_memory_is_known() -> None:
+    machine = Machine.described(device_memory="24GB", host_memory="64GiB")
+    assert machine.device_type == "cuda"
+    assert 22e9 < machine.device_bytes < 24e9
+    if not torch.cuda.is_available():
+        assert predict("qwen2.5-0.5b", 2**14, machine=machine).seconds is None
+
+
 def test_accumulation_keeps_gradients() -> None:
     planner = Planner("qwen2.5-0.5b", Machine.described(gpu="h100"))
     once, often = (planner.predict(2**14, accumulates=a, timed=False) for a in (False, True))
