@@ -5,25 +5,36 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCH = Path(__file__).parents[3] / "bench" / "plan_accuracy.py"
+HALVES = (
+    ("full", "recompute", "sampled", "two-tiers", "batch"),
+    ("lora", "topk", "windows", "two-tiers-bf16", "large-vocabulary"),
+)
+
+
+def rows_of(cases: tuple[str, ...], out: Path) -> list[dict[str, Any]]:
+    options = ["--device", "cpu", "--no-time", "--cpu-time", "--json", str(out)]
+    command = [sys.executable, str(BENCH), *options, "--cases", ",".join(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
 
 
 @pytest.mark.slow
 def test_ten_configurations(tmp_path: Path) -> None:
-    out = tmp_path / "accuracy.json"
-    command = [sys.executable, str(BENCH), "--device", "cpu", "--no-time", "--json", str(out)]
-    done = subprocess.run([*command, "--cpu-time"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    with ThreadPoolExecutor(len(HALVES)) as pool:
+        runs = [pool.submit(rows_of, half, tmp_path / f"{half[0]}.json") for half in HALVES]
+        rows = [row for run in runs for row in run.result()]
     assert len(rows) == 10
     for row in rows:
         for name in ("process_bytes", "device_pool_bytes", "host_pool_bytes"):
             pair = row[name]
-            assert pair["predicted"] == pytest.approx(pair["measured"], rel=0.05), (
-                row["case"],
-                name,
-            )
+            where = (row["case"], name)
+            assert pair["predicted"] == pytest.approx(pair["measured"], rel=0.05), where
