@@ -73,7 +73,7 @@ in-place:
 	cmake --build build/in-place
 
 test-gpu: in-place ## the tests that need a GPU, in an environment that has torch
-	PYTHONPATH=python $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=python $(PYTHON) -m pytest -m gpu tests/python/gpu
 
 bench: in-place ## the benchmarks, in an environment that has torch; bench/cpu_* where there is no GPU
 	for script in bench/$(if $(GPU),,cpu_)*.py; do PYTHONPATH=python $(PYTHON) $$script || exit 1; done

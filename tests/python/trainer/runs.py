@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
@@ -83,8 +82,10 @@ def _drawn(number: int, tokens: int, seed: int) -> list[tuple[list[int], int, in
     return [(draw(3, VOCABULARY, tokens), *draw(0, 18), *draw(20, 40)) for _ in range(number)]
 
 
-def prompts(number: int = 23) -> Dataset:
+def prompts(number: int = 23) -> Any:
     """Prompts and completions as TRL takes them."""
+    from datasets import Dataset  # not on every machine with a GPU, where the rest of this runs
+
     words = [" ".join(f"w{token}" for token in ids) for ids, _, _ in _drawn(number, 50, 5)]
     cuts = [(prompt, border) for _, prompt, border in _drawn(number, 50, 5)]
     return Dataset.from_list(
