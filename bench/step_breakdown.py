@@ -132,7 +132,8 @@ def main() -> None:
     for name, spent in sorted(names.items(), key=lambda item: -item[1])[: arguments.top]:
         print(f"{spent:9.3f} s  {_kind(name):18} {name}")
     if arguments.json is not None:
-        record = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "seconds": seconds}
+        given = {k: str(v) for k, v in vars(arguments).items() if k != "json"}
+        record = {"arguments": given, "seconds": seconds}
         record |= {"stats": vars(plain.stats), "by_kind": kinds}
         arguments.json.write_text(json.dumps(record, indent=1))
 
