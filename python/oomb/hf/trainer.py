@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +232,7 @@ class EngineTrainerMixin(ResumableTrainer):
             "num_parameters": sum(p.numel() for p in parameters),
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "max_steps": self.state.max_steps,
-            "config": asdict(self.oomb_config),
+            "config": self.oomb_config,
             "resumed_from_step": self.state.global_step if self._resumed is not None else None,
         }
 
