@@ -23,6 +23,7 @@ from oomb.hf.refusals import refuse_arguments, refuse_own_loss
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
+from oomb.monitor.metrics import in_json
 
 
 class EngineTrainerMixin(ResumableTrainer):
@@ -232,7 +233,7 @@ class EngineTrainerMixin(ResumableTrainer):
             "num_parameters": sum(p.numel() for p in parameters),
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "max_steps": self.state.max_steps,
-            "config": self.oomb_config,
+            "config": in_json(self.oomb_config),
             "resumed_from_step": self.state.global_step if self._resumed is not None else None,
         }
 

@@ -42,7 +42,7 @@ class MetricsWriter:
         if self._file is None:
             raise ValueError("writer: expected an open writer, got one that was closed")
         record = {"event": event, "time": time.time(), **record}
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        line = json.dumps(in_json(record), allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) != len(line):
@@ -152,8 +152,8 @@ def _cut_torn_line(file: int) -> None:
         os.ftruncate(file, end)
 
 
-def _plain(value: Any) -> Any:
-    """A value in JSON's types."""
+def in_json(value: Any) -> Any:
+    """A value in JSON's types; a dataclass with its name as ``type``."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if value is None or isinstance(value, (str, bool, int)):
@@ -162,9 +162,9 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return _plain({"type": type(value).__name__, **fields})
+        return in_json({"type": type(value).__name__, **fields})
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): in_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return _plain(value.item()) if hasattr(value, "item") else str(value)
+        return [in_json(item) for item in value]
+    return in_json(value.item()) if hasattr(value, "item") else str(value)

@@ -52,7 +52,8 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
     (info,) = recorder.of("on_start")[0]
     assert info["num_parameters"] == sum(p.numel() for p in trainer.model.parameters())
     assert info["max_steps"] == 3 and info["resumed_from_step"] is None
-    assert info["config"].chunk_size == 32
+    assert info["config"]["chunk_size"] == 32
+    assert info["config"]["attention"]["type"] == "Dense"
 
     steps = [record for (record,) in recorder.of("on_step")]
     assert [record["step"] for record in steps] == [1, 2, 3]
