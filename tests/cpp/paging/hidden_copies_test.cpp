@@ -46,6 +46,15 @@ TEST(HiddenCopies, NothingToHideWhenEverythingFits) {
   }
 }
 
+// A tier that holds less than half of what one layer reads: TimedCall checks every wave.
+TEST(HiddenCopies, WavesFitATierSmallerThanAVisit) {
+  for (const int64_t budget : {kDense, kSparse}) {
+    TimedCall call({/*layers=*/2, kChunks, budget, /*device_share=*/0.2});
+    call.fill();
+    call.sweep();
+  }
+}
+
 //     load     [ 3 + 4 * 2 ]
 //     compute  [ 5 ]......[ 1 ]
 //     store    .............[ 3 + 1 * 2 ]
