@@ -16,8 +16,14 @@ from typing import Any
 
 OnShare = Callable[[float], None]  # gets the share of a task that is done
 
-# What a failed allocation looks like in torch, in Python and in C++.
-_OUT_OF_MEMORY = ("allocate memory", "MemoryError", "bad_alloc", "out of memory")
+# What a failed allocation looks like in torch, in Python and in C++; the last is a thread's stack.
+_OUT_OF_MEMORY = (
+    "allocate memory",
+    "MemoryError",
+    "bad_alloc",
+    "out of memory",
+    "Resource temporarily unavailable",
+)
 
 
 class OutOfBudget(Exception):
