@@ -105,7 +105,7 @@ def main() -> None:
     )
     _marked_loss()
     with oomb.Engine(network, config) as engine:
-        engine.selector_type = _SELECTORS[arguments.selection]
+        engine._pools.selector_type = _SELECTORS[arguments.selection]
         _prepare_lists(engine, shape, length, device)
         for tokens in (2 * config.chunk_size + 1, length):
             ids = torch.randint(shape.vocabulary, (1, tokens), device=device)

@@ -78,7 +78,7 @@ def step(
     update = _Update(network) if optimizer == "adamw" else None
     rows = []
     with Engine(network, config) as engine:
-        engine.selector_type = _SELECTORS[selection]
+        engine._pools.selector_type = _SELECTORS[selection]
         _timed(engine, network, shape, 2 * chunk_size + 1)  # compile, load and tune kernels
         for length in lengths:
             for _ in range(steps):
@@ -140,7 +140,7 @@ def _timed(engine: Engine, network: Any, shape: ModelShape, length: int) -> dict
 
 
 def _prepare_lists(engine: Engine, shape: ModelShape, length: int, device: torch.device) -> None:
-    kind, config = engine.selector_type, engine.config
+    kind, config = engine._pools.selector_type, engine.config
     if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
         chunks = Chunks(length - 1, config.chunk_size, config.page_size)  # the last is no input
         layers = len(engine.layer_windows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,25 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomb import _C
-from oomb.config import AllChunks, Config, SampledChunks, TopKPages
-from oomb.engine.attention import CallPages, ChunkAttention
+from oomb.config import AllChunks, Config, SampledChunks
+from oomb.engine.attention import ChunkAttention
 from oomb.engine.inputs import CallInputs, check_inputs
-from oomb.engine.layout import Chunks, call_order
+from oomb.engine.layout import Chunks
 from oomb.engine.loop import ChunkLoop, OnProgress
 from oomb.engine.loss import ChunkLoss
 from oomb.engine.main_grad import MainGrads
-from oomb.engine.plan import (
-    Plan,
-    activation_bytes,
-    gradient_bytes,
-    plan_call,
-    slots_of_call,
-)
+from oomb.engine.plan import Plan, activation_bytes, gradient_bytes, plan_call
+from oomb.engine.pools import Pools
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Stats, Step
-from oomb.engine.selection import Selector
-from oomb.engine.tiers import Caps, Held, PageLayout, free_memory, page_manager, wave_pages
+from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import Error
 from oomb.hf.interface import AttentionCall
 from oomb.hf.model import CausalModel
@@ -59,15 +51,12 @@ class Engine:
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
-        self._manager: _C.PageManager | None = None
-        self._manager_key: object = None
+        self._pools = Pools(self._model.device, self._shapes)
         self._recompute: bool | None = None
         self._step = 0
         self._closed = False
         self._warned_of_positions = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
-        self._test_switches: dict[str, object] = {}
-        self.selector_type: type[Selector] = Selector  # benches replace the choice
         self._probe()
 
     # Calls ----------------------------------------------------------------------------------------
@@ -203,10 +192,7 @@ class Engine:
 
     def snapshot(self) -> dict[str, Any]:
         """Where every page is: slots by state, residency per layer, copies in flight."""
-        if self._manager is None:
-            return {}
-        snapshot: dict[str, Any] = json.loads(self._manager.snapshot())
-        return snapshot
+        return self._pools.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw and round as this one would have."""
@@ -230,9 +216,8 @@ class Engine:
 
     def close(self) -> None:
         """Give the pools back. The engine cannot be used afterwards; the model can."""
-        if self._manager is not None:
-            self._manager.close()
-        self._manager, self._closed = None, True
+        self._pools.close()
+        self._closed = True
         self._grads.clear()
 
     def __enter__(self) -> Engine:
@@ -284,9 +269,15 @@ class Engine:
         )
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)
-            stack.callback(self._end_pages)
-            stack.enter_context(self._snapshot_on_error())
-            pages = self._begin_pages(inputs, chunks, layout, swept)
+            others = 0
+            if swept is not None:
+                others = activation_bytes(self._model, self.config, inputs.batch, recompute)
+                others += gradient_bytes(self._model)
+            pages = stack.enter_context(
+                self._pools.call(
+                    self.config, inputs, chunks, layout, swept, others, self._rounding_seed()
+                )
+            )
             attention = ChunkAttention(pages)
             runner = LayerRunner(recompute=recompute, seed=seed)
             yield (
@@ -304,144 +295,6 @@ class Engine:
                 loss,
                 attention,
             )
-
-    def _end_pages(self) -> None:
-        if self._manager is not None:
-            self._manager.end_call()
-
-    @contextmanager
-    def _snapshot_on_error(self) -> Iterator[None]:
-        """Errors of the tiers carry the state that they left behind."""
-        try:
-            yield
-        except Error as error:
-            error.snapshot = self.snapshot()
-            raise
-
-    def _begin_pages(
-        self, inputs: CallInputs, chunks: Chunks, layout: PageLayout, swept: list[int] | None
-    ) -> CallPages:
-        windows = [shape.window for shape in self._shapes]
-        filled = chunks.number - 1 if swept is None else swept[-1]
-        per_sequence = _pages_per_sequence(inputs, chunks, filled)
-        gradient_pages = len((swept or [])[:-1]) * chunks.first_page(1) * inputs.batch
-        needed = slots_of_call(layout, len(windows), sum(per_sequence), gradient_pages)
-        others = 0
-        if swept is not None:
-            recompute = self._resolve_recompute(inputs.batch)
-            others = activation_bytes(self._model, self.config, inputs.batch, recompute)
-            others += gradient_bytes(self._model)
-        smallest = _C.smallest_device_slots(
-            batch=inputs.batch,
-            grad_slots=layout.grad_slots,
-            backward=swept is not None,
-            wave_pages=wave_pages(self._model.device, self.config.page_size),
-        )
-        device_memory, host_memory = self.config.device_memory, self.config.host_memory
-        assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
-        caps = Caps.of(
-            layout,
-            max(needed, smallest),
-            self._model.device,
-            device_memory,
-            host_memory,
-            smallest,
-            others,
-            self._held(layout),
-        )
-        # Where lists and pages have to travel, two chunks of the fill hide it for each other.
-        paired = caps.host_slots > 0 and isinstance(self.config.attention, TopKPages)
-        order = call_order(
-            chunks,
-            windows,
-            chunks.number if swept is None else filled,
-            swept or [],
-            whole_fill=swept is None,
-            paired=paired,
-        )
-        manager = self._manager_for(layout, caps)
-        max_pages = max(per_sequence)
-        manager.begin_call(
-            num_layers=len(windows),
-            pages_per_sequence=per_sequence,
-            grad_slots=layout.grad_slots,
-            visits=order.visits,
-            exact=not isinstance(self.config.attention, TopKPages),
-            wave_pages=wave_pages(self._model.device, self.config.page_size),
-        )
-        selector: Selector | None = None
-        summaries: list[torch.Tensor | None] = [None] * len(windows)
-        if isinstance(self.config.attention, TopKPages):
-            selector = self.selector_type(self.config.attention, chunks, len(windows), max_pages)
-            summaries = self._summaries(inputs.batch, max_pages, layout)
-        pages = CallPages(
-            manager=manager,
-            layout=layout,
-            chunks=chunks,
-            order=order,
-            shapes=self._shapes,
-            first_key=inputs.first_key,
-            num_keys=inputs.num_keys,
-            swept=swept or [],
-            dkv_factor=_dkv_factor(self.config.backward),
-            selector=selector,
-            summaries=summaries,
-            rounding_seed=self._rounding_seed(),
-            deterministic=self.config.deterministic,
-            check_finite=self.config.check_finite,
-            spilled=caps.host_slots > 0,
-            filled=filled,
-            paired=paired,
-        )
-        for layer in range(len(windows)):
-            pages.tables.append(_table(manager.block_table(layer)))
-            pages.gradient_tables.append(_table(manager.gradient_table(layer)))
-            for chunk in pages.swept[:-1]:
-                manager.create_gradients(
-                    layer, chunks.first_page(chunk), chunks.first_page(chunk + 1)
-                )
-        return pages
-
-    def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:
-        shape = (batch, pages, layout.kv_heads, layout.head_dim)
-        return [
-            None
-            if layer.window
-            else torch.zeros(shape, dtype=layout.dtype, device=self._model.device)
-            for layer in self._shapes
-        ]
-
-    def _held(self, layout: PageLayout) -> Held | None:
-        """The pools of the last call, where this one can use them."""
-        if self._manager is None or self._manager_key != self._pool_key(layout):
-            return None
-        host = self.snapshot()["host"]
-        return Held(self._manager.device_slots, host["max_slots"], host["committed_bytes"])
-
-    def _pool_key(self, layout: PageLayout) -> object:
-        return layout.slot_bytes, tuple(sorted(self._test_switches.items()))
-
-    def _manager_for(self, layout: PageLayout, caps: Caps) -> _C.PageManager:
-        held = self._held(layout)
-        fits = (
-            held is not None
-            and held.device_slots == caps.device_slots
-            and held.host_slots >= caps.host_slots
-        )
-        if fits:
-            assert self._manager is not None
-            return self._manager
-        if self._manager is not None:
-            self._manager.close()
-        self._manager = page_manager(
-            self._model.device,
-            layout,
-            caps,
-            explicit_host_memory=self.config.host_memory is not None,
-            **self._test_switches,
-        )
-        self._manager_key = self._pool_key(layout)
-        return self._manager
 
     def _result(
         self,
@@ -571,9 +424,7 @@ class Engine:
         # Under the caller's autocast the two would differ by its rounding.
         with torch.autocast(self._model.device.type, enabled=False):
             check_against_stock(self._model, tokens, chunked_logits)
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+        self._pools.close()
 
     def _logits_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of one sequence, chunk by chunk; for the probe."""
@@ -607,19 +458,3 @@ def _uncut(inputs: CallInputs, ids: torch.Tensor) -> CallInputs:
             "targets": torch.full_like(ids, -100),
         }
     )
-
-
-def _pages_per_sequence(inputs: CallInputs, chunks: Chunks, filled: int) -> list[int]:
-    tokens = filled * chunks.chunk_size
-    lengths = [tokens] * inputs.batch
-    if inputs.num_keys is not None:
-        lengths = [min(tokens, int(length)) for length in inputs.num_keys.tolist()]
-    return [-(-length // chunks.page_size) for length in lengths]
-
-
-def _dkv_factor(rule: AllChunks | SampledChunks) -> float:
-    return rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0
-
-
-def _table(table: Any) -> torch.Tensor:
-    return table if isinstance(table, torch.Tensor) else torch.utils.dlpack.from_dlpack(table)

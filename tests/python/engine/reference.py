@@ -86,7 +86,7 @@ def chunked(
     """The same through an engine made for this one call."""
     model.zero_grad()
     with oomb.Engine(model, config) as engine:
-        engine._test_switches = switches or {}
+        engine._pools.test_switches = switches or {}
         step = engine.forward_backward(input_ids, labels, **arguments)
     return Result(step.loss, take_gradients(model), step)
 

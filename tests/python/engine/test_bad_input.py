@@ -137,11 +137,11 @@ def engine() -> Iterator[oomb.Engine]:
 def test_arguments(engine: oomb.Engine, arguments: dict[str, Any], text: str, call: str) -> None:
     started: list[oomb.Progress] = []
     given = {"input_ids": IDS, "labels": IDS, **arguments}
-    manager = engine._manager
+    manager = engine._pools.manager
     with pytest.raises(ValueError, match=f"^{text}"):
         getattr(engine, call)(**given, on_progress=started.append)
     assert not started
-    assert engine._manager is manager
+    assert engine._pools.manager is manager
     assert all(p.grad is None for p in engine._model.causal.parameters())
     assert engine.state_dict()["step"] == 0
 

@@ -52,8 +52,8 @@ def assert_untouched(
         assert parameter.grad is before[name]
         assert bool((before[name] == 7).all())
         assert not parameter._post_accumulate_grad_hooks
-    assert engine._manager is not None
-    engine._manager.check_integrity()
+    assert engine._pools.manager is not None
+    engine._pools.manager.check_integrity()
     assert not ChunkAttention.active
     assert model.config._attn_implementation == "sdpa"
     take_gradients(model)

@@ -247,8 +247,8 @@ def test_pools_are_given_back_after_a_call() -> None:
             part = ids[:, :tokens]
             step = engine.forward_backward(part, part)
             results.append(Result(step.loss, take_gradients(model)))
-            assert engine._manager is not None
-            engine._manager.check_integrity()
+            assert engine._pools.manager is not None
+            engine._pools.manager.check_integrity()
     assert_identical(results[2], results[0])
 
 
@@ -264,7 +264,7 @@ def test_calls_of_other_lengths_find_the_pools_again(lengths: tuple[int, int]) -
         for tokens in lengths:
             ids = random_ids(1, tokens)
             step = engine.forward_backward(ids, ids)
-            managers.append(engine._manager)
+            managers.append(engine._pools.manager)
             host_bytes.append(step.stats.host_peak_bytes)
             grads = take_gradients(model)
             model.zero_grad()
