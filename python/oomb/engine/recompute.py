@@ -55,8 +55,8 @@ class LayerRunner:
         if self._seed is None:
             return None
         state = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():
-            state.append(torch.cuda.get_rng_state())
+        if torch.cuda.is_initialized():  # the model need not be on the current device
+            state += torch.cuda.get_rng_state_all()
         return state
 
     def restore_random_state(self, state: list[torch.Tensor] | None) -> None:
@@ -65,7 +65,7 @@ class LayerRunner:
             return
         torch.set_rng_state(state[0])
         if len(state) > 1:
-            torch.cuda.set_rng_state(state[1])
+            torch.cuda.set_rng_state_all(state[1:])
 
 
 def _keep_attention() -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import oomb
+from oomb.engine.main_grad import MainGrads
 
 from .models import make
 from .reference import (
@@ -167,6 +168,36 @@ def test_main_grad_is_not_the_gradient_itself() -> None:
         assert parameter.grad is not None
         parameter.grad.zero_()
         assert torch.equal(engine.main_grad(parameter), before)
+
+
+# Weight gradients inside the products -------------------------------------------------------------
+
+
+def test_linear_weights_are_summed_inside_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    taken: dict[int, int] = {}
+    plain = MainGrads.add_product
+
+    def counted(self: MainGrads, parameter: nn.Parameter, *factors: torch.Tensor) -> None:
+        taken[id(parameter)] = taken.get(id(parameter), 0) + 1
+        plain(self, parameter, *factors)
+
+    monkeypatch.setattr(MainGrads, "add_product", counted)
+    result = chunked(model, config(), IDS, IDS)
+    assert_equal(result, ordinary(model, IDS, IDS))
+    chunks = -(-(IDS.shape[1] - 1) // 16)
+    layers = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+    assert {taken[id(m.weight)] for m in layers} == {chunks}
+
+
+def test_a_hook_on_a_linear_weight_sees_its_gradient() -> None:
+    model = make("llama")
+    expected = ordinary(model, IDS, IDS)
+    name = "model.layers.0.mlp.up_proj.weight"
+    handle = model.get_parameter(name).register_hook(lambda grad: 2 * grad)
+    result = chunked(model, config(), IDS, IDS)
+    handle.remove()
+    assert relative_error(result.gradients[name], 2 * expected.gradients[name]) < 1e-12
 
 
 # Dropout ------------------------------------------------------------------------------------------
