@@ -93,6 +93,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
   workspace.next_unit = arena.take<int32_t>(1);
   workspace.num_units = arena.take<int32_t>(1);
+  workspace.empty_rows = arena.take<int32_t>(shape.batch * tiles);
   if (past.selection != nullptr && has_past(params)) {
     workspace.lists_together = std::min(heads_together(params), past.selection_heads);
     workspace.segments = shape.batch * past.selection_heads / workspace.lists_together;

@@ -23,6 +23,7 @@
 
 #include "attention/device/gradient_page.cuh"
 #include "attention/sm90/backward_plan.h"
+#include "attention/sm90/hidden_rows.cuh"
 #include "attention/sm90/ptx/backward_ops.h"
 #include "attention/sm90/ptx/barrier.h"
 #include "attention/sm90/ptx/tma.h"
@@ -49,7 +50,8 @@ inline constexpr int32_t kUnitEnds = -1;
 inline constexpr int32_t kAllDone = -2;
 inline constexpr uint32_t kMasked = 1u << 16;  // some element is hidden
 inline constexpr uint32_t kCausal = 1u << 17;
-inline constexpr uint32_t kLower = 1u << 18;  // a window or a document begins inside the tile
+inline constexpr uint32_t kLower = 1u << 18;      // a window or a document begins inside the tile
+inline constexpr uint32_t kEmptyRows = 1u << 19;  // some query sees nothing at all
 
 // Lies at the start of shared memory. Who writes and who reads:
 //   units               planner -> computers
@@ -75,6 +77,7 @@ struct BackwardShared {
   StepInfo steps[kSteps];
   StepInfo dq_info[2];
   uint64_t k_full, k_empty, v_full, v_empty;
+  uint64_t keys_settled, queries_settled;  // see hidden_rows.cuh
   uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];
@@ -102,15 +105,9 @@ struct Planner {
       barrier_wait(&shared.k_empty, (count & 1) ^ 1);
       take_unit(unit);
       if (unit.own < 0) break;
-      if (leads()) {
-        barrier_arrive_expect(&shared.k_full, sizeof(shared.k));
-        load_tile(unit, shared.k, args.k, 0, &shared.k_full);
-      }
+      load_tile(unit, shared.k, args.k, 0, &shared.k_full);
       barrier_wait(&shared.v_empty, (count & 1) ^ 1);
-      if (leads()) {
-        barrier_arrive_expect(&shared.v_full, sizeof(shared.v));
-        load_tile(unit, shared.v, args.v, 1, &shared.v_full);
-      }
+      load_tile(unit, shared.v, args.v, 1, &shared.v_full);
       if (unit.row_begin < unit.row_end) walk(unit);
       mark(kUnitEnds);
     }
@@ -135,6 +132,31 @@ struct Planner {
 
   // kind 0: keys, 1: values.
   __device__ void load_tile(const Unit& unit, __nv_bfloat16* target, const CUtensorMap& own_map,
+                            int kind, uint64_t* full) {
+    const bool hides = hides_rows(unit);
+    if (leads()) {
+      uint64_t* barrier = hides ? &shared.keys_settled : full;
+      barrier_arrive_expect(barrier, sizeof(shared.k));
+      copy_tile(unit, target, own_map, kind, barrier);
+    }
+    if (!hides) return;
+    barrier_wait(&shared.keys_settled, kind);  // keys, then values: phases 0 and 1
+    zero_rows_outside<kKeyRows, kDim>(target, unit.row_begin, unit.row_end);
+    if (leads()) barrier_arrive(full);
+  }
+
+  // Whether rows of the tile arrive that nobody sees. What is not there arrives as zeros.
+  __device__ bool hides_rows(const Unit& unit) const {
+    if (unit.row_begin >= unit.row_end) return false;  // nothing is multiplied
+    if (unit.own) {
+      const int rows = static_cast<int>(args.params.shape.chunk) - unit.tile * kKeyRows;
+      return unit.row_begin > 0 || unit.row_end < min(kKeyRows, rows);
+    }
+    const int page_size = static_cast<int>(args.params.shape.page_size);
+    return ((unit.row_begin | unit.row_end) & (page_size - 1)) != 0;
+  }
+
+  __device__ void copy_tile(const Unit& unit, __nv_bfloat16* target, const CUtensorMap& own_map,
                             int kind, uint64_t* barrier) {
     if (unit.own) {
       for (int d = 0; d < kDim; d += 64) {
@@ -236,6 +258,7 @@ struct Planner {
     }
     if (seen.lower_max > unit.key_begin) flags |= kLower;
     if (flags != 0 || row_begin > 0 || row_end < kKeyRows) flags |= kMasked;
+    if (seen.empty_rows) flags |= kEmptyRows;
     barrier_wait(&shared.step_empty[step % kSteps], (step / kSteps & 1) ^ 1);
     if (leads()) {
       StepInfo& info = shared.steps[step % kSteps];
@@ -263,6 +286,16 @@ struct Planner {
 template <int kDim>
 __device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShared<kDim>& shared) {
   constexpr uint32_t kBytes = sizeof(shared.q[0]) + sizeof(shared.lse[0]);
+  // Rows that see nothing become zeros. Each such step settles twice: queries, then gradients.
+  const auto settle = [&](__nv_bfloat16* tile, const float* lse, uint64_t* full, uint32_t parity) {
+    barrier_wait(&shared.queries_settled, parity);
+#pragma unroll 1
+    for (int row = 0; row < kQueryRows; ++row) {
+      if (lse[row] == INFINITY) zero_row<kQueryRows, kDim>(tile, row, 0, 1);
+    }
+    fence_async_shared();
+    barrier_arrive(full);
+  };
   for (uint32_t step = 0;; ++step) {
     const uint32_t stage = step % kStages;
     const uint32_t free_parity = (step / kStages & 1) ^ 1;
@@ -282,26 +315,32 @@ __device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShar
     }
     const int head = info.head;
     const int batch = info.batch;
+    const bool hides = info.key_range & kEmptyRows;
+    uint64_t* q_arrives = hides ? &shared.queries_settled : &shared.q_full[stage];
+    uint64_t* do_arrives = hides ? &shared.queries_settled : &shared.do_full[stage];
     const int64_t offset =
         (static_cast<int64_t>(batch * static_cast<int>(args.params.shape.query_heads) + head) *
              args.query_tiles +
          row / kQueryRows) *
         kQueryRows;
-    barrier_arrive_expect(&shared.q_full[stage], kBytes);
+    barrier_arrive_expect(q_arrives, kBytes);
     for (int d = 0; d < kDim; d += 64) {
-      tma_load_4d(shared.q[stage] + d * kQueryRows, args.q, &shared.q_full[stage], d, row, head,
-                  batch);
+      tma_load_4d(shared.q[stage] + d * kQueryRows, args.q, q_arrives, d, row, head, batch);
     }
-    bulk_load(shared.lse[stage], args.workspace.lse + offset, &shared.q_full[stage],
-              sizeof(shared.lse[0]));
+    bulk_load(shared.lse[stage], args.workspace.lse + offset, q_arrives, sizeof(shared.lse[0]));
+    if (hides) {
+      settle(shared.q[stage], shared.lse[stage], &shared.q_full[stage], 0);
+    }
     barrier_wait(&shared.do_empty[stage], free_parity);
-    barrier_arrive_expect(&shared.do_full[stage], kBytes);
+    barrier_arrive_expect(do_arrives, kBytes);
     for (int d = 0; d < kDim; d += 64) {
-      tma_load_4d(shared.d_o[stage] + d * kQueryRows, args.d_o, &shared.do_full[stage], d, row,
-                  head, batch);
+      tma_load_4d(shared.d_o[stage] + d * kQueryRows, args.d_o, do_arrives, d, row, head, batch);
     }
-    bulk_load(shared.delta[stage], args.workspace.delta + offset, &shared.do_full[stage],
+    bulk_load(shared.delta[stage], args.workspace.delta + offset, do_arrives,
               sizeof(shared.delta[0]));
+    if (hides) {
+      settle(shared.d_o[stage], shared.lse[stage], &shared.do_full[stage], 1);
+    }
   }
 }
 
@@ -733,6 +772,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     barrier_init(&shared.v_full, 1);
     barrier_init(&shared.k_empty, kWarps);
     barrier_init(&shared.v_empty, kWarps);
+    barrier_init(&shared.keys_settled, 1);
+    barrier_init(&shared.queries_settled, 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&shared.q_full[i], 1);
       barrier_init(&shared.do_full[i], 1);

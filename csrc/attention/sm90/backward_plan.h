@@ -38,6 +38,7 @@ struct alignas(32) QueryTile {
   int32_t last_own;
   int32_t first_past;  // first past tile seen
   int32_t past_rank;   // plus a past tile's number: the parts of dQ that come before it in a wave
+  int32_t empty_rows;  // 1: some row of some head sees nothing
 };
 
 // A unit of work.
@@ -49,7 +50,7 @@ struct Unit {
   int32_t list;       // lists: selection head
   int32_t entry;      // lists: of its readers
   int32_t key_begin;  // first key, in the sequence
-  int32_t row_begin;  // rows of the tile that exist, for some query
+  int32_t row_begin;  // rows of the tile that some query may see
   int32_t row_end;
 };
 
@@ -63,7 +64,8 @@ struct BackwardWorkspace {
   int32_t* counters = nullptr;       // [B Hq, Tc, 2]: parts added to each half of a dQ tile
   int32_t* next_unit = nullptr;      // the units handed out so far
   int32_t* num_units = nullptr;
-  Unit* units = nullptr;  // in the order in which they are handed out
+  int32_t* empty_rows = nullptr;  // [B, Tc], becomes QueryTile::empty_rows
+  Unit* units = nullptr;          // in the order in which they are handed out
   int64_t max_units = 0;
 
   // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool empty = lse == -INFINITY;  // 2^(s - inf) = 0: the row contributes nothing
     workspace.lse[index] = empty ? INFINITY : lse * 1.4426950408889634f;
     workspace.delta[index] = empty ? 0.0f : delta;
+    if (empty) workspace.empty_rows[batch * (padded / kQueryRows) + row / kQueryRows] = 1;
   }
 }
 
@@ -104,7 +105,9 @@ __global__ void __launch_bounds__(32)
   tile.first_past = tile.lower_min / kKeyRows;
   const int own_parts = args.own_tiles > 0 ? max(0, tile.last_own - tile.first_own + 1) : 0;
   tile.past_rank = own_parts - max(args.tile_begin, tile.first_past);
-  if (threadIdx.x == 0) args.workspace.query_tiles[batch * gridDim.x + blockIdx.x] = tile;
+  const int64_t index = batch * gridDim.x + blockIdx.x;
+  tile.empty_rows = args.workspace.empty_rows[index];
+  if (threadIdx.x == 0) args.workspace.query_tiles[index] = tile;
 }
 
 // One thread per list entry: sets the query block's bit at the key tile.
@@ -193,6 +196,22 @@ __device__ bool place_listed(const BackwardKernelArgs& args, int index, Unit& un
   return false;
 }
 
+// The first key of the unit's tile or later that some row sees: what lies before may hold anything.
+__device__ int first_seen(const BackwardKernelArgs& args, const Unit& unit) {
+  const Visibility& visibility = args.params.visibility;
+  if (visibility.first_key == nullptr && visibility.window == 0) return 0;
+  const bool listed = !unit.own && args.params.past.selection != nullptr;
+  const int tiles_per_block = static_cast<int>(args.params.shape.page_size) / kQueryRows;
+  const uint32_t* readers = args.workspace.readers + unit.entry * args.workspace.reader_words;
+  int first = INT32_MAX;
+  for (int tile = 0; tile < args.query_tiles; ++tile) {
+    const int block = tile / tiles_per_block;
+    if (listed && !(readers[block / 32] >> block % 32 & 1)) continue;
+    first = min(first, args.workspace.query_tiles[unit.batch * args.query_tiles + tile].lower_min);
+  }
+  return first;
+}
+
 // One thread per unit, in the order in which units are handed out.
 __global__ void __launch_bounds__(kThreads)
     units_kernel(const __grid_constant__ BackwardKernelArgs args) {
@@ -255,6 +274,8 @@ __global__ void __launch_bounds__(kThreads)
       if (halves == 2) unit.row_begin = max(unit.row_begin, kKeyRows / 2);
     }
   }
+  const int seen = first_seen(args, unit);
+  if (seen > unit.key_begin) unit.row_begin = max(unit.row_begin, seen - unit.key_begin);
   if (args.params.visibility.num_keys != nullptr) {
     unit.row_end = min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
   }

@@ -34,6 +34,7 @@
 #include <cstdint>
 
 #include "attention/sm90/forward_args.h"
+#include "attention/sm90/hidden_rows.cuh"
 #include "attention/sm90/ptx/barrier.h"
 #include "attention/sm90/ptx/ldmatrix.h"
 #include "attention/sm90/ptx/tma.h"
@@ -92,6 +93,8 @@ struct ForwardShared {
   uint64_t q_full, q_empty;
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t settled;        // see hidden_rows.cuh
+  uint32_t settled_phase;  // here, as the producer has no register to spare
   TileNote notes[kStages];
 };
 
@@ -277,9 +280,11 @@ struct Producer {
   __device__ __forceinline__ Ring<Shared::kStages> k_ring() const { return {tile + turn}; }
   __device__ __forceinline__ Ring<Shared::kStages> v_ring() const { return {tile}; }
 
-  // load(destination, map is K's, barrier, box) is called by one lane.
+  // Keys [key + from, key + to) of the tile are seen, the others of V become zeros; those of K only
+  // make scores that are masked. load(destination, map is K's, barrier, box) is called by one lane.
   template <typename Load>
-  __device__ __forceinline__ void put(int32_t key, int flags, const Load& load) {
+  __device__ __forceinline__ void put(int32_t key, int flags, int32_t from, int32_t to,
+                                      const Load& load) {
     barrier_wait(&shared.k_empty[k_ring().stage()], k_ring().phase() ^ 1);
     if (lane == 0) {
       shared.notes[k_ring().stage()] = {key, flags};
@@ -291,12 +296,22 @@ struct Producer {
       }
     }
     barrier_wait(&shared.v_empty[v_ring().stage()], v_ring().phase() ^ 1);
+    const bool hides = from > 0 || to < kTileKeys;
     if (lane == 0) {
-      uint64_t* barrier = &shared.v_full[v_ring().stage()];
+      uint64_t* barrier = hides ? &shared.settled : &shared.v_full[v_ring().stage()];
       barrier_arrive_expect(barrier, Shared::kTileBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         load(&shared.v[v_ring().stage()][box * kBoxElements], false, barrier, box);
+      }
+    }
+    if (hides) {
+      const uint32_t phase = shared.settled_phase;
+      barrier_wait(&shared.settled, phase);
+      zero_rows_outside<kTileKeys, kHeadDim>(shared.v[v_ring().stage()], from, to);
+      if (lane == 0) {
+        shared.settled_phase = phase ^ 1;
+        barrier_arrive(&shared.v_full[v_ring().stage()]);
       }
     }
     ++tile;
@@ -313,11 +328,14 @@ struct Producer {
     __syncwarp();
   }
 
-  // Lane i judges for consumer i, whose rows it holds.
+  // Lane i judges for consumer i, whose rows it holds. `first`: the first key that any of them
+  // sees.
   __device__ __forceinline__ int flags_of(int32_t key, int32_t real_end, bool own,
-                                          uint32_t listed_by) const {
-    const int flags = rows.flags(key, key + kTileKeys, real_end, own, args.num_past, kSeen << lane);
-    return __reduce_or_sync(kAllLanes, listed_by >> lane & 1 ? flags : 0);
+                                          uint32_t listed_by, int32_t& first) const {
+    int flags = rows.flags(key, key + kTileKeys, real_end, own, args.num_past, kSeen << lane);
+    if (!(listed_by >> lane & 1)) flags = 0;
+    first = __reduce_min_sync(kAllLanes, flags ? rows.key_min : INT_MAX);
+    return __reduce_or_sync(kAllLanes, flags);
   }
 
   __device__ __forceinline__ void own_chunk(const Unit<Config>& unit, int32_t key_min,
@@ -329,9 +347,13 @@ struct Producer {
     if (token_end <= token_begin) return;
     for (int32_t own_tile = (token_end - 1) / kTileKeys; own_tile >= token_begin / kTileKeys;
          --own_tile) {
-      const int flags = flags_of(n + own_tile * kTileKeys, key_end, true, kAllConsumers);
+      const int32_t key = n + own_tile * kTileKeys;
+      int32_t first;
+      const int flags = flags_of(key, key_end, true, kAllConsumers, first);
       if (!(flags & kSeenByAny)) continue;
-      put(n + own_tile * kTileKeys, flags | kOwn,
+      // Past the chunk's end come zeros.
+      const int32_t to = key_end < n + args.chunk ? key_end - key : kTileKeys;
+      put(key, flags | kOwn, first - key, to,
           [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
             tma_load_4d(to, is_key ? args.k_map : args.v_map, barrier, box * 64,
                         own_tile * kTileKeys, unit.kv_head, unit.batch);
@@ -340,10 +362,13 @@ struct Producer {
   }
 
   __device__ __forceinline__ void put_page(const Unit<Config>& unit, int32_t page, int32_t slot,
-                                           int flags) {
+                                           int32_t real_end, uint32_t listed_by) {
+    const int32_t key = page * kTileKeys;
+    int32_t first;
+    const int flags = flags_of(key, real_end, false, listed_by, first);
     if (!(flags & kSeenByAny)) return;
     const int32_t row = slot * args.rows_per_slot + unit.kv_head * kTileKeys;
-    put(page * kTileKeys, flags,
+    put(key, flags, first - key, real_end - key,
         [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
           tma_load_2d(to, args.pool_map, barrier, box * 64,
                       is_key ? row : row + args.kv_heads * kTileKeys);
@@ -366,7 +391,7 @@ struct Producer {
       int32_t slot;
       uint32_t listed_by;
       reader.take(page, lane, slot, listed_by);
-      put_page(unit, page, slot, flags_of(page * kTileKeys, real_end, false, listed_by));
+      put_page(unit, page, slot, real_end, listed_by);
     }
   }
 
@@ -815,6 +840,8 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kTileKeys>::kThreads, 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Config::kConsumers;
     barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.settled, 1);
+    shared.settled_phase = 0;
     barrier_init(&shared.q_empty, kConsumerWarps);
     for (int i = 0; i < Shared::kStages; ++i) {
       barrier_init(&shared.k_full[i], 1);

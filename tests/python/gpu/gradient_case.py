@@ -33,6 +33,7 @@ class Case:
     padding: bool = False
     dtype: torch.dtype = torch.bfloat16
     dkv_dtype: torch.dtype = torch.float32
+    deterministic: bool = True
     seed: int = 0
 
     @property
@@ -239,6 +240,7 @@ class Problem:
                 dkv_table=self.dkv_table if c.pages else None,
                 dkv_dtype=NAMES[c.dkv_dtype],
                 rounding_seed=rounding_seed,
+                deterministic=c.deterministic,
                 dq_acc=dq_acc,
                 delta=delta,
                 workspace=lambda size: torch.empty(size, device="cuda", dtype=torch.uint8),
