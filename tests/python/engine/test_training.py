@@ -241,6 +241,17 @@ def test_dropout_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first, second)
 
 
+def test_layers_seed_only_generators_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would note every seed for each backend that was never started."""
+
+    def refuse(seed: int) -> None:
+        raise AssertionError("torch.manual_seed in a call")
+
+    with oomb.Engine(with_dropout(), config()) as engine:
+        monkeypatch.setattr(torch, "manual_seed", refuse)
+        engine.forward_backward(IDS, IDS)
+
+
 def test_dropout_is_the_same_in_recompute() -> None:
     model = with_dropout()
     assert_identical(seeded(model, "layer", 1), seeded(model, "none", 1))
