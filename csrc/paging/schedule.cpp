@@ -27,9 +27,12 @@ std::vector<int32_t>& Schedule::uses_of(int32_t layer, int64_t position) {
 }
 
 std::vector<int64_t> Schedule::ordered(std::vector<int64_t> positions) const {
-  std::sort(positions.begin(), positions.end(), [this](int64_t left, int64_t right) {
+  const auto earlier = [this](int64_t left, int64_t right) {
     return std::pair(left % max_pages_, left) < std::pair(right % max_pages_, right);
-  });
+  };
+  if (!std::is_sorted(positions.begin(), positions.end(), earlier)) {
+    std::sort(positions.begin(), positions.end(), earlier);
+  }
   positions.erase(std::unique(positions.begin(), positions.end()), positions.end());
   return positions;
 }

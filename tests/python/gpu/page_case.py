@@ -120,12 +120,12 @@ class Player:
                     self._write_keys(layer, page, stop)
                     manager.commit(layer, page, stop, stream)
                     page = stop
-                self._visit(layer, chunk * per, False, stream)
+                self._visit(layer, False, stream)
         for chunk in reversed(range(case.chunks)):
             for layer in range(case.layers):
-                self._visit(layer, chunk * per, False, stream)
+                self._visit(layer, False, stream)
             for layer in reversed(range(case.layers)):
-                self._visit(layer, chunk * per, True, stream)
+                self._visit(layer, True, stream)
                 for page in range(chunk * per, (chunk + 1) * per):
                     manager.acquire_gradients(layer, page, page + 1, stream)
                     if (layer, page) in self.touched:
@@ -133,8 +133,8 @@ class Player:
                     manager.drop(layer, page, page + 1, stream=stream)
                 self.visit_index += 1
 
-    def _visit(self, layer: int, end: int, accumulate: bool, stream: int) -> None:
-        for first, last in self.manager.waves(self.visit_index, 0, end):
+    def _visit(self, layer: int, accumulate: bool, stream: int) -> None:
+        for first, last in self.manager.waves(self.visit_index):
             self.manager.acquire(self.visit_index, first, last, stream=stream)
             self._check_keys(layer, first, last)
             if accumulate:
@@ -228,11 +228,10 @@ class TightTier:
         self.manager.commit(0, first, last, self.stream)
 
     def _read_first_page(self) -> None:
-        only = np.array([0], dtype=np.int64)
-        self.manager.acquire(0, 0, 1, only, self.stream)
+        self.manager.acquire(0, 0, 1, self.stream)
         found = self.pool.index_select(0, self.table[0, :1].long())
         self.bad += (found != 1).sum()
-        self.manager.release(0, 0, 1, only, self.stream)
+        self.manager.release(0, 0, 1, self.stream)
 
     def _finish(self) -> int:
         self.manager.end_call()
