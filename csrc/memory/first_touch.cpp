@@ -14,7 +14,7 @@ namespace oomb::memory {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kStretch = int64_t{8} << 20;
+constexpr int64_t kStretch = int64_t{2} << 20;  // a huge page
 
 void take(std::byte* begin, int64_t bytes) {
 #ifdef MADV_POPULATE_WRITE
