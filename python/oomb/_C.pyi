@@ -245,6 +245,9 @@ class PageCopier:  # CUDA builds; for bench/page_copy.py
         huge_pages: bool = True,
         batched: bool = True,
         overlap_hint: bool = True,
+        store_streams: int = ...,
+        load_streams: int = ...,
+        touch_threads: int = ...,
     ) -> None: ...
     def prepare_host(self) -> None: ...
     def commit_host(self) -> None: ...
