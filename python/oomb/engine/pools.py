@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ class Pools:
         self._shapes = shapes
         self._key: object = None
         self.manager: _C.PageManager | None = None
-        self.selector_type: type[Selector] = Selector
+        self.selector_type: Callable[..., Selector] = Selector
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
