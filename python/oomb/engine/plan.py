@@ -135,11 +135,12 @@ def plan_call(
     if config.host_memory is not None:
         host_free = min(host_free, config.host_memory)
     advice = []
-    fits = on_host <= host_free and others <= free
-    if others > free and not recompute:
+    too_much_on_device = on_device + others > free
+    fits = on_host <= host_free and not too_much_on_device
+    if too_much_on_device and not recompute:
         advice.append("set recompute='layer'")
-    if others > free:
-        advice.append("lower chunk_size")
+    if too_much_on_device:
+        advice.append("lower chunk_size" if others > free else "lower device_memory")
     if on_host > host_free:
         if layout.grad_slots > 1:
             advice.append("set kv_grad_dtype='bfloat16': half the memory of the gradient pages")
