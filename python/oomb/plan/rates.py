@@ -46,6 +46,7 @@ class Rates:
 _SHARE_MATRIX, _SHARE_TRAFFIC, _SHARE_LINK = 0.56, 0.75, 0.85
 _SHARE_FORWARD, _SHARE_BACKWARD = 0.65, 0.54
 _CUDA_OPERATION = 8e-6
+_QUEUED = 8  # runs between two waits for a GPU
 
 
 def datasheet_rates(gpu: Gpu) -> Rates:
@@ -108,23 +109,26 @@ def measured_rates(
 def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0.15) -> float:
     """Of one run, after one to warm up, within about ``budget`` seconds.
 
-    On a GPU the mean, which has its clock under load; on a CPU, where others compute too, the best.
+    On a GPU the mean, which has its clock under load, of runs that queue up as in a step; on a CPU,
+    where others compute too, the best.
     """
+    on_gpu = device.type == "cuda"
+    together = _QUEUED if on_gpu else 1
 
-    def wait() -> None:
-        if device.type == "cuda":
+    def run() -> None:
+        for _ in range(together):
+            work()
+        if on_gpu:
             torch.cuda.synchronize(device)
 
     work()
-    wait()
     runs: list[float] = []
     start = now = clock()
     while now < start + budget:
-        work()
-        wait()
+        run()
         runs.append(clock() - now)
         now += runs[-1]
-    return sum(runs) / len(runs) if device.type == "cuda" else min(runs)
+    return (sum(runs) / len(runs) if on_gpu else min(runs)) / together
 
 
 def _matrix_rate(
