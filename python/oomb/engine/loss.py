@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ from oomb.hf.head import Head
 
 # Logits of one slice in fp32: small beside a chunk's activations, large enough for a fast product.
 _SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1280 * 2**20}
+
+
+OnLogits = Callable[[int, torch.Tensor], None]  # first token, logits [batch, tokens, vocabulary]
 
 
 def slice_rows(device_type: str, vocab_size: int) -> int:
@@ -75,10 +78,7 @@ class ChunkLoss:
         if weights is not None:
             weights = weights[:, begin:end].reshape(-1)
         for part in self._slices(count, rows):
-            logits = self.head.logits(flat[part])
-            if logits.dtype != torch.float64:
-                logits = logits.float()
-            terms = F.cross_entropy(logits, targets[part], reduction="none")
+            terms = _terms(self.head.logits(flat[part]), targets[part])
             if self.logprobs is not None:
                 self._store(begin, hidden.shape[1], part, -terms.detach())
             if weights is not None:
@@ -88,6 +88,24 @@ class ChunkLoss:
             if torch.is_grad_enabled() and loss.requires_grad:
                 loss.backward()
         return leaf.grad
+
+    def of_chunk_with_logits(self, hidden: torch.Tensor, begin: int, consume: OnLogits) -> None:
+        """As :meth:`of_chunk` without gradients, and hands on the logits of every token."""
+        batch, tokens, hidden_size = hidden.shape
+        step = max(1, self._slice_rows() // batch)
+        for first in range(0, tokens, step):
+            rows = hidden[:, first : first + step]
+            part = slice(begin + first, begin + first + rows.shape[1])
+            targets = self.inputs.targets[:, part].long()
+            logits = self.head.logits(rows.reshape(-1, hidden_size))
+            terms = _terms(logits, targets.reshape(-1)).view_as(targets)
+            if self.logprobs is not None:  # a target's stands at its own token, one to the right
+                room = self.logprobs[:, part.start + 1 : part.stop + 1]
+                room.copy_(-terms[:, : room.shape[1]])
+            if self.inputs.weights is not None:
+                terms = terms * self.inputs.weights[:, part].to(terms.dtype)
+            self.total += terms.sum() / self.inputs.divisor
+            consume(part.start, logits.view(batch, -1, logits.shape[-1]))
 
     def _slices(self, count: int, rows: torch.Tensor | None) -> Iterator[slice | torch.Tensor]:
         """The counted rows of a chunk (None: all rows), in equal parts."""
@@ -110,6 +128,13 @@ class ChunkLoss:
             rows = torch.arange(rows.start, rows.stop, device=logprobs.device)
         sequence, position = rows // tokens, rows % tokens + begin + 1
         self.logprobs[sequence, position] = logprobs.to(self.logprobs.dtype)
+
+
+def _terms(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each row, in fp32 at least; 0 where the target is ignored."""
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def _first_true(mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -41,7 +41,9 @@ class TracedSums(MainGrads):
         if parameter not in self._sums:
             dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
             self._sums[parameter] = torch.zeros(parameter.shape, dtype=dtype)
+        sums = self._sums[parameter]
         self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+        self._meter.work.moved_bytes += 2 * sums.numel() * sums.element_size()
         self._meter.work.operations += 1
 
 

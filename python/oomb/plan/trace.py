@@ -26,6 +26,7 @@ from oomb.plan.meter import Meter, Work
 from oomb.plan.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+_FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ class Tracer:
             },
         )
         loss.device_type = self._device_type
-        meter, sweep = Meter(), Work()
+        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
         grads = TracedSums(self._device_type, meter)
         loop = TracedLoop(
             causal,
