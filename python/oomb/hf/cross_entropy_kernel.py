@@ -1,7 +1,5 @@
 """The Triton kernel of :mod:`oomb.hf.cross_entropy`; CPU builds of torch come without Triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
