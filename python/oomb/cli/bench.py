@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +66,8 @@ def step(
         raise typer.BadParameter(f"attention: expected dense or topk, got {attention!r}")
     if optimizer not in ("none", "adamw"):
         raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
     shape, lengths = SHAPES[model], _lengths(tokens)
     config = Config(
         chunk_size=chunk_size,

@@ -142,6 +142,8 @@ class Tracer:
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
+        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        grads = TracedSums(self._device_type, meter)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
@@ -151,10 +153,10 @@ class Tracer:
             counted={
                 chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
             },
+            weight=causal.head.plain_weight(),
+            sums=grads,
         )
         loss.device_type = self._device_type
-        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
-        grads = TracedSums(self._device_type, meter)
         loop = TracedLoop(
             causal,
             inputs,
