@@ -4,8 +4,15 @@
 //
 // Three warpgroups. Of the first, warp 0 plans units and steps and loads keys and values, warp 1
 // loads queries, warps 2 and 3 add dQ to memory. The other two compute: each owns 64 of the unit's
-// 128 key rows. A step is one query tile of one head; in a step each of them does, with everything
-// but dS in registers,
+// 128 key rows. With units of 64 rows (lists of pages of 64) the two work on a unit each and have
+// nothing in common: two pipelines, the second one planned and loaded by warps 2 and 3.
+//
+//   kKeys = 128   planner 0, loader 1, adders 2, 3   computing warpgroups 1 and 2 share a unit
+//   kKeys = 64    planner 0, loader 1                computing warpgroup 1
+//                 planner 2, loader 3                computing warpgroup 2
+//
+// A step is one query tile of one head; in a step each of them does, with everything but dS in
+// registers,
 //
 //   S^T  = K Q^T          64 keys x 64 queries
 //   dP^T = V dO^T         beside it S^T becomes P^T, then dS^T = P^T (dP^T - delta)
@@ -53,24 +60,28 @@ inline constexpr uint32_t kCausal = 1u << 17;
 inline constexpr uint32_t kLower = 1u << 18;      // a window or a document begins inside the tile
 inline constexpr uint32_t kEmptyRows = 1u << 19;  // some query sees nothing at all
 
-// Lies at the start of shared memory. Who writes and who reads:
+// What one pipeline has in shared memory. Who writes and who reads:
 //   units               planner -> computers
 //   steps               planner -> loader, computers
 //   k, v                planner -> computers
 //   q, lse, d_o, delta  loader -> computers
 //   ds                  computers -> computers
 //   dq, dq_info         computers -> adders
-template <int kDim>
+template <int kDim, int kKeys, bool kSums>
 struct BackwardShared {
-  static constexpr int kKeyTile = kKeyRows * kDim;
+  static constexpr int kKeyTile = kKeys * kDim;
   static constexpr int kQueryTile = kQueryRows * kDim;
+  static constexpr int kWarps = kKeys / 16;  // that compute
+  // Without sums nobody needs dS and dQ.
+  static constexpr int kDsTile = kSums ? kKeys * kQueryRows : 1;
+  static constexpr int kDqTile = kSums ? kQueryRows * kDim / 2 : 1;
 
   alignas(1024) __nv_bfloat16 k[kKeyTile];
   alignas(1024) __nv_bfloat16 v[kKeyTile];
   alignas(1024) __nv_bfloat16 q[kStages][kQueryTile];
   alignas(1024) __nv_bfloat16 d_o[kStages][kQueryTile];
-  alignas(1024) __nv_bfloat16 ds[kDsStages][kKeyRows * kQueryRows];
-  alignas(1024) float dq[2][kQueryRows * kDim / 2];  // per warpgroup: half of the columns
+  alignas(1024) __nv_bfloat16 ds[kDsStages][kDsTile];
+  alignas(1024) float dq[2][kDqTile];  // per warpgroup: half of the columns
   alignas(16) float lse[kStages][kQueryRows];
   alignas(16) float delta[kStages][kQueryRows];
   Unit units[2];  // the older one is still being written out while the next one starts
@@ -87,23 +98,30 @@ struct BackwardShared {
 
 // Takes units, decides the order of steps, and loads keys and values. One warp; its lanes walk
 // together and lane 0 issues. It has 24 registers: no 64-bit division, no unrolled loops.
-template <int kDim>
+template <int kDim, int kKeys, bool kSums>
 struct Planner {
+  using Shared = BackwardShared<kDim, kKeys, kSums>;
+
   const BackwardKernelArgs& args;
-  BackwardShared<kDim>& shared;
+  Shared& shared;
   uint32_t step = 0;
 
-  __device__ Planner(const BackwardKernelArgs& args, BackwardShared<kDim>& shared)
-      : args(args), shared(shared) {}
+  __device__ Planner(const BackwardKernelArgs& args, Shared& shared) : args(args), shared(shared) {}
 
   __device__ static bool leads() { return threadIdx.x % 32 == 0; }
 
   __device__ void run() {
     for (uint32_t count = 0;; ++count) {
       Unit& unit = shared.units[count & 1];
-      // The computers have left the unit before this one.
-      barrier_wait(&shared.k_empty, (count & 1) ^ 1);
-      take_unit(unit);
+      // Waits until the computers have left the unit before this one. A unit is taken meanwhile,
+      // but not where others may wait for what it adds to dQ.
+      if constexpr (kSums) barrier_wait(&shared.k_empty, (count & 1) ^ 1);
+      const int32_t word = take_unit();
+      if constexpr (!kSums) barrier_wait(&shared.k_empty, (count & 1) ^ 1);
+      constexpr uint32_t kWords = sizeof(Unit) / 4;
+      const uint32_t lane = threadIdx.x % 32;
+      if (lane < kWords) reinterpret_cast<int32_t*>(&unit)[lane] = word;
+      __syncwarp();
       if (unit.own < 0) break;
       load_tile(unit, shared.k, args.k, 0, &shared.k_full);
       barrier_wait(&shared.v_empty, (count & 1) ^ 1);
@@ -115,19 +133,14 @@ struct Planner {
     if (leads()) barrier_arrive(&shared.k_full);
   }
 
-  // The next unit; past the last one own = -1.
-  __device__ void take_unit(Unit& unit) {
-    constexpr uint32_t kWords = sizeof(Unit) / 4;
+  // The next unit, a word per lane; past the last one own = -1.
+  __device__ int32_t take_unit() {
     const uint32_t lane = threadIdx.x % 32;
     int index = 0;
     if (lane == 0) index = atomicAdd(args.workspace.next_unit, 1);
     index = __shfl_sync(0xffffffff, index, 0);
-    const bool any = index < *args.workspace.num_units;
-    if (lane < kWords) {
-      reinterpret_cast<int32_t*>(&unit)[lane] =
-          any ? reinterpret_cast<const int32_t*>(args.workspace.units + index)[lane] : -1;
-    }
-    __syncwarp();
+    if (index >= *args.workspace.num_units || lane >= sizeof(Unit) / 4) return -1;
+    return reinterpret_cast<const int32_t*>(args.workspace.units + index)[lane];
   }
 
   // kind 0: keys, 1: values.
@@ -141,7 +154,7 @@ struct Planner {
     }
     if (!hides) return;
     barrier_wait(&shared.keys_settled, kind);  // keys, then values: phases 0 and 1
-    zero_rows_outside<kKeyRows, kDim>(target, unit.row_begin, unit.row_end);
+    zero_rows_outside<kKeys, kDim>(target, unit.row_begin, unit.row_end);
     if (leads()) barrier_arrive(full);
   }
 
@@ -149,8 +162,8 @@ struct Planner {
   __device__ bool hides_rows(const Unit& unit) const {
     if (unit.row_begin >= unit.row_end) return false;  // nothing is multiplied
     if (unit.own) {
-      const int rows = static_cast<int>(args.params.shape.chunk) - unit.tile * kKeyRows;
-      return unit.row_begin > 0 || unit.row_end < min(kKeyRows, rows);
+      const int rows = static_cast<int>(args.params.shape.chunk) - unit.tile * kKeys;
+      return unit.row_begin > 0 || unit.row_end < min(kKeys, rows);
     }
     const int page_size = static_cast<int>(args.params.shape.page_size);
     return ((unit.row_begin | unit.row_end) & (page_size - 1)) != 0;
@@ -160,13 +173,13 @@ struct Planner {
                             int kind, uint64_t* barrier) {
     if (unit.own) {
       for (int d = 0; d < kDim; d += 64) {
-        tma_load_4d(target + d * kKeyRows, own_map, barrier, d, unit.tile * kKeyRows, unit.kv_head,
+        tma_load_4d(target + d * kKeys, own_map, barrier, d, unit.tile * kKeys, unit.kv_head,
                     unit.batch);
       }
       return;
     }
     const int page_size = static_cast<int>(args.params.shape.page_size);
-    for (int row = 0; row < kKeyRows; row += page_size) {
+    for (int row = 0; row < kKeys; row += page_size) {
       // Rows past the end of the pool arrive as zeros.
       int pool_row = 0x7fffff00;
       if (row < unit.row_end && row + page_size > unit.row_begin) {
@@ -178,34 +191,26 @@ struct Planner {
                    (kind * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head) * page_size;
       }
       for (int d = 0; d < kDim; d += 64) {
-        tma_load_2d(target + d * kKeyRows + row * 64, args.pool, barrier, d, pool_row,
+        tma_load_2d(target + d * kKeys + row * 64, args.pool, barrier, d, pool_row,
                     CacheHint::kEvictFirst);
       }
     }
   }
 
-  // Every query tile that can see the unit, block by block and in a block head by head, so that the
-  // group's heads stay close together. Without lists all blocks, else those that list the unit.
+  // The query tiles of the unit's blocks that can see it, block by block and in a block head by
+  // head, so that the group's heads stay close together. With lists those that list the unit.
   __device__ void walk(const Unit& unit) {
+    constexpr int kTilesPerBlock = kKeys / kQueryRows;
     const bool listed = !unit.own && args.params.past.selection != nullptr;
-    const bool halves = listed && args.params.shape.page_size == kKeyRows / 2;
-    const int tiles_per_block = halves ? 1 : 2;
-    int block = unit.own ? unit.tile : 0;
+    int block = unit.block_begin;
     while (true) {
       if (listed) block = next_reader(unit, block);
-      if (block * tiles_per_block >= args.query_tiles) break;
-      int row_begin = unit.row_begin;
-      int row_end = unit.row_end;
-      if (halves) {
-        // Which of the unit's two pages does the block list?
-        if (!lists(unit, block, 0)) row_begin = max(row_begin, kKeyRows / 2);
-        if (!lists(unit, block, 1)) row_end = min(row_end, kKeyRows / 2);
-      }
+      if (block >= unit.block_end) break;
 #pragma unroll 1
       for (int head = 0; head < args.group; ++head) {
 #pragma unroll 1
-        for (int i = 0; i < tiles_per_block; ++i) {
-          emit(unit, block * tiles_per_block + i, head, row_begin, row_end);
+        for (int i = 0; i < kTilesPerBlock; ++i) {
+          emit(unit, block * kTilesPerBlock + i, head);
         }
       }
       ++block;
@@ -224,26 +229,8 @@ struct Planner {
     return 1 << 24;
   }
 
-  // Whether the block lists page 0 or 1 of the unit.
-  __device__ bool lists(const Unit& unit, int block, int page) {
-    const PastPages& past = args.params.past;
-    const int blocks =
-        (static_cast<int>(args.params.shape.chunk) + kKeyRows / 2 - 1) / (kKeyRows / 2);
-    const int budget = static_cast<int>(past.budget);
-    const int row =
-        (unit.batch * blocks + block) * static_cast<int>(past.selection_heads) + unit.list;
-    bool found = false;
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < budget; i += 32) {
-      if (past.selection[static_cast<int64_t>(row) * budget + i] == unit.tile * 2 + page) {
-        found = true;
-      }
-    }
-    return __any_sync(0xffffffff, found);
-  }
-
   // One step, unless nothing of the unit is seen.
-  __device__ void emit(const Unit& unit, int tile, int head, int row_begin, int row_end) {
+  __device__ void emit(const Unit& unit, int tile, int head) {
     if (tile >= args.query_tiles) return;
     const QueryTile& seen = args.workspace.query_tiles[unit.batch * args.query_tiles + tile];
     int rank;
@@ -251,13 +238,13 @@ struct Planner {
     if (unit.own) {
       rank = seen.last_own - unit.tile;
       if (rank < 0 || unit.tile < seen.first_own) return;
-      if (tile * kQueryRows < unit.tile * kKeyRows + kKeyRows - 1) flags = kCausal;
+      if (tile * kQueryRows < unit.tile * kKeys + kKeys - 1) flags = kCausal;
     } else {
       if (unit.tile < seen.first_past) return;
       rank = seen.past_rank + unit.tile;
     }
     if (seen.lower_max > unit.key_begin) flags |= kLower;
-    if (flags != 0 || row_begin > 0 || row_end < kKeyRows) flags |= kMasked;
+    if (flags != 0 || unit.row_begin > 0 || unit.row_end < kKeys) flags |= kMasked;
     if (seen.empty_rows) flags |= kEmptyRows;
     barrier_wait(&shared.step_empty[step % kSteps], (step / kSteps & 1) ^ 1);
     if (leads()) {
@@ -266,7 +253,7 @@ struct Planner {
       info.head = unit.kv_head * args.group + head;
       info.batch = unit.batch;
       info.rank = rank;
-      info.key_range = row_begin | max(row_end, 0) << 8 | flags;
+      info.key_range = unit.row_begin | unit.row_end << 8 | flags;
       barrier_arrive(&shared.step_full[step % kSteps]);
     }
     ++step;
@@ -283,8 +270,8 @@ struct Planner {
 };
 
 // Loads each step's queries. One thread.
-template <int kDim>
-__device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShared<kDim>& shared) {
+template <int kDim, typename Shared>
+__device__ inline void load_queries(const BackwardKernelArgs& args, Shared& shared) {
   constexpr uint32_t kBytes = sizeof(shared.q[0]) + sizeof(shared.lse[0]);
   // Rows that see nothing become zeros. Each such step settles twice: queries, then gradients.
   const auto settle = [&](__nv_bfloat16* tile, const float* lse, uint64_t* full, uint32_t parity) {
@@ -345,9 +332,8 @@ __device__ inline void load_queries(const BackwardKernelArgs& args, BackwardShar
 }
 
 // Adds the dQ tiles of one warpgroup to memory. One thread.
-template <int kDim>
-__device__ inline void add_queries(const BackwardKernelArgs& args, BackwardShared<kDim>& shared,
-                                   int half) {
+template <int kDim, typename Shared>
+__device__ inline void add_queries(const BackwardKernelArgs& args, Shared& shared, int half) {
   for (uint32_t count = 0;; ++count) {
     barrier_wait(&shared.dq_full[half], count & 1);
     const int row = shared.dq_info[half].row;
@@ -380,21 +366,21 @@ __device__ inline void add_queries(const BackwardKernelArgs& args, BackwardShare
 }
 
 // dQ (64 queries x half of the head dimension) = dS K.
-template <int kDim>
+template <int kDim, int kKeys>
 __device__ __forceinline__ void multiply_dq(float (&dq)[kDim / 4], const __nv_bfloat16* ds,
                                             const __nv_bfloat16* k, int half) {
-  const uint64_t a = operand_mn_major(ds, kKeyRows * 128);
+  const uint64_t a = operand_mn_major(ds, kKeys * 128);
   if constexpr (kDim == 128) {
-    const uint64_t b = operand_mn_major(k + half * kKeyRows * 64, kKeyRows * 128);
+    const uint64_t b = operand_mn_major(k + half * kKeys * 64, kKeys * 128);
 #pragma unroll
-    for (int i = 0; i < kKeyRows / 16; ++i) {
+    for (int i = 0; i < kKeys / 16; ++i) {
       wgmma_ss<64, true, true>(dq, operand_advance(a, i * 2048), operand_advance(b, i * 2048),
                                i > 0);
     }
   } else {
-    const uint64_t b = operand_mn_major(k + half * 32, kKeyRows * 128);
+    const uint64_t b = operand_mn_major(k + half * 32, kKeys * 128);
 #pragma unroll
-    for (int i = 0; i < kKeyRows / 16; ++i) {
+    for (int i = 0; i < kKeys / 16; ++i) {
       wgmma_ss_n32_transposed(dq, operand_advance(a, i * 2048), operand_advance(b, i * 2048),
                               i > 0);
     }
@@ -418,13 +404,13 @@ struct Place {
 };
 
 // One of the two computing warpgroups.
-template <int kDim, bool kSums>
+template <int kDim, int kKeys, bool kSums>
 struct Computer {
-  using Shared = BackwardShared<kDim>;
+  using Shared = BackwardShared<kDim, kKeys, kSums>;
 
   const BackwardKernelArgs& args;
   Shared& shared;
-  const int half;  // which 64 key rows, and which columns of dQ
+  const int half;  // which 64 of the key rows, and which columns of dQ
   int dq_count = 0;
   int step = 0;
 
@@ -448,7 +434,7 @@ struct Computer {
         const int row = info.row + 8 * j + column0 + e;
         int begin = range_begin;
         int end = range_end;
-        if (info.key_range & kCausal) end = min(end, row - unit.tile * kKeyRows + 1);
+        if (info.key_range & kCausal) end = min(end, row - unit.tile * kKeys + 1);
         if (info.key_range & kLower) {
           int lower = 0;
           if (visibility.first_key != nullptr) {
@@ -494,7 +480,7 @@ struct Computer {
     if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
   }
 
-  // Writes this warpgroup's half of dS^T: 128 key rows of 64 queries, swizzled.
+  // Writes this warpgroup's part of dS^T: 64 key rows of 64 queries, swizzled.
   __device__ void share_ds(const uint32_t (&packed)[16], int stage) {
     // Lane l writes row l % 8 of matrix l / 8; the matrices of a 16 x 16 block are (rows 0,
     // columns 0), (8, 0), (0, 8), (8, 8).
@@ -542,7 +528,7 @@ struct Computer {
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < kDim; d += 16) {
-        wgmma_ss<64>(s, operand_advance(k_rows, operand_k_step(d, kKeyRows)),
+        wgmma_ss<64>(s, operand_advance(k_rows, operand_k_step(d, kKeys)),
                      operand_advance(q_rows, operand_k_step(d, kQueryRows)), d > 0);
       }
       wgmma_commit();
@@ -551,7 +537,7 @@ struct Computer {
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < kDim; d += 16) {
-        wgmma_ss<64>(dp, operand_advance(v_rows, operand_k_step(d, kKeyRows)),
+        wgmma_ss<64>(dp, operand_advance(v_rows, operand_k_step(d, kKeys)),
                      operand_advance(do_rows, operand_k_step(d, kQueryRows)), d > 0);
       }
       wgmma_commit();
@@ -592,7 +578,7 @@ struct Computer {
       if constexpr (kSums) {
         // The first step has no dS before it; its product is not used.
         wgmma_fence();
-        multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+        multiply_dq<kDim, kKeys>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
         wgmma_commit();
       } else {
         wgmma_fence();
@@ -631,7 +617,7 @@ struct Computer {
     if constexpr (kSums) {
       if (lagging) wait_ds(step - 1);
       wgmma_fence();
-      multiply_dq<kDim>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
+      multiply_dq<kDim, kKeys>(dq, shared.ds[(step - 1) & (kDsStages - 1)], shared.k, half);
       wgmma_commit();
     }
     wgmma_wait<0>();
@@ -686,7 +672,7 @@ struct Computer {
     const int column0 = at.column();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t token = unit.tile * kKeyRows + row0 + 8 * i;
+      const int64_t token = unit.tile * kKeys + row0 + 8 * i;
       if (token >= params.shape.chunk) continue;
       auto* dk_row = static_cast<__nv_bfloat16*>(params.dk) + unit.batch * params.dk_strides.batch +
                      unit.kv_head * params.dk_strides.head + token * params.dk_strides.token;
@@ -768,71 +754,89 @@ struct Computer {
   }
 };
 
-template <int kDim, bool kSums>
+template <int kDim, int kKeys, bool kSums>
+__device__ inline void init_barriers(BackwardShared<kDim, kKeys, kSums>& shared) {
+  constexpr int kWarps = BackwardShared<kDim, kKeys, kSums>::kWarps;
+  barrier_init(&shared.k_full, 1);
+  barrier_init(&shared.v_full, 1);
+  barrier_init(&shared.k_empty, kWarps);
+  barrier_init(&shared.v_empty, kWarps);
+  barrier_init(&shared.keys_settled, 1);
+  barrier_init(&shared.queries_settled, 1);
+  for (int i = 0; i < kStages; ++i) {
+    barrier_init(&shared.q_full[i], 1);
+    barrier_init(&shared.do_full[i], 1);
+    barrier_init(&shared.q_empty[i], kWarps);
+    barrier_init(&shared.do_empty[i], kWarps);
+  }
+  for (int i = 0; i < kSteps; ++i) {
+    barrier_init(&shared.step_full[i], 1);
+    barrier_init(&shared.step_empty[i], 1);
+  }
+  for (int i = 0; i < kDsStages; ++i) barrier_init(&shared.ds_full[i], kWarps);
+  for (int i = 0; i < 2; ++i) {
+    barrier_init(&shared.dq_full[i], 4);
+    barrier_init(&shared.dq_empty[i], 1);
+  }
+}
+
+template <int kDim, int kKeys, bool kSums>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     backward_kernel(const __grid_constant__ BackwardKernelArgs args) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Shared = BackwardShared<kDim>;
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  using Shared = BackwardShared<kDim, kKeys, kSums>;
+  constexpr int kPipelines = 128 / kKeys;
+  static_assert(!kSums || kPipelines == 1);
+  Shared* shared = reinterpret_cast<Shared*>(memory);
   const int warpgroup = threadIdx.x / 128;
   const int warp = threadIdx.x / 32;
 
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 8;  // of both computing warpgroups
-    barrier_init(&shared.k_full, 1);
-    barrier_init(&shared.v_full, 1);
-    barrier_init(&shared.k_empty, kWarps);
-    barrier_init(&shared.v_empty, kWarps);
-    barrier_init(&shared.keys_settled, 1);
-    barrier_init(&shared.queries_settled, 1);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&shared.q_full[i], 1);
-      barrier_init(&shared.do_full[i], 1);
-      barrier_init(&shared.q_empty[i], kWarps);
-      barrier_init(&shared.do_empty[i], kWarps);
-    }
-    for (int i = 0; i < kSteps; ++i) {
-      barrier_init(&shared.step_full[i], 1);
-      barrier_init(&shared.step_empty[i], 1);
-    }
-    for (int i = 0; i < kDsStages; ++i) barrier_init(&shared.ds_full[i], kWarps);
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(&shared.dq_full[i], 4);
-      barrier_init(&shared.dq_empty[i], 1);
-    }
+    for (int i = 0; i < kPipelines; ++i) init_barriers(shared[i]);
     barrier_init_fence();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
     registers_shrink<24>();
-    if (warp == 0) {
-      Planner<kDim>(args, shared).run();
+    const int pipeline = warp / 2 % kPipelines;
+    if (warp % (4 / kPipelines) == 0) {
+      Planner<kDim, kKeys, kSums>(args, shared[pipeline]).run();
     } else if (threadIdx.x % 32 == 0) {
-      if (warp == 1) {
-        load_queries<kDim>(args, shared);
+      if (warp % (4 / kPipelines) == 1) {
+        load_queries<kDim>(args, shared[pipeline]);
       } else if constexpr (kSums) {
-        add_queries<kDim>(args, shared, warp - 2);
+        add_queries<kDim>(args, *shared, warp - 2);
       }
     }
   } else {
     registers_grow<240>();
     // The same in all lanes, also to the compiler.
-    const int half = __shfl_sync(0xffffffff, warpgroup - 1, 0);
-    Computer<kDim, kSums>(args, shared, half).run();
+    const int index = __shfl_sync(0xffffffff, warpgroup - 1, 0);
+    Computer<kDim, kKeys, kSums>(args, shared[index % kPipelines], index / kPipelines).run();
   }
 }
 
-template <int kDim, bool kSums>
+template <int kDim, int kKeys, bool kSums>
 void launch_backward(const BackwardKernelArgs& args, int blocks) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim>);
+  constexpr int kBytes = 128 / kKeys * sizeof(BackwardShared<kDim, kKeys, kSums>);
   static_assert(kBytes <= 227 * 1024);
-  check_cuda(cudaFuncSetAttribute(backward_kernel<kDim, kSums>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+  const auto kernel = backward_kernel<kDim, kKeys, kSums>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "cudaFuncSetAttribute");
-  backward_kernel<kDim, kSums>
-      <<<blocks, kBackwardThreads, kBytes, static_cast<cudaStream_t>(args.params.stream)>>>(args);
+  kernel<<<blocks, kBackwardThreads, kBytes, static_cast<cudaStream_t>(args.params.stream)>>>(args);
   check_launch("attention backward");
+}
+
+template <int kDim>
+void launch_backward(const BackwardKernelArgs& args, int blocks) {
+  if (!queries_apart(args.params)) {
+    launch_backward<kDim, 128, true>(args, blocks);
+  } else if (args.tiling.key_rows == 128) {
+    launch_backward<kDim, 128, false>(args, blocks);
+  } else {
+    launch_backward<kDim, 64, false>(args, blocks);
+  }
 }
 
 }  // namespace oomb::attention::sm90

@@ -1,9 +1,10 @@
 #pragma once
 
-// dQ where it cannot be summed on the way: with page lists, in deterministic mode. Units of the
-// main kernel that are at work together share query blocks in no useful order, so that adding dQ up
-// in a fixed order would make them wait for each other. Instead this kernel walks a query block's
-// own list once more, as the forward does, and recomputes S and dP:
+// dQ where it is not summed on the way: with page lists, in deterministic mode and with pages of
+// 64. Units of the main kernel that are at work together share query blocks in no useful order, so
+// that adding dQ up in a fixed order would make them wait for each other; and with units of 64 keys
+// the sums would cost twice the traffic. Instead this kernel walks a query block's own list once
+// more, as the forward does, and recomputes S and dP:
 //
 //   S  = Q K^T     64 queries x 64 keys
 //   dP = dO V^T    the same, while S becomes P
@@ -171,7 +172,7 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
     }
   }
 
-  if (args.tile_end > args.tile_begin) {
+  if (args.tiling.past_tiles > 0) {
     const int lists = static_cast<int>(past.selection_heads);
     const int blocks = (chunk + page_size - 1) / page_size;
     const int64_t list = (static_cast<int64_t>(unit.batch) * blocks + unit.block) * lists +
@@ -258,6 +259,15 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     }
   }
 
+  if (!valid) {  // leaves the tensor cores to the other one
+    for (int step = 0;; ++step) {
+      const int stage = step % kQueryKernelStages;
+      barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
+      if (shared.keys[stage].key_begin < 0) return;
+      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+    }
+  }
+
   barrier_wait(&shared.q_full, 0);
   const uint64_t q_rows = operand_k_major(shared.q[half]);
   const uint64_t do_rows = operand_k_major(shared.d_o[half]);
@@ -334,7 +344,6 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
   }
   wgmma_wait<0>();
 
-  if (!valid) return;
   const float scale = static_cast<float>(params.scale);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

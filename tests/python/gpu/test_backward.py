@@ -78,7 +78,7 @@ def test_limits(head_dim: int, page_size: int, lists: str, limits: dict[str, int
     )
 
 
-# Waves end at 128 tokens, the kernels' key tile: with pages of 64 at even pages.
+# Without lists waves end at 128 tokens, the kernels' key tile: with pages of 64 at even pages.
 @pytest.mark.parametrize("dkv_dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
 @pytest.mark.parametrize(("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128])))
@@ -101,6 +101,24 @@ def test_bits(head_dim: int, page_size: int, lists: str, dkv_dtype: torch.dtype)
 @pytest.mark.parametrize("lists", ["dense", "shared"])
 def test_bf16_pages(lists: str) -> None:
     check(Case(chunk=300, past=1500, group=7, batch=2, lists=lists, dkv_dtype=BF16))
+
+
+@pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
+@pytest.mark.parametrize(("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128])))
+def test_without_order(head_dim: int, page_size: int, lists: str) -> None:
+    for group, chunk, past in [(7, 192, 3 * page_size + 17), (4, 300, 1500), (8, 1000, 2500)]:
+        check(
+            Case(
+                head_dim=head_dim,
+                page_size=page_size,
+                group=group,
+                chunk=chunk,
+                past=past,
+                lists=lists,
+                batch=2,
+                deterministic=False,
+            )
+        )
 
 
 @pytest.mark.parametrize("lists", ["dense", "shared"])
