@@ -15,6 +15,10 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
+// Of the L2 (50 MB), for what blocks at work together read and add to again and again: queries, dO
+// and dQ of one kv head's group, 8 bytes an element.
+constexpr int64_t kStripeBytes = int64_t{32} << 20;
+
 // Hands out pieces of one allocation; with a null base it only adds up.
 class Arena {
  public:
@@ -83,6 +87,20 @@ Tiling plan_tiling(const BackwardParams& params) {
     tiling.tile_begin = static_cast<int32_t>(past.page_begin * shape.page_size / tiling.key_rows);
     tiling.past_tiles = static_cast<int32_t>(end) - tiling.tile_begin;
   }
+  const int64_t row_bytes = 8 * (shape.query_heads / shape.kv_heads) * shape.head_dim;
+  const int64_t stripes = std::max<int64_t>(ceil_div(shape.chunk * row_bytes, kStripeBytes), 1);
+  const int64_t blocks = ceil_div(shape.chunk, tiling.key_rows);
+  int64_t stripe_blocks = std::max<int64_t>(blocks, 1);
+  if (past.selection != nullptr) {
+    tiling.own_descends = true;
+  } else if (!params.deterministic && (stripes == 1 || params.grads.dtype == DType::kFloat32)) {
+    // Pages in bf16 would be rounded once per stripe.
+    stripe_blocks = ceil_div(stripe_blocks, stripes);
+    tiling.own_descends = true;
+    tiling.sums_stay = true;
+  }
+  tiling.stripe_blocks = static_cast<int32_t>(stripe_blocks);
+  tiling.stripes = static_cast<int32_t>(ceil_div(blocks, stripe_blocks));
   return tiling;
 }
 
@@ -117,7 +135,8 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
   const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, tiling.key_rows) : 0;
-  workspace.max_units = (own_tiles + tiling.past_tiles) * shape.batch * shape.kv_heads;
+  workspace.max_units =
+      (own_tiles + tiling.past_tiles * tiling.stripes) * shape.batch * shape.kv_heads;
   workspace.units = arena.take<Unit>(workspace.max_units);
   workspace.bytes = arena.used();
   return workspace;

@@ -202,15 +202,17 @@ struct Planner {
   __device__ void walk(const Unit& unit) {
     constexpr int kTilesPerBlock = kKeys / kQueryRows;
     const bool listed = !unit.own && args.params.past.selection != nullptr;
+    const bool descends = unit.own && args.tiling.own_descends;
     int block = unit.block_begin;
     while (true) {
       if (listed) block = next_reader(unit, block);
       if (block >= unit.block_end) break;
+      const int place = descends ? unit.block_begin + unit.block_end - 1 - block : block;
 #pragma unroll 1
       for (int head = 0; head < args.group; ++head) {
 #pragma unroll 1
         for (int i = 0; i < kTilesPerBlock; ++i) {
-          emit(unit, block * kTilesPerBlock + i, head);
+          emit(unit, place * kTilesPerBlock + i, head);
         }
       }
       ++block;
@@ -334,6 +336,7 @@ __device__ inline void load_queries(const BackwardKernelArgs& args, Shared& shar
 // Adds the dQ tiles of one warpgroup to memory. One thread.
 template <int kDim, typename Shared>
 __device__ inline void add_queries(const BackwardKernelArgs& args, Shared& shared, int half) {
+  const CacheHint hint = args.tiling.sums_stay ? CacheHint::kEvictLast : CacheHint::kNormal;
   for (uint32_t count = 0;; ++count) {
     barrier_wait(&shared.dq_full[half], count & 1);
     const int row = shared.dq_info[half].row;
@@ -350,8 +353,8 @@ __device__ inline void add_queries(const BackwardKernelArgs& args, Shared& share
       fence_async();
     }
     for (int d = 0; d < kDim / 2; d += 32) {
-      tma_reduce_add_3d(args.dq, shared.dq[half] + d * kQueryRows, half * (kDim / 2) + d, row,
-                        head);
+      tma_reduce_add_3d(args.dq, shared.dq[half] + d * kQueryRows, half * (kDim / 2) + d, row, head,
+                        hint);
     }
     bulk_commit();
     bulk_wait_read<0>();

@@ -5,7 +5,8 @@
 // One fused pass. A unit of work is one key tile (128 rows: a page of 128, or the pages 2j and
 // 2j + 1 of 64) of one kv head. A thread block keeps the unit's K and V in shared memory, walks the
 // query tiles that see it for all heads of the group, and accumulates dK and dV in registers: every
-// gradient page has one writer. dQ is added up in fp32 in memory by the copy engine.
+// gradient page has one writer (but see stripes). dQ is added up in fp32 in memory by the copy
+// engine.
 //
 // With lists of pages of 64 a key tile is one such page, as its neighbour has other readers, and a
 // thread block has two units at work.
@@ -20,6 +21,14 @@
 //   block 0   unit 0  | tile 0 | tile 1 | tile 2 | tile 3 | ...
 //   block 1   unit 1           | tile 0 | tile 1 | tile 2 | ...
 //   block 2   unit 2                    | tile 0 | tile 1 | ...
+//
+// Where no order binds dQ, units are arranged so that what blocks side by side read and add to lies
+// in the L2:
+//   dense   a head's queries come in stripes that fit; within one, every past tile is a unit, and
+//           its gradient page is added to once per stripe. dQ is kept in the L2 by priority.
+//   lists   own tiles come first, head by head and the longest first; past tiles follow, ascending.
+// Either way own tiles walk from the last query block, which all of them see: walked from their
+// diagonals, blocks side by side would read different queries.
 
 #include <cuda.h>
 
@@ -86,11 +95,15 @@ struct BackwardWorkspace {
 // Lays the workspace out at `base` (null: only sizes it).
 BackwardWorkspace plan_workspace(const BackwardParams& params, void* base);
 
-// The grid of key tiles. A query block has as many rows as a key tile.
+// Key tiles and query blocks (of as many rows), and how units go through them.
 struct Tiling {
   int32_t key_rows = 128;  // or 64
   int32_t tile_begin = 0;  // past key tiles of the wave
   int32_t past_tiles = 0;
+  int32_t stripes = 1;  // of query blocks; a past key tile is one unit per stripe
+  int32_t stripe_blocks = 0;
+  bool own_descends = false;  // own tiles walk the query blocks from the last one
+  bool sums_stay = false;     // dQ keeps its priority in the L2
 };
 
 Tiling plan_tiling(const BackwardParams& params);

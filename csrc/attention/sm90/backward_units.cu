@@ -68,16 +68,21 @@ __global__ void __launch_bounds__(1024)
 
 // Where a unit lies.
 struct Place {
-  int head;       // batch * Hkv + kv head
-  int tile;       // own tiles first, from the diagonal's end
-  int entry = 0;  // of a listed tile's readers
+  int head;        // batch * Hkv + kv head
+  int tile;        // own tiles first, the last one foremost
+  int stripe = 0;  // of a past tile
+  int entry = 0;   // of a listed tile's readers
 };
 
-// Every tile, head by head (or a few that alternate).
+// Every tile, head by head (or a few that alternate), and stripe by stripe in a head.
 __device__ Place place_dense(const BackwardKernelArgs& args, int index) {
-  const int units = (args.own_tiles + args.tiling.past_tiles) * args.heads_together;
+  const int past_tiles = args.tiling.past_tiles;
+  const int units = (args.own_tiles + past_tiles * args.tiling.stripes) * args.heads_together;
+  const int tile = index % units / args.heads_together;
+  const int stripe = tile < args.own_tiles ? 0 : (tile - args.own_tiles) / past_tiles;
   return {.head = index / units * args.heads_together + index % args.heads_together,
-          .tile = index % units / args.heads_together};
+          .tile = tile - stripe * past_tiles,
+          .stripe = stripe};
 }
 
 __device__ int num_listed(const BackwardKernelArgs& args) {
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!listed) {
     place = place_dense(args, index);
   } else if (index < own_units) {
-    place = {.head = index % heads, .tile = index / heads};
+    place = {.head = index / args.own_tiles, .tile = args.own_tiles - 1 - index % args.own_tiles};
   } else {
     place = place_listed(args, index - own_units);
   }
@@ -170,8 +175,8 @@ __global__ void __launch_bounds__(kThreads)
         min(static_cast<int>(past.page_end) * page_size, static_cast<int>(past.num_tokens));
     unit.own = 0;
     unit.tile = args.tiling.tile_begin + place.tile - args.own_tiles;
-    unit.block_begin = 0;
-    unit.block_end = blocks;
+    unit.block_begin = place.stripe * args.tiling.stripe_blocks;
+    unit.block_end = min(blocks, unit.block_begin + args.tiling.stripe_blocks);
     unit.key_begin = unit.tile * key_rows;
     unit.row_begin = max(0, wave_begin - unit.key_begin);
     unit.row_end = min(key_rows, wave_end - unit.key_begin);
