@@ -29,6 +29,7 @@ class Rates:
         fresh: bytes/s at which memory is first touched that the process did not have before; what
             a chunk keeps goes back to the system after it. Infinite on a GPU, where torch keeps it.
         link: bytes/s between the tiers, each way.
+        latency: seconds that attention waits for copies at least, where some are under way.
         operation: seconds that starting an operation takes.
         basis: ``"measured"`` on this device, or ``"datasheet"``.
     """
@@ -41,6 +42,7 @@ class Rates:
     own_backward: float
     fresh: float
     link: float
+    latency: float
     operation: float
     basis: str
 
@@ -51,13 +53,18 @@ _DENSE = {"past_forward": 0.63, "past_backward": 0.52}
 _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
-_CUDA_OPERATION = 8e-6
+_ROUNDED = 0.8  # over the past, backward, into bf16 gradient pages
+_CUDA_OPERATION, _CUDA_LATENCY = 8e-6, 1.2e-4
 _QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) -> Rates:
+def datasheet_rates(
+    gpu: Gpu, shape: LayerShape, layout: PageLayout, selection: TopKPages | None
+) -> Rates:
     """Rates of a GPU that is not here."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
+    if layout.grad_dtype == torch.bfloat16:
+        shares["past_backward"] *= _ROUNDED
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
         matrix=_SHARE_MATRIX * gpu.flops,
@@ -65,6 +72,7 @@ def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) ->
         **{name: share * flops for name, share in shares.items()},
         fresh=math.inf,
         link=_SHARE_LINK * gpu.link_bytes_per_second,
+        latency=_CUDA_LATENCY,
         operation=_CUDA_OPERATION,
         basis="datasheet",
     )
@@ -105,6 +113,7 @@ def measured_rates(
                 **_attention_rates(device, shape, layout, rows, selection),
                 fresh=math.inf if on_gpu else _fresh_rate(),
                 link=_link_rate(device),
+                latency=_CUDA_LATENCY if on_gpu else 0.0,
                 operation=_CUDA_OPERATION if on_gpu else _operation_seconds(),
                 basis="measured",
             )
