@@ -270,7 +270,12 @@ class Engine:
         layout = self._layout(self._key_dtype())
         recompute = self._resolve_recompute(inputs.batch)
         loss = ChunkLoss.of_call(
-            self._model.head, inputs, chunks.chunk_size, self._model.vocab_size, return_logprobs
+            self._model.head,
+            inputs,
+            chunks.chunk_size,
+            self._model.vocab_size,
+            return_logprobs,
+            None if swept is None else self._grads,
         )
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)

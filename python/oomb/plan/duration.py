@@ -8,6 +8,7 @@ from functools import cache
 
 from oomb.hf.model import LayerShape
 from oomb.plan.dry_run import DryRunResult
+from oomb.plan.host_time import host_seconds
 from oomb.plan.meter import Work
 from oomb.plan.pages import PageCall
 from oomb.plan.pools import PoolUse
@@ -43,7 +44,9 @@ class Duration:
         return self.matrix + self.elementwise + self.attention + self.copies + self.starting
 
 
-def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> Duration:
+def duration_of(
+    call: PageCall, trace: Trace, pools: PoolUse, rates: Rates, *, recompute: bool
+) -> Duration:
     """Time of a call whose chunks cost what ``trace`` says."""
     fills, sweeps = float(call.filled), float(len(call.swept))
     last = call.chunks.span(call.chunks.number - 1)
@@ -51,31 +54,31 @@ def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> D
     if call.chunks.number - 1 in call.swept:  # the last chunk is as long as the text leaves it
         sweeps = sweeps - 1 + (last[1] - last[0]) / per_chunk
 
-    def seconds(work: Work, kept_bytes: int) -> tuple[float, float, float]:
-        matrix = work.flops / rates.matrix
+    def seconds(work: Work, kept_bytes: int) -> tuple[float, float]:
         rest = work.moved_bytes / rates.traffic + kept_bytes / rates.fresh
-        start = work.operations * rates.operation
-        hidden = matrix + rest if call.device_type == "cuda" else 0.0
-        return matrix, rest, max(0.0, start - hidden)
+        return work.flops / rates.matrix, rest
 
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
     fill_attention = _forward(call, rates, range(call.filled), call.shapes[:-1])
-    attention = fill_attention + _forward(call, rates, call.swept, call.shapes)
-    attention += _backward(call, rates, call.swept, call.shapes)
-    matrix, elementwise, starting = (
-        fills * f + sweeps * s for f, s in zip(fill, sweep, strict=True)
-    )
-    copies = 0.0
+    sweep_attention = _forward(call, rates, call.swept, call.shapes)
+    sweep_attention += _backward(call, rates, call.swept, call.shapes)
+    filling = fills * sum(fill) + fill_attention
+    sweeping = sweeps * sum(sweep) + sweep_attention
+    copies, spilled = 0.0, pools.dry_run is not None
     if pools.dry_run is not None:
         copies = _waiting(call, rates, pools.dry_run, sum(fill), sum(sweep))
+    of_fill, of_sweep = host_seconds(call, trace, rates, recompute=recompute, spilled=spilled)
+    starting = [fills * of_fill, len(call.swept) * of_sweep]
+    if call.device_type == "cuda":  # while earlier kernels run
+        starting = [max(0.0, starting[0] - filling), max(0.0, starting[1] - sweeping)]
     return Duration(
-        matrix=matrix,
-        elementwise=elementwise,
-        attention=attention,
+        matrix=fills * fill[0] + sweeps * sweep[0],
+        elementwise=fills * fill[1] + sweeps * sweep[1],
+        attention=fill_attention + sweep_attention,
         copies=copies,
-        starting=starting,
-        fill=fills * sum(fill) + fill_attention,
+        starting=sum(starting),
+        fill=filling + starting[0],
         basis=rates.basis,
     )
 

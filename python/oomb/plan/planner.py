@@ -113,7 +113,8 @@ class Planner:
         duration: Duration | None = None
         if timed:
             rates = self._rates(config, call)
-            duration = None if rates is None else duration_of(call, trace, pools, rates)
+            if rates is not None:
+                duration = duration_of(call, trace, pools, rates, recompute=recompute)
         prediction = Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
@@ -211,6 +212,7 @@ class Planner:
             inner=inner,
             dtype=tracer.dtype,
             chunk=min(call.chunks.chunk_size, call.chunks.tokens),
+            batch=call.batch,
             selection=call.selection,
         )
 

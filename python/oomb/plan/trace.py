@@ -88,6 +88,8 @@ class Tracer:
     def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bare = shapes_only(model, self._mode)
+        # Parameters without memory are of another type.
+        self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
         self._fused = fused
         self._traces: dict[Setting, Trace] = {}
@@ -120,6 +122,12 @@ class Tracer:
             self._traces[setting] = trace
         return self._traces[setting]
 
+    def _plain_weight(self, causal: CausalModel) -> nn.Parameter | None:
+        if not self._head_is_plain:
+            return None
+        weight: nn.Parameter = causal.causal.get_output_embeddings().weight
+        return weight
+
     def _shortened(self, num_layers: int) -> CausalModel:
         """The same model with its first layers only; tensors are shared."""
         memo = {id(t): t for t in (*self._bare.parameters(), *self._bare.buffers())}
@@ -142,6 +150,8 @@ class Tracer:
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
+        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        grads = TracedSums(self._device_type, meter)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
@@ -151,10 +161,10 @@ class Tracer:
             counted={
                 chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
             },
+            weight=self._plain_weight(causal),
+            sums=grads,
         )
         loss.device_type = self._device_type
-        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
-        grads = TracedSums(self._device_type, meter)
         loop = TracedLoop(
             causal,
             inputs,
