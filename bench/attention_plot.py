@@ -43,11 +43,7 @@ def along(rows: list[Row], axis: str, dense: bool | None) -> list[Row]:
     for row in rows:
         if any(row[key] != value for key, value in MIDDLE.items() if key != axis):
             continue
-        if dense is None:
-            keep = row["budget"] is not None
-        else:
-            keep = row["budget"] == (None if dense else 64) or (row["past"] == 0 and dense)
-        if keep:
+        if row["budget"] is not None if dense is None else row["budget"] == (None if dense else 64):
             kept.append(row)
     return sorted(kept, key=lambda row: row[axis])
 
@@ -92,11 +88,10 @@ def plot() -> None:
                 ]
             for rows, style, note in lines:
                 draw(axes, rows, axis, style, note)
-            axes.set_xscale(
-                "symlog" if axis == "past" else "log",
-                base=2,
-                **({"linthresh": 8192} if axis == "past" else {}),
-            )
+            if axis == "past":
+                axes.set_xscale("symlog", base=2, linthresh=8192)
+            elif axis != "query_heads":
+                axes.set_xscale("log", base=2)
             ticks = sorted({row[axis] for rows, _, _ in lines for row in rows})
             axes.xaxis.set_major_locator(FixedLocator(ticks))
             axes.xaxis.set_minor_locator(NullLocator())

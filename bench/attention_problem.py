@@ -78,7 +78,8 @@ def grid() -> list[Shape]:
     for budget in (None, 64):
         around = dataclasses.replace(middle, budget=budget)
         shapes += [dataclasses.replace(around, chunk=c) for c in (2048, 4096, 8192, 16384)]
-        shapes += [dataclasses.replace(around, past=n) for n in (0, 16384, 1048576)]
+        pasts = (0, 16384, 1048576) if budget is None else (16384, 1048576)
+        shapes += [dataclasses.replace(around, past=n) for n in pasts]
         shapes += [dataclasses.replace(around, query_heads=4 * g) for g in (1, 4, 8)]
         shapes += [
             dataclasses.replace(around, head_dim=d, page_size=p)
