@@ -156,9 +156,9 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
   const auto add_dq = [&](int index) {
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     constexpr int kColumns = DqTile<kDim>::kColumns;
-    const uint32_t scores = shared + Pass::kScores + index % 2 * Pass::kScoreBytes +
-                            Pass::ScoreTile::block_b(lane) + DqTile<kDim>::first_row(warp) * 2;
-    const uint32_t score_base = scores;
+    const uint32_t score_base =
+        shared + Pass::kScores + index % 2 * Pass::kScoreBytes + Pass::ScoreTile::block_b(lane);
+    const int query = DqTile<kDim>::first_row(warp) * 2;
     const uint32_t key_base = shared + Tile::block_a(lane);
     const int column = DqTile<kDim>::first_column(warp) * 2;
     float dq[2][kColumns / 8][4] = {};
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         device::load_matrices_transposed(
-            a[m], (score_base ^ (m * 32)) + i * 16 * Pass::ScoreTile::kRowBytes);
+            a[m], (score_base ^ (query + m * 32)) + i * 16 * Pass::ScoreTile::kRowBytes);
       }
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
