@@ -2,6 +2,7 @@
 
     python bench/page_copy.py                   # everything; results of docs/performance.md
     python bench/page_copy.py --pin-gib 32      # size of the pinned-memory part
+    python bench/page_copy.py --only streams    # batches spread over 1, 2, 3 streams
     python bench/page_copy.py --json result.json
 
 Pages are scattered at random in both tiers. GB/s count bytes once per direction; "both" adds the
@@ -33,22 +34,25 @@ ROUNDS = 3
 class Copies:
     """Batches of page copies over a pool of each tier."""
 
-    def __init__(self, page_bytes: int, batched: bool = True, hint: bool = True) -> None:
+    def __init__(self, page_bytes: int, **options: Any) -> None:
         slots = POOL // page_bytes
         self.copier = _C.PageCopier(
             device=0,
             slot_bytes=page_bytes,
             device_slots=slots,
             host_slots=slots,
-            batched=batched,
-            overlap_hint=hint,
+            **options,
         )
         self.copier.commit_host()
         rng = np.random.default_rng(0)
         device, host = (rng.permutation(slots).astype(np.int32) for _ in range(2))
         # Half of the pages go to the host, the other half to the device.
         self.pages = {"h": (device[::2], host[::2]), "d": (device[1::2], host[1::2])}
-        self.per_batch = max(1, BATCH // page_bytes)
+        self.page_bytes = page_bytes
+        self.set_batch(BATCH)
+
+    def set_batch(self, batch_bytes: int) -> None:
+        self.per_batch = max(1, batch_bytes // self.page_bytes)
 
     def issue(self, directions: str) -> int:
         """Queue one pass over the pages of each direction; the bytes it moves."""
@@ -92,10 +96,13 @@ class Attention:
         return float(begin.elapsed_time(end)) / times
 
 
-def beside_attention(copies: Copies, attention: Attention, directions: str) -> dict[str, float]:
+def beside_attention(
+    copies: Copies, attention: Attention, directions: str, window: float = 0.5
+) -> dict[str, float]:
+    """GB/s alone and beside attention, each over about ``window`` seconds, and what both keep."""
     alone = copies.gigabytes_per_second(directions)
     seconds = POOL / 2 * len(directions) / alone / 1e9
-    passes = max(1, round(0.5 / seconds))
+    passes = max(1, round(window / seconds))
     attention.run(50)
     launches = max(20, int(seconds * passes * 0.9 / attention.milliseconds(50) * 1e3))
     keeps, rates = [], []
@@ -133,7 +140,7 @@ def pages(sizes: list[int]) -> list[dict[str, Any]]:
     for kib in sizes:
         copies = Copies(kib * 1024)
         loop = Copies(kib * 1024, batched=False)
-        unhinted = Copies(kib * 1024, hint=False)
+        unhinted = Copies(kib * 1024, overlap_hint=False)
         for directions, name in (("d", "H2D"), ("h", "D2H"), ("hd", "both")):
             row: dict[str, Any] = {"page": f"{kib} KiB", "direction": name}
             row |= beside_attention(copies, attention, directions)
@@ -141,6 +148,27 @@ def pages(sizes: list[int]) -> list[dict[str, Any]]:
             row["without_hint"] = beside_attention(unhinted, attention, directions)
             rows.append(row)
             print(row, flush=True)
+    return rows
+
+
+def streams() -> list[dict[str, Any]]:
+    """256 KiB pages in batches of several sizes, each spread over several streams."""
+    attention = Attention()
+    rows = []
+    for name, directions, counts, batches in (
+        ("D2H", "h", (1, 2, 3), (64, 256)),
+        ("H2D", "d", (1, 2), (64,)),
+        ("both", "hd", (1, 2), (64,)),
+    ):
+        for count in counts:
+            over = {"store_streams": count, "load_streams": count if directions == "d" else 1}
+            copies = Copies(256 * 1024, **over)
+            for batch_mib in batches:
+                copies.set_batch(batch_mib * 2**20)
+                row = {"direction": name, "batch_mib": batch_mib, **over}
+                row |= beside_attention(copies, attention, directions, window=0.25)
+                rows.append(row)
+                print(row, flush=True)
     return rows
 
 
@@ -233,13 +261,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pin-gib", type=int, default=32)
     parser.add_argument("--page-kib", type=int, nargs="*", default=[64, 128, 256, 512])
-    parser.add_argument("--only", choices=["pinned", "growth", "pages"])
+    parser.add_argument("--only", choices=["pinned", "growth", "pages", "streams"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     parts = {
         "pinned": lambda: pinned(arguments.pin_gib),
         "growth": lambda: growth_beside_kernels(arguments.pin_gib // 2),
         "pages": lambda: pages(arguments.page_kib),
+        "streams": streams,
     }
     result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for name, part in parts.items():

@@ -119,11 +119,6 @@ std::vector<paging::Visit> to_visits(const Int32Array& rows) {
   return visits;
 }
 
-PageManager::PageList to_list(const std::optional<Int64Array>& pages) {
-  if (!pages) return std::nullopt;
-  return std::vector<int64_t>(pages->data(), pages->data() + pages->size());
-}
-
 // int32 on a GPU, contiguous, as a DLPack capsule.
 py::object device_view(int32_t* data, int device, std::vector<int64_t> shape) {
   struct View {
@@ -244,9 +239,9 @@ void bind_paging(py::module_& module) {
       .def(
           "set_visit_pages",
           [](SharedManager& self, int32_t visit, const Int64Array& pages) {
-            PageManager::PageList list = to_list(pages);
+            std::vector<int64_t> list(pages.data(), pages.data() + pages.size());
             self.with(
-                [&](PageManager& manager) { manager.set_visit_pages(visit, std::move(*list)); });
+                [&](PageManager& manager) { manager.set_visit_pages(visit, std::move(list)); });
           },
           py::arg("visit"), py::arg("pages"))
       .def("end_call", [](SharedManager& self) { self.with([](PageManager& m) { m.end_call(); }); })
@@ -300,36 +295,28 @@ void bind_paging(py::module_& module) {
           py::arg("layer"), py::arg("page_begin"), py::arg("page_end"))
       .def(
           "waves",
-          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
-             const std::optional<Int64Array>& pages) {
-            PageManager::PageList list = to_list(pages);
-            return self.with(
-                [&](PageManager& m) { return m.waves(visit, begin, end, std::move(list)); });
+          [](SharedManager& self, int32_t visit) {
+            return self.with([&](PageManager& m) { return m.waves(visit); });
           },
-          py::arg("visit"), py::arg("page_begin"), py::arg("page_end"),
-          py::arg("pages") = py::none())
+          py::arg("visit"))
+      .def(
+          "in_place",
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end) {
+            return self.with([&](PageManager& m) { return m.in_place(visit, begin, end); });
+          },
+          py::arg("visit"), py::arg("begin"), py::arg("end"))
       .def(
           "acquire",
-          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
-             const std::optional<Int64Array>& pages, uintptr_t stream) {
-            PageManager::PageList list = to_list(pages);
-            self.with([&](PageManager& m) {
-              m.acquire(visit, begin, end, std::move(list), as_stream(stream));
-            });
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end, uintptr_t stream) {
+            self.with([&](PageManager& m) { m.acquire(visit, begin, end, as_stream(stream)); });
           },
-          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("pages") = py::none(),
-          py::arg("stream") = 0)
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0)
       .def(
           "release",
-          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end,
-             const std::optional<Int64Array>& pages, uintptr_t stream) {
-            PageManager::PageList list = to_list(pages);
-            self.with([&](PageManager& m) {
-              m.release(visit, begin, end, std::move(list), as_stream(stream));
-            });
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end, uintptr_t stream) {
+            self.with([&](PageManager& m) { m.release(visit, begin, end, as_stream(stream)); });
           },
-          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("pages") = py::none(),
-          py::arg("stream") = 0)
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0)
       .def(
           "acquire_gradients",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {

@@ -154,30 +154,14 @@ void PageManager::for_each_position(std::span<const int64_t> list, bool listed, 
   }
 }
 
-PageManager::Selection PageManager::select(int32_t visit, PageList positions) const {
-  Selection selection;
-  if (positions) {
-    selection.own = schedule_.ordered(std::move(*positions));
-    selection.list = selection.own;
-    selection.listed = true;
-  } else if (schedule_.has_pages(visit)) {
-    selection.list = schedule_.pages(visit);
-    selection.listed = true;
-  }
-  for (const int64_t position : selection.own) {
-    expect(position >= 0 && position < space_.positions(), "pages",
-           concat("sequence * max_pages + page below ", space_.positions()), position);
-  }
-  return selection;
-}
-
 // Pages of the visit within [begin, end), KV and gradient.
-void PageManager::gather(int32_t visit, int64_t begin, int64_t end, PageList positions) {
+void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
+  check_visit(visit);
   const Visit& what = schedule_[visit];
   check_range(what.layer, begin, end);
-  const Selection selection = select(visit, std::move(positions));
   gathered_.clear();
-  for_each_position(selection.list, selection.listed, begin, end, [&](int64_t position) {
+  const bool listed = schedule_.has_pages(visit);
+  for_each_position(schedule_.pages(visit), listed, begin, end, [&](int64_t position) {
     if (what.touches(PageKind::kKeyValue)) {
       gathered_.push_back(space_.index(PageKind::kKeyValue, what.layer, position));
     }
@@ -194,8 +178,15 @@ void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions)
     expect(position >= 0 && position < space_.positions(), "pages",
            concat("sequence * max_pages + page below ", space_.positions()), position);
   }
+  const bool first_list = !schedule_.has_pages(visit);
   schedule_.set_pages(visit, std::move(positions));
-  // Pages that were expected there and are not will be needed later than thought.
+  // Pages that were expected there and are not will be needed later than thought. In a fill that is
+  // most of the past, at each list: one by one they would take longer than the chunk's kernels.
+  if (const int32_t heir = schedule_.heir(visit);
+      heir >= 0 && first_list && schedule_[visit].kind == VisitKind::kRead) {
+    tiers_.requeue_unlisted(visit, heir);
+    return;
+  }
   for (const PageIndex index : tiers_.filed_under(visit)) tiers_.requeue(index, visit - 1);
 }
 
@@ -269,10 +260,11 @@ void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool 
 
 // --- Visits -------------------------------------------------------------------------------------
 
-std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64_t begin,
-                                                            int64_t end, PageList positions) {
+std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   check_visit(visit);
-  gather(visit, begin, end, std::move(positions));
+  const int64_t begin = schedule_[visit].first;
+  const int64_t end = schedule_[visit].last;
+  gather(visit, begin, end);
   const int64_t room = device_slots() - tiers_.pinned_slots();
   const int64_t limit = std::max(room - stream_slots_, std::min(room, smallest_slots_));
   const int64_t missing_limit = stream_slots_ > 0 ? stream_slots_ : limit;
@@ -304,13 +296,21 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit, int64
   return result;
 }
 
-void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, PageList positions,
-                          void* stream) {
-  check_visit(visit);
+// A gradient page that is not there yet will be made in place.
+bool PageManager::in_place(int32_t visit, int64_t begin, int64_t end) {
+  gather(visit, begin, end);
+  tiers_.poll();
+  return std::none_of(gathered_.begin(), gathered_.end(), [this](PageIndex index) {
+    const Residency state = tiers_[index].state;
+    return state == Residency::kHostOnly || state == Residency::kLoading;
+  });
+}
+
+void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, void* stream) {
+  gather(visit, begin, end);
   use(stream);
   tiers_.poll();
   advance(visit);
-  gather(visit, begin, end, std::move(positions));
   acquire_gathered(schedule_[visit].kind == VisitKind::kAccumulate);
   prefetch(visit, end);
 }
@@ -361,11 +361,9 @@ void PageManager::acquire_gathered(bool will_write) {
   misses_ += static_cast<int64_t>(missing_.size());
 }
 
-void PageManager::release(int32_t visit, int64_t begin, int64_t end, PageList positions,
-                          void* stream) {
-  check_visit(visit);
+void PageManager::release(int32_t visit, int64_t begin, int64_t end, void* stream) {
+  gather(visit, begin, end);
   use(stream);
-  gather(visit, begin, end, std::move(positions));
   const Ticket used = engine_->mark_compute();
   const bool accumulated = schedule_[visit].kind == VisitKind::kAccumulate;
   for (const PageIndex index : gathered_) {

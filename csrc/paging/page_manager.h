@@ -66,6 +66,8 @@ class PageManager {
                                        int64_t wave_pages = 1);
 
   void begin_call(CallPlan plan);
+  // What the visit reads, as positions (sequence * max_pages + page). Until then, and for visits
+  // that never get a list, it is every page of the visit's range.
   void set_visit_pages(int32_t visit, std::vector<int64_t> positions);
   void end_call();
   void close();
@@ -78,11 +80,12 @@ class PageManager {
   void commit(int32_t layer, int64_t begin, int64_t end, void* stream);
   void create_gradients(int32_t layer, int64_t begin, int64_t end);
 
-  using PageList = std::optional<std::vector<int64_t>>;
-  std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit, int64_t begin, int64_t end,
-                                                 PageList positions = std::nullopt);
-  void acquire(int32_t visit, int64_t begin, int64_t end, PageList positions, void* stream);
-  void release(int32_t visit, int64_t begin, int64_t end, PageList positions, void* stream);
+  // Cuts the visit's range into waves [begin, end), each of which can be acquired at once.
+  std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit);
+  // Whether kernels would find the wave's pages without waiting for any load.
+  bool in_place(int32_t visit, int64_t begin, int64_t end);
+  void acquire(int32_t visit, int64_t begin, int64_t end, void* stream);
+  void release(int32_t visit, int64_t begin, int64_t end, void* stream);
 
   void acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream);
   void drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads, void* stream);
@@ -105,13 +108,7 @@ class PageManager {
   template <typename Visitor>
   void for_each_position(std::span<const int64_t> list, bool listed, int64_t begin, int64_t end,
                          Visitor visitor) const;
-  struct Selection {
-    std::vector<int64_t> own;
-    std::span<const int64_t> list;
-    bool listed = false;
-  };
-  Selection select(int32_t visit, PageList positions) const;
-  void gather(int32_t visit, int64_t begin, int64_t end, PageList positions);
+  void gather(int32_t visit, int64_t begin, int64_t end);
   void check_call() const;
   void check_visit(int32_t visit) const;
   void check_range(int32_t layer, int64_t begin, int64_t end) const;

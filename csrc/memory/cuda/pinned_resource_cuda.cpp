@@ -15,6 +15,7 @@
 #include "common/math.h"
 #include "memory/cuda/cuda_call.h"
 #include "memory/cuda/pinned_resource.h"
+#include "memory/first_touch.h"
 #include "memory/head_room.h"
 
 namespace oomb::memory {
@@ -208,7 +209,6 @@ void PinnedResource::give_back_from(int64_t begin) {
   touched_ = begin;
 }
 
-// The first touch of a page is what takes it; it costs far more than the write.
 void PinnedResource::touch_piece(int64_t begin) {
   const int64_t bytes = piece_at(begin);
   std::byte* piece = base_ + begin;
@@ -220,19 +220,8 @@ void PinnedResource::touch_piece(int64_t begin) {
   touched_ = begin + bytes;
   prefer_node(piece, bytes, numa_node_);
   if (options_.huge_pages) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
-
-  const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
-  const int64_t wanted = std::min<int64_t>({options_.touch_threads, cores, bytes / kHugePage});
-  const int64_t share = align_up(ceil_div(bytes, std::max<int64_t>(1, wanted)), kHugePage);
-  std::vector<std::thread> team;
-  for (int64_t first = 0; first < bytes; first += share) {
-    team.emplace_back([piece, first, last = std::min(first + share, bytes)] {
-      for (int64_t at = first; at < last; at += kPage) {
-        reinterpret_cast<volatile std::byte*>(piece)[at] = std::byte{0};
-      }
-    });
-  }
-  for (std::thread& member : team) member.join();
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  take_pages(piece, bytes, std::min(options_.touch_threads, cores));
 }
 
 double PinnedResource::register_piece(int64_t begin) {

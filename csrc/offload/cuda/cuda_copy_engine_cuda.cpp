@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "memory/cuda/cuda_call.h"
+#include "offload/cuda/copy_batch.h"
 #include "offload/cuda/cuda_copy_engine.h"
 #include "offload/cuda/cuda_lane.h"
 #include "offload/cuda/event_pool.h"
@@ -24,6 +25,7 @@ using paging::Ticket;
 // memory of the driver, and a queue of this length hides every latency.
 constexpr int64_t kBatchesInFlight = 64;
 constexpr size_t kMeasuresInFlight = 256;
+constexpr int64_t kSlotsInRow = 4;  // may become one copy, so they go to the same stream
 constexpr uint64_t kMaxDelayCycles = 400'000;
 
 class CudaCopyEngine final : public paging::CopyEngine {
@@ -50,22 +52,15 @@ class CudaCopyEngine final : public paging::CopyEngine {
     if (target.in_flight() >= kBatchesInFlight) {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
-    collect(which, pages);
-    if (options_.delay_seed && random_() % 2 == 0) {
-      launch_spin(static_cast<int64_t>(random_() % kMaxDelayCycles), target.stream());
-    }
-    if (!batched_ || sizes_.size() == 1) {
-      copy_one_by_one(target.stream());
-    } else {
-      copy_batch(target.stream());
-    }
+    distribute(which, pages);
+    for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
     return target.mark();
   }
 
   Ticket fill(std::span<const memory::Slot> slots, uint8_t value) override {
     if (slots.empty()) return compute_.issued();
     cuda_call("fill_slots", [&] {
-      launch_fill(options_.device_base, options_.slot_bytes, slots, value, compute_.stream());
+      launch_fill(options_.device_base, options_.slot_bytes, slots, value, compute_stream());
       return cudaSuccess;
     });
     return compute_.mark();
@@ -101,7 +96,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
     }
     last_changes_.resize(kept);
     cuda_call("update_entries", [&] {
-      launch_table_update(tables_, last_changes_, compute_.stream());
+      launch_table_update(tables_, last_changes_, compute_stream());
       return cudaSuccess;
     });
   }
@@ -112,14 +107,10 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void wait(Lane waiter, Lane awaited, Ticket ticket) override {
-    cudaEvent_t event = lane(awaited).event_of(ticket);
-    if (event == nullptr) return;
-    const auto wait_for_event = [&] {
-      cuda_call("cudaStreamWaitEvent",
-                [&] { return cudaStreamWaitEvent(lane(waiter).stream(), event, 0); });
-    };
+    const std::span<const cudaEvent_t> events = lane(awaited).events_of(ticket);
+    if (events.empty()) return;
     if (waiter != Lane::kCompute || measures_.size() >= kMeasuresInFlight) {
-      wait_for_event();
+      lane(waiter).wait(events);
       harvest();
       return;
     }
@@ -128,9 +119,9 @@ class CudaCopyEngine final : public paging::CopyEngine {
     try {
       measure.end = timers_.take();
       cuda_call("cudaEventRecord",
-                [&] { return cudaEventRecord(measure.begin, compute_.stream()); });
-      wait_for_event();
-      cuda_call("cudaEventRecord", [&] { return cudaEventRecord(measure.end, compute_.stream()); });
+                [&] { return cudaEventRecord(measure.begin, compute_stream()); });
+      compute_.wait(events);
+      cuda_call("cudaEventRecord", [&] { return cudaEventRecord(measure.end, compute_stream()); });
     } catch (...) {
       timers_.give_back(measure.begin);
       if (measure.end != nullptr) timers_.give_back(measure.end);
@@ -172,28 +163,25 @@ class CudaCopyEngine final : public paging::CopyEngine {
     cudaEvent_t end;
   };
 
+  cudaStream_t compute_stream() const { return compute_.streams()[0]; }
   CudaLane& lane(Lane which) {
     return which == Lane::kCompute ? compute_ : which == Lane::kStore ? store_ : load_;
   }
 
-  // Addresses and sizes of the batch; slots in a row in both tiers become one copy.
-  void collect(Lane which, std::span<const PageCopy> pages) {
-    destinations_.clear();
-    sources_.clear();
-    sizes_.clear();
-    for (size_t i = 0; i < pages.size(); ++i) {
-      const PageCopy& page = pages[i];
-      const bool in_row = i > 0 && page.device_slot == pages[i - 1].device_slot + 1 &&
-                          page.host_slot == pages[i - 1].host_slot + 1 && may_merge(page.host_slot);
-      if (in_row) {
-        sizes_.back() += static_cast<size_t>(options_.slot_bytes);
-        continue;
-      }
+  // Cuts a batch into one for each of the lane's streams. Copies to the same slot go to the same
+  // stream, which keeps them in order: a host slot may change its page while a store into it is on
+  // its way. Slots in a row in both tiers become one copy.
+  void distribute(Lane which, std::span<const PageCopy> pages) {
+    const bool to_host = which == Lane::kStore;
+    const auto streams = static_cast<int64_t>(lane(which).streams().size());
+    for (CopyBatch& batch : batches_) batch.clear();
+    for (const PageCopy& page : pages) {
       std::byte* device = options_.device_base + page.device_slot * options_.slot_bytes;
       std::byte* host = options_.host_base + page.host_slot * options_.slot_bytes;
-      destinations_.push_back(which == Lane::kStore ? host : device);
-      sources_.push_back(which == Lane::kStore ? device : host);
-      sizes_.push_back(static_cast<size_t>(options_.slot_bytes));
+      const int64_t stream = (to_host ? page.host_slot : page.device_slot) / kSlotsInRow % streams;
+      batches_[static_cast<size_t>(stream)].add(to_host ? host : device, to_host ? device : host,
+                                                static_cast<size_t>(options_.slot_bytes),
+                                                may_merge(page.host_slot));
     }
   }
 
@@ -205,40 +193,16 @@ class CudaCopyEngine final : public paging::CopyEngine {
     return host_slot * options_.slot_bytes % kPieceAlignment != 0;
   }
 
-  void copy_one_by_one(cudaStream_t stream) {
-    for (size_t i = 0; i < sizes_.size(); ++i) {
-      cuda_call("cudaMemcpyAsync", [&] {
-        return cudaMemcpyAsync(destinations_[i], sources_[i], sizes_[i], cudaMemcpyDefault, stream);
-      });
+  void issue(CopyBatch& batch, cudaStream_t stream) {
+    if (batch.size() == 0) return;
+    if (options_.delay_seed && random_() % 2 == 0) {
+      launch_spin(static_cast<int64_t>(random_() % kMaxDelayCycles), stream);
     }
-  }
-
-  void copy_batch(cudaStream_t stream) {
-#if CUDART_VERSION >= 12080
-    // Sources are read in stream order: any other order could pass the waits issued before.
-    cudaMemcpyAttributes attributes = {};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    if (options_.overlap_hint) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-    size_t first = 0;
-    cudaError_t status = cudaSuccess;
-    if (memory::fault_due()) throw CudaError("injected failure of cudaMemcpyBatchAsync");
-#if CUDART_VERSION >= 13000
-    status = cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(),
-                                  sizes_.size(), &attributes, &first, 1, stream);
-#else
-    size_t failed = 0;
-    status =
-        cudaMemcpyBatchAsync(destinations_.data(), const_cast<void**>(sources_.data()),
-                             sizes_.data(), sizes_.size(), &attributes, &first, 1, &failed, stream);
-#endif
-    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
-      check_cuda(status, "cudaMemcpyBatchAsync");
-      return;
+    if (batched_ && batch.size() > 1) {
+      batched_ = batch.issue_together(stream, options_.overlap_hint);
+      if (batched_) return;
     }
-    cudaGetLastError();
-#endif
-    batched_ = false;
-    copy_one_by_one(stream);
+    batch.issue_one_by_one(stream);
   }
 
   void harvest() {
@@ -259,12 +223,10 @@ class CudaCopyEngine final : public paging::CopyEngine {
   std::mt19937_64 random_;
   EventPool events_{false};
   EventPool timers_{true};
-  CudaLane compute_{events_, false};
-  CudaLane store_{events_, true};
-  CudaLane load_{events_, true};
-  std::vector<void*> destinations_;
-  std::vector<const void*> sources_;
-  std::vector<size_t> sizes_;
+  CudaLane compute_{events_, 0};
+  CudaLane store_{events_, options_.store_streams};
+  CudaLane load_{events_, options_.load_streams};
+  std::array<CopyBatch, CudaLane::kMaxStreams> batches_;  // per stream of the lane in use
   std::vector<paging::TableChange> last_changes_;
   std::deque<Measure> measures_;
   double exposed_seconds_ = 0;

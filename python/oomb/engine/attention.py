@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -56,6 +58,26 @@ class CallPages:
     paired: bool
     tables: list[torch.Tensor] = field(default_factory=list)
     gradient_tables: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One kernel of a visit: pages of a wave, None: of none; the first has the own chunk too."""
+
+    pages: Wave | None
+    first: bool
+    last: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        begin, end = self.pages or (0, 0)
+        return {
+            "page_begin": begin,
+            "page_end": end,
+            "own_chunk": self.first,
+            "first_wave": self.first,
+            "last_wave": self.last,
+        }
 
 
 class ChunkAttention:
@@ -115,31 +137,16 @@ class ChunkAttention:
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
         common = self._common(layer, q, k, v, scale, window, selection)
 
-        waves = self._waves(visit, layer, selection)
-        own_alone = self.pages.spilled and bool(waves)  # runs while the first pages are in flight
-        launches = len(waves) + own_alone
-        state: dict[str, Any] = {}
-        if launches > 1:
-            state["acc"] = torch.empty(
+        launches = self._launches(visit)
+        if len(launches) > 1:
+            common["acc"] = torch.empty(
                 batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
             )
-            state["max"] = torch.empty_like(lse)
-            state["sum"] = torch.empty_like(lse)
-        if own_alone or not waves:
-            _C.attention_forward(**common, **state, o=o, lse=lse, last_wave=not waves)
-        for index, (begin, end) in enumerate(waves):
-            with _Resident(self, visit, begin, end, selection):
-                _C.attention_forward(
-                    **common,
-                    **state,
-                    o=o,
-                    lse=lse,
-                    page_begin=begin,
-                    page_end=end,
-                    own_chunk=index == 0 and not own_alone,
-                    first_wave=index == 0 and not own_alone,
-                    last_wave=index == len(waves) - 1,
-                )
+            common["max"] = torch.empty_like(lse)
+            common["sum"] = torch.empty_like(lse)
+        for launch in launches:
+            with self._resident(visit, launch.pages):
+                _C.attention_forward(**common, **launch.arguments, o=o, lse=lse)
         return o, lse
 
     def backward(
@@ -172,22 +179,12 @@ class ChunkAttention:
         }
         common |= {"rounding_seed": self._rounding_seed(layer), "workspace": workspace_on(q.device)}
 
-        waves = self._waves(visit, layer, selection)
-        own_alone = pages.spilled and bool(waves)
-        if len(waves) + own_alone > 1:
+        launches = self._launches(visit)
+        if len(launches) > 1:
             common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-        if own_alone or not waves:
-            _C.attention_backward(**common, last_wave=not waves)
-        for index, (begin, end) in enumerate(waves):
-            with _Resident(self, visit, begin, end, selection):
-                _C.attention_backward(
-                    **common,
-                    page_begin=begin,
-                    page_end=end,
-                    own_chunk=index == 0 and not own_alone,
-                    first_wave=index == 0 and not own_alone,
-                    last_wave=index == len(waves) - 1,
-                )
+        for launch in launches:
+            with self._resident(visit, launch.pages):
+                _C.attention_backward(**common, **launch.arguments)
         self._end_own_pages(layer, dk, dv)
         if pages.check_finite:
             expect_finite("the gradient of attention", dq, dk, dv, chunk=self.chunk, layer=layer)
@@ -245,22 +242,37 @@ class ChunkAttention:
 
     # Pages ----------------------------------------------------------------------------------------
 
-    def _waves(self, visit: int, layer: int, selection: torch.Tensor | None) -> list[Wave]:
-        pages = self.pages
-        last = pages.chunks.first_page(self.chunk)
-        if visit < 0 or last == 0:
-            return []
-        first = int(pages.order.visits[visit, 2])
-        if first >= last:
-            return []
-        listed = self._listed(layer, selection)
-        return pages.manager.waves(visit, first, last, listed)
+    def _launches(self, visit: int) -> list[_Launch]:
+        """The kernels of a visit: its waves, the chunk's own keys in front of the first.
 
-    def _listed(self, layer: int, selection: torch.Tensor | None) -> Any:
-        if selection is None or not self.pages.spilled:
-            return None
-        assert self.pages.selector is not None
-        return self.pages.selector.pages(layer, self.chunk)
+        They get a launch of their own where the first wave's pages are still in flight. How a visit
+        is parted changes no bit.
+        """
+        waves = [] if visit < 0 else self.pages.manager.waves(visit)
+        parts: list[Wave | None] = list(waves)
+        if not waves or self._own_alone(visit, waves[0]):
+            parts.insert(0, None)
+        return [
+            _Launch(part, first=index == 0, last=index == len(parts) - 1)
+            for index, part in enumerate(parts)
+        ]
+
+    def _own_alone(self, visit: int, wave: Wave) -> bool:
+        return self.pages.spilled and not self.pages.manager.in_place(visit, *wave)
+
+    @contextmanager
+    def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:
+        """Hold a wave's pages in the device tier while kernels use them."""
+        if wave is None:
+            yield
+            return
+        pages = self.pages
+        stream = stream_of(pages.tables[0].device)
+        pages.manager.acquire(visit, *wave, stream)
+        try:
+            yield
+        finally:
+            pages.manager.release(visit, *wave, stream)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the chunk's keys and values into new pages."""
@@ -356,29 +368,6 @@ class ChunkAttention:
     def _recorded(self, layer: int) -> torch.Tensor | None:
         selector = self.pages.selector
         return None if selector is None else selector.recorded(layer, self.chunk)
-
-
-class _Resident:
-    """Holds a wave's pages in the device tier while kernels use them."""
-
-    def __init__(
-        self,
-        owner: ChunkAttention,
-        visit: int,
-        begin: int,
-        end: int,
-        selection: torch.Tensor | None,
-    ) -> None:
-        layer = int(owner.pages.order.visits[visit, 0])
-        self._manager = owner.pages.manager
-        self._device = owner.pages.tables[layer].device
-        self._wave = (visit, begin, end, owner._listed(layer, selection))
-
-    def __enter__(self) -> None:
-        self._manager.acquire(*self._wave, stream_of(self._device))
-
-    def __exit__(self, *_: object) -> None:
-        self._manager.release(*self._wave, stream_of(self._device))
 
 
 def _dense_in_head(x: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ class DryRun:
             device_slots=max(round(caps.device_slots / scale), smallest),
             host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
         )
-        self._lists: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._announced: set[tuple[int, int]] = set()  # (chunk, layer)
         self._random = np.random.default_rng(0)
 
     def _make_order(self) -> Order:
@@ -111,30 +111,25 @@ class DryRun:
                 self._end_own(chunk, layer)
 
     def _visit(self, visit: int, chunk: int, layer: int) -> None:
-        last = self._chunks.first_page(chunk)
-        first = int(self._order.visits[visit, 2])
-        if first >= last:
-            return
-        pages = self._selected(chunk, layer)
-        for begin, end in self._manager.waves(visit, first, last, pages):
-            self._manager.acquire(visit, begin, end, pages)
-            self._manager.release(visit, begin, end, pages)
+        self._announce(chunk, layer)
+        for begin, end in self._manager.waves(visit):
+            self._manager.acquire(visit, begin, end)
+            self._manager.release(visit, begin, end)
 
-    def _selected(self, chunk: int, layer: int) -> npt.NDArray[np.int64] | None:
-        """A guess of the pages that a chunk's blocks choose; None: all of the past."""
+    def _announce(self, chunk: int, layer: int) -> None:
+        """Name the pages that a chunk's blocks choose, by a guess; unless they see all."""
         rule = self._call.selection
         past = self._chunks.first_page(chunk)
         if rule is None or self._shapes[layer].window:
-            return None
-        if past * self._factor <= rule.budget:
-            return None
-        if (chunk, layer) not in self._lists:
-            self._lists[chunk, layer] = self._guess(past, rule.budget)
-            for table in (self._order.fill, self._order.read, self._order.accumulate):
-                visit = int(table[chunk, layer])
-                if visit >= 0:
-                    self._manager.set_visit_pages(visit, self._lists[chunk, layer])
-        return self._lists[chunk, layer]
+            return
+        if past * self._factor <= rule.budget or (chunk, layer) in self._announced:
+            return
+        self._announced.add((chunk, layer))
+        listed = self._guess(past, rule.budget)
+        for table in (self._order.fill, self._order.read, self._order.accumulate):
+            visit = int(table[chunk, layer])
+            if visit >= 0:
+                self._manager.set_visit_pages(visit, listed)
 
     def _guess(self, past: int, budget: int) -> npt.NDArray[np.int64]:
         """Blocks share more than half of their pages with the one before."""

@@ -103,9 +103,9 @@ class TightTier {
     manager_.commit(0, begin, end, nullptr);
   }
   void read_first_page() {
-    manager_.acquire(0, 0, 1, std::vector<int64_t>{0}, nullptr);
+    manager_.acquire(0, 0, 1, nullptr);
     setup_.oracle.check_keys(0, 0);
-    manager_.release(0, 0, 1, std::vector<int64_t>{0}, nullptr);
+    manager_.release(0, 0, 1, nullptr);
   }
 
   Setup setup_;

@@ -13,6 +13,7 @@
 #include "common/error.h"
 #include "support/instant_copy_engine.h"
 #include "support/test_tiers.h"
+#include "support/timed_copy_engine.h"
 
 namespace oomb::paging {
 namespace {
@@ -40,10 +41,10 @@ struct Fixture {
       manager.commit(layer, page, page + 1, nullptr);
     }
   }
-  void visit(int32_t visit, int64_t begin, int64_t end) {
-    for (const auto& [first, last] : manager.waves(visit, begin, end)) {
-      manager.acquire(visit, first, last, std::nullopt, nullptr);
-      manager.release(visit, first, last, std::nullopt, nullptr);
+  void visit(int32_t visit) {
+    for (const auto& [first, last] : manager.waves(visit)) {
+      manager.acquire(visit, first, last, nullptr);
+      manager.release(visit, first, last, nullptr);
       manager.check_integrity();
     }
   }
@@ -80,8 +81,8 @@ TEST(PageManager, NothingIsCopiedWhileEverythingFits) {
       plan(1, {4}, {{0, VisitKind::kRead, 0, 4}, {0, VisitKind::kAccumulate, 0, 4}}));
   f.write(0, 0, 4);
   f.manager.create_gradients(0, 0, 4);
-  f.visit(0, 0, 4);
-  f.visit(1, 0, 4);
+  f.visit(0);
+  f.visit(1);
   EXPECT_TRUE(f.engine().batches.empty());
   EXPECT_EQ(f.manager.statistics().hits, 8);
   EXPECT_EQ(f.manager.statistics().misses, 0);
@@ -92,7 +93,7 @@ TEST(PageManager, KeysAndValuesGoToTheHostAtMostOnce) {
   std::vector<Visit> visits(10, Visit{0, VisitKind::kRead, 0, 12});
   f.manager.begin_call(plan(1, {12}, visits));
   f.write(0, 0, 12);
-  for (int32_t t = 0; t < 10; ++t) f.visit(t, 0, 12);
+  for (int32_t t = 0; t < 10; ++t) f.visit(t);
   EXPECT_LE(f.manager.statistics().d2h_bytes, 12 * kSlotBytes);
   EXPECT_GE(f.manager.statistics().d2h_bytes, 8 * kSlotBytes);
 }
@@ -104,7 +105,7 @@ TEST(PageManager, CyclicScanKeepsMostOfWhatFits) {
   const int rounds = 20;
   f.manager.begin_call(plan(1, {80}, std::vector<Visit>(rounds, {0, VisitKind::kRead, 0, 80})));
   f.write(0, 0, 80);
-  for (int32_t t = 0; t < rounds; ++t) f.visit(t, 0, 80);
+  for (int32_t t = 0; t < rounds; ++t) f.visit(t);
   const double per_round =
       static_cast<double>(f.manager.statistics().h2d_bytes) / kSlotBytes / rounds;
   EXPECT_LE(per_round, 80 - 64 + 16 + 1) << "16 slots are the window through which pages stream";
@@ -119,7 +120,7 @@ TEST(PageManager, PagesThatComeNextAreThereWhenAcquired) {
   }
   f.manager.begin_call(plan(4, {16}, visits));
   for (int32_t layer = 0; layer < 4; ++layer) f.write(layer, 0, 16);
-  for (int32_t t = 0; t < static_cast<int32_t>(visits.size()); ++t) f.visit(t, 0, 16);
+  for (int32_t t = 0; t < static_cast<int32_t>(visits.size()); ++t) f.visit(t);
   const PageStatistics s = f.manager.statistics();
   EXPECT_GT(s.h2d_bytes, 0);
   EXPECT_GE(static_cast<double>(s.hits) / static_cast<double>(s.hits + s.misses), 0.95);
@@ -131,14 +132,14 @@ TEST(PageManager, GradientStartsAtZeroAndIsNotLoadedBeforeItExists) {
   f.write(0, 0, 6);
   f.manager.create_gradients(0, 0, 6);
   for (int64_t page = 0; page < 6; ++page) {
-    f.manager.acquire(0, page, page + 1, std::nullopt, nullptr);
+    f.manager.acquire(0, page, page + 1, nullptr);
     const int64_t entry = f.manager.tables().gradient_entry(0) + 2 * page;
     for (const int64_t half : {entry, entry + 1}) {
       std::byte* data = f.manager.pool_address() + f.manager.tables()[half] * kSlotBytes / 2;
       for (int64_t i = 0; i < kSlotBytes; ++i) ASSERT_EQ(data[i], std::byte{0});
       std::memset(data, 0x77, kSlotBytes);
     }
-    f.manager.release(0, page, page + 1, std::nullopt, nullptr);
+    f.manager.release(0, page, page + 1, nullptr);
     f.manager.check_integrity();
   }
   // Six KV pages and those gradients that made room for others, never an untouched gradient.
@@ -161,7 +162,7 @@ TEST(PageManager, PageWithoutWantedGradientHasNone) {
   f.manager.begin_call(plan(1, {2}, {{0, VisitKind::kAccumulate, 0, 2}}));
   f.write(0, 0, 2);
   f.manager.create_gradients(0, 1, 2);
-  f.manager.acquire(0, 0, 2, std::nullopt, nullptr);
+  f.manager.acquire(0, 0, 2, nullptr);
   const int64_t entry = f.manager.tables().gradient_entry(0);
   EXPECT_EQ(f.manager.tables()[entry], -1);
   EXPECT_EQ(f.manager.tables()[entry + 1], -1);
@@ -178,8 +179,8 @@ TEST(PageManager, TablesBuiltFromChangesEqualTheTables) {
     f.manager.create_gradients(layer, 0, 5);
   }
   for (int32_t t = 0; t < 12; ++t) {
-    for (const auto& [first, last] : f.manager.waves(t, 0, 5)) {
-      f.manager.acquire(t, first, last, std::nullopt, nullptr);
+    for (const auto& [first, last] : f.manager.waves(t)) {
+      f.manager.acquire(t, first, last, nullptr);
       for (int64_t b = 0; b < 2; ++b) {
         for (int64_t page = first; page < std::min<int64_t>(last, b == 0 ? 5 : 3); ++page) {
           const int64_t entry = f.manager.tables().kv_entry(t % 2) + b * 5 + page;
@@ -187,7 +188,7 @@ TEST(PageManager, TablesBuiltFromChangesEqualTheTables) {
           ASSERT_EQ(f.engine().table[static_cast<size_t>(entry)], f.manager.tables()[entry]);
         }
       }
-      f.manager.release(t, first, last, std::nullopt, nullptr);
+      f.manager.release(t, first, last, nullptr);
     }
   }
 }
@@ -199,12 +200,12 @@ TEST(PageManager, WavesCoverTheVisitAndFit) {
     f.write(0, 0, 20);
     f.manager.create_gradients(0, 0, 20);
     int64_t expected = 0;
-    for (const auto& [first, last] : f.manager.waves(0, 0, 20)) {
+    for (const auto& [first, last] : f.manager.waves(0)) {
       EXPECT_EQ(first, expected);
       EXPECT_LT(first, last);
       expected = last;
-      f.manager.acquire(0, first, last, std::nullopt, nullptr);
-      f.manager.release(0, first, last, std::nullopt, nullptr);
+      f.manager.acquire(0, first, last, nullptr);
+      f.manager.release(0, first, last, nullptr);
     }
     EXPECT_EQ(expected, 20);
   }
@@ -218,15 +219,15 @@ TEST(PageManager, WavesEndWhereKernelsAllow) {
     f.manager.begin_call(std::move(plan_of_pairs));
     f.write(0, 0, 20);
     f.manager.create_gradients(0, 0, 20);
-    const auto waves = f.manager.waves(0, 3, 20);
+    const auto waves = f.manager.waves(0);
     EXPECT_GT(waves.size(), 1u);
     int64_t expected = 3;
     for (const auto& [first, last] : waves) {
       EXPECT_EQ(first, expected);
       EXPECT_TRUE(last % 2 == 0) << last;
       expected = last;
-      f.manager.acquire(0, first, last, std::nullopt, nullptr);
-      f.manager.release(0, first, last, std::nullopt, nullptr);
+      f.manager.acquire(0, first, last, nullptr);
+      f.manager.release(0, first, last, nullptr);
     }
     EXPECT_EQ(expected, 20);
   }
@@ -243,8 +244,41 @@ TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   f.write(0, 0, 32);
   f.manager.set_visit_pages(0, {3, 9, 30});
   f.manager.set_visit_pages(1, {3, 9, 31});
-  for (int32_t t = 0; t < 2; ++t) f.visit(t, 0, 32);
+  for (int32_t t = 0; t < 2; ++t) f.visit(t);
   EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
+}
+
+TEST(PageManager, InPlaceMeansThatNoLoadIsAwaited) {
+  TestTiers tiers(
+      {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = 32},
+      [](std::byte*, std::byte*, int64_t) { return std::make_unique<testing::TimedCopyEngine>(); });
+  PageManager& manager = *tiers.manager;
+  auto& engine = dynamic_cast<testing::TimedCopyEngine&>(*tiers.engine);
+  manager.begin_call(
+      plan(1, {24}, {{0, VisitKind::kRead, 0, 24}, {0, VisitKind::kAccumulate, 0, 24}}));
+  manager.create_gradients(0, 0, 24);
+  for (int64_t page = 0; page < 24; ++page) {
+    manager.create(0, page, page + 1, nullptr);
+    manager.commit(0, page, page + 1, nullptr);
+  }
+  const auto on_device = [&](int64_t page) {
+    return manager.tables()[manager.tables().kv_entry(0) + page] >= 0;
+  };
+  int64_t away = 0;
+  while (on_device(away)) ++away;
+  ASSERT_GT(away, 0);
+  EXPECT_TRUE(manager.in_place(0, 0, away));
+  EXPECT_TRUE(manager.in_place(1, 0, away)) << "gradients do not exist and will be made";
+  EXPECT_FALSE(manager.in_place(0, 0, away + 1));
+  manager.acquire(0, 0, away, nullptr);
+  manager.release(0, 0, away, nullptr);
+  ASSERT_TRUE(on_device(away)) << "loaded ahead";
+  EXPECT_FALSE(manager.in_place(0, away, away + 1)) << "but it has not arrived";
+  engine.let_host_wait_until(1);
+  EXPECT_TRUE(manager.in_place(0, away, away + 1));
+  EXPECT_FALSE(manager.in_place(0, away, 24));
+  manager.set_visit_pages(0, {away});
+  EXPECT_TRUE(manager.in_place(0, 0, 24)) << "only what is listed counts";
 }
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
@@ -260,18 +294,17 @@ TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
   smallest.manager.begin_call(backward);
   smallest.write(0, 0, 4);
   smallest.manager.create_gradients(0, 0, 4);
-  smallest.visit(0, 0, 4);
+  smallest.visit(0);
 }
 
 TEST(PageManager, AcquiringMoreThanFitsFailsAndChangesNothing) {
   Fixture f(4);
   f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
   f.write(0, 0, 8);
-  const std::string message =
-      message_of([&] { f.manager.acquire(0, 0, 8, std::nullopt, nullptr); });
+  const std::string message = message_of([&] { f.manager.acquire(0, 0, 8, nullptr); });
   EXPECT_CONTAINS(message, "device_memory");
   f.manager.check_integrity();
-  f.visit(0, 0, 8);
+  f.visit(0);
 }
 
 TEST(PageManager, FullHostTierNamesItsSetting) {
@@ -288,16 +321,15 @@ TEST(PageManager, MisuseIsRefused) {
   EXPECT_CONTAINS(message_of([&] { f.manager.create(0, 0, 1, nullptr); }), "no call has begun");
   f.manager.begin_call(plan(1, {4}, {{0, VisitKind::kRead, 0, 4}}));
   EXPECT_CONTAINS(message_of([&] { f.manager.begin_call(plan(1, {4}, {})); }), "in use");
-  EXPECT_CONTAINS(message_of([&] { f.manager.acquire(0, 0, 1, std::nullopt, nullptr); }),
-                  "holds nothing");
+  EXPECT_CONTAINS(message_of([&] { f.manager.acquire(0, 0, 1, nullptr); }), "holds nothing");
   f.write(0, 0, 4);
   EXPECT_CONTAINS(message_of([&] { f.manager.create(0, 0, 1, nullptr); }), "twice");
-  EXPECT_CONTAINS(message_of([&] { f.manager.release(0, 0, 1, std::nullopt, nullptr); }),
+  EXPECT_CONTAINS(message_of([&] { f.manager.release(0, 0, 1, nullptr); }),
                   "had not been acquired");
-  EXPECT_THROW(f.manager.acquire(1, 0, 1, std::nullopt, nullptr), InvalidArgument);
-  EXPECT_THROW(f.manager.acquire(0, 0, 5, std::nullopt, nullptr), InvalidArgument);
-  EXPECT_THROW(f.manager.acquire(0, 0, 1, std::vector<int64_t>{4}, nullptr), InvalidArgument);
-  f.manager.acquire(0, 0, 1, std::nullopt, nullptr);
+  EXPECT_THROW(f.manager.acquire(1, 0, 1, nullptr), InvalidArgument);
+  EXPECT_THROW(f.manager.acquire(0, 0, 5, nullptr), InvalidArgument);
+  EXPECT_THROW(f.manager.set_visit_pages(0, {4}), InvalidArgument);
+  f.manager.acquire(0, 0, 1, nullptr);
   EXPECT_CONTAINS(message_of([&] { f.manager.drop(0, 0, 1, true, true, nullptr); }), "acquired");
   f.manager.check_integrity();
   f.manager.close();
@@ -312,7 +344,7 @@ TEST(PageManager, EveryPageDiesWithTheCall) {
     f.manager.begin_call(plan(2, {8}, {{0, VisitKind::kRead, 0, 8}}));
     f.write(0, 0, 8);
     f.write(1, 0, 3);
-    f.manager.acquire(0, 0, 1, std::nullopt, nullptr);
+    f.manager.acquire(0, 0, 1, nullptr);
     EXPECT_EQ(f.manager.statistics().device_peak_bytes, 4 * kSlotBytes);
     f.manager.end_call();
     f.manager.end_call();

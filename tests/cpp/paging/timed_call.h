@@ -213,15 +213,15 @@ class TimedCall {
         static_cast<double>(shape_.budget == 0 ? pages : std::min(pages, shape_.budget));
     ideal_ += kLaunchSeconds + attention;
     const std::optional<List>& list = turn(chunk, layer).pages;
-    const auto waves = manager_->waves(visit, 0, pages, list);
+    const auto waves = manager_->waves(visit);
     int64_t covered = 0;
     for (const auto& [begin, end] : waves) {
       ASSERT_EQ(begin, covered);
       covered = end;
       expect_fit(list, begin, end, visit == turn(chunk, layer).backward);
-      manager_->acquire(visit, begin, end, list, nullptr);
+      manager_->acquire(visit, begin, end, nullptr);
       engine_->compute(kLaunchSeconds + attention / static_cast<double>(waves.size()));
-      manager_->release(visit, begin, end, list, nullptr);
+      manager_->release(visit, begin, end, nullptr);
     }
     ASSERT_EQ(covered, pages);
     compute(0.9 * cost.fixed_seconds);

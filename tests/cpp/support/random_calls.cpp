@@ -152,14 +152,17 @@ void RandomCalls::play(const Step& step) {
 
 void RandomCalls::visit(const Step& step) {
   PageManager& manager = *tiers_.manager;
-  const PageManager::PageList list = step.announced ? std::nullopt : step.list;
+  if (step.list && !step.announced) {
+    operate([&] { manager.set_visit_pages(step.visit, *step.list); });
+  }
   const bool accumulates = visits_[static_cast<size_t>(step.visit)].kind == VisitKind::kAccumulate;
   // Mostly in the manager's waves; sometimes all at once, which leaves nothing to its foresight.
-  auto waves = manager.waves(step.visit, step.begin, step.end, list);
+  auto waves = manager.waves(step.visit);
   const int64_t slots = (step.end - step.begin) * space_.batch() * (1 + grad_slots_);
   if (slots <= manager.device_slots() && below(2) == 0) waves = {{step.begin, step.end}};
   for (const auto& [first, last] : waves) {
-    operate([&] { manager.acquire(step.visit, first, last, list, nullptr); });
+    if (below(2) == 0) manager.in_place(step.visit, first, last);
+    operate([&] { manager.acquire(step.visit, first, last, nullptr); });
     for_each(first, last, [&](int64_t position) {
       const auto& pages = step.list;
       if (pages && std::find(pages->begin(), pages->end(), position) == pages->end()) return;
@@ -167,7 +170,7 @@ void RandomCalls::visit(const Step& step) {
       const int64_t entry = manager.tables().gradient_entry(step.layer) + 2 * position;
       if (accumulates && manager.tables()[entry] >= 0) oracle_.add_gradient(step.layer, position);
     });
-    operate([&] { manager.release(step.visit, first, last, list, nullptr); });
+    operate([&] { manager.release(step.visit, first, last, nullptr); });
   }
 }
 

@@ -34,8 +34,8 @@ class RandomCalls {
     int64_t begin = 0;
     int64_t end = 0;
     int32_t visit = -1;
-    paging::PageManager::PageList list = std::nullopt;
-    bool announced = false;  // list set beforehand, not given with the acquire
+    std::optional<std::vector<int64_t>> list = std::nullopt;
+    bool announced = false;  // the list is set before the first step; else just before its visit
   };
 
   int64_t below(int64_t limit) {

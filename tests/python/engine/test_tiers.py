@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import oomb
+from oomb.engine.attention import ChunkAttention
 
 from .models import make
 from .reference import (
@@ -111,6 +112,18 @@ def test_shuffled_slots_have_the_same_bits(case: Case) -> None:
     for seed, slots in enumerate((None, case.smallest, case.wanted // 4, case.wanted // 2) * 2):
         slots = None if slots is None else max(slots, case.smallest)
         assert_identical(case.run(slots, shuffle_seed=seed, poison=True), case.expected)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_own_chunk_alone_or_not_has_the_same_bits(
+    case: Case, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a chunk's own keys get a launch of their own is a matter of timing."""
+    asked = []
+    monkeypatch.setattr(ChunkAttention, "_own_alone", lambda *_: asked.append(alone) or alone)
+    for slots in (None, max(case.smallest, case.wanted // 2)):
+        assert_identical(case.run(slots), case.expected)
+    assert asked
 
 
 def delayed(case: Case, seeds: range) -> None:

@@ -120,12 +120,12 @@ class Player:
                     self._write_keys(layer, page, stop)
                     manager.commit(layer, page, stop, stream)
                     page = stop
-                self._visit(layer, chunk * per, False, stream)
+                self._visit(layer, False, stream)
         for chunk in reversed(range(case.chunks)):
             for layer in range(case.layers):
-                self._visit(layer, chunk * per, False, stream)
+                self._visit(layer, False, stream)
             for layer in reversed(range(case.layers)):
-                self._visit(layer, chunk * per, True, stream)
+                self._visit(layer, True, stream)
                 for page in range(chunk * per, (chunk + 1) * per):
                     manager.acquire_gradients(layer, page, page + 1, stream)
                     if (layer, page) in self.touched:
@@ -133,8 +133,8 @@ class Player:
                     manager.drop(layer, page, page + 1, stream=stream)
                 self.visit_index += 1
 
-    def _visit(self, layer: int, end: int, accumulate: bool, stream: int) -> None:
-        for first, last in self.manager.waves(self.visit_index, 0, end):
+    def _visit(self, layer: int, accumulate: bool, stream: int) -> None:
+        for first, last in self.manager.waves(self.visit_index):
             self.manager.acquire(self.visit_index, first, last, stream=stream)
             self._check_keys(layer, first, last)
             if accumulate:
@@ -185,9 +185,9 @@ class Player:
 
 
 class TightTier:
-    """Two rare situations: a tier of three slots, page 0 has just left it, page 1 goes next.
+    """Rare situations: a tier of three slots, page 0 has just left it, page 1 goes next.
 
-    As in tests/cpp/offload/stamp_test.cpp, where they are drawn.
+    As in tests/cpp/offload/stamp_test.cpp, where the first two are drawn.
     """
 
     def __init__(self, seed: int, wait: str | None) -> None:
@@ -209,14 +209,22 @@ class TightTier:
             self._write(page, page + 1)
 
     def hand_on_host_slot(self) -> int:
-        self._read_first_page()
+        self._read(0)
         self.manager.drop(0, 0, 1, stream=self.stream)
         self._write(4, 6)
         return self._finish()
 
     def fetch_back_at_once(self) -> int:
         self.manager.drop(0, 2, 3, stream=self.stream)
-        self._read_first_page()
+        self._read(0)
+        return self._finish()
+
+    def store_over_a_store(self) -> int:
+        """Page 0 dies while it is stored; its place on the host goes to page 3 at once."""
+        self.manager.drop(0, 0, 1, stream=self.stream)
+        self._write(4, 6)
+        self.manager.drop(0, 1, 2, stream=self.stream)
+        self._read(3)
         return self._finish()
 
     def _write(self, first: int, last: int) -> None:
@@ -227,12 +235,11 @@ class TightTier:
             self.pool.index_copy_(0, self.table[0, page : page + 1].long(), stamps)
         self.manager.commit(0, first, last, self.stream)
 
-    def _read_first_page(self) -> None:
-        only = np.array([0], dtype=np.int64)
-        self.manager.acquire(0, 0, 1, only, self.stream)
-        found = self.pool.index_select(0, self.table[0, :1].long())
-        self.bad += (found != 1).sum()
-        self.manager.release(0, 0, 1, only, self.stream)
+    def _read(self, page: int) -> None:
+        self.manager.acquire(0, page, page + 1, self.stream)
+        found = self.pool.index_select(0, self.table[0, page : page + 1].long())
+        self.bad += (found != page + 1).sum()
+        self.manager.release(0, page, page + 1, self.stream)
 
     def _finish(self) -> int:
         self.manager.end_call()

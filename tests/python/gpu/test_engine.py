@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
+from oomb.engine.attention import ChunkAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +102,31 @@ def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPage
         assert torch.equal(step.loss, first.loss)
         for name, value in expected.items():
             assert torch.equal(again[name], value), (slots, name)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kv_grad_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
+)
+def test_own_chunk_alone_or_not_has_the_same_bits(
+    attention: oomb.Dense | oomb.TopKPages,
+    kv_grad_dtype: str,
+    alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a chunk's own keys get a launch of their own is a matter of timing."""
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    settings = {"attention": attention, "kv_grad_dtype": kv_grad_dtype}
+    first, expected = chunked(model, ids, **settings)  # all in place: one launch each
+    asked = []
+    monkeypatch.setattr(ChunkAttention, "_own_alone", lambda *_: asked.append(alone) or alone)
+    for memory in (None, 40 * 2 * PAGE * 64 * 2):
+        step, again = chunked(model, ids, **settings, device_memory=memory, host_memory="64MiB")
+        assert torch.equal(step.loss, first.loss)
+        for name, value in expected.items():
+            assert torch.equal(again[name], value), (memory, name)
+    assert asked
 
 
 def test_recompute_changes_no_bit() -> None:

@@ -47,6 +47,7 @@ def test_no_stamp_is_stale_in_tight_places() -> None:
     for seed in range(100):
         assert TightTier(seed, None).hand_on_host_slot() == 0
         assert TightTier(seed, None).fetch_back_at_once() == 0
+        assert TightTier(seed, None).store_over_a_store() == 0
 
 
 @pytest.mark.parametrize("wait", _C.page_waits())

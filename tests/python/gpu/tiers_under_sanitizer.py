@@ -38,12 +38,12 @@ for grad_slots, poison, slot_bytes in ((1, False, 4096), (2, True, 4096), (1, Tr
     )
     for layer in range(LAYERS):
         manager.create_gradients(layer, 0, CHUNKS * PAGES)
-    for index, (layer, kind, first, last) in enumerate(visits):
+    for index, (layer, kind, _, last) in enumerate(visits):
         if kind == 0:
             for page in range(last, last + PAGES):
                 manager.create(layer, page, page + 1)
                 manager.commit(layer, page, page + 1)
-        for begin, end in manager.waves(index, first, last):
+        for begin, end in manager.waves(index):
             manager.acquire(index, begin, end)
             manager.release(index, begin, end)
         if kind == 1:
