@@ -245,11 +245,11 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
     const int row = place.row0 + warp * 16 + r * 8 + lane / 4;
     if (place.page * page_size + row >= steps.key_end) continue;
     const int64_t element = (int64_t{block.head} * page_size + row) * kDim + column;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      dk_page.add_pair(element + n * 8, dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-      dv_page.add_pair(element + n * 8, dv[n][2 * r], dv[n][2 * r + 1]);
-    }
+    dk_page.add_pairs<kDim / 8>(element, [&](int n) {
+      return make_float2(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
+    });
+    dv_page.add_pairs<kDim / 8>(element,
+                                [&](int n) { return make_float2(dv[n][2 * r], dv[n][2 * r + 1]); });
   }
 }
 

@@ -342,11 +342,11 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     const int row = first_row + r * 8;
     if (unit.page * kKeys + row >= steps.key_end) continue;
     const int64_t element = (int64_t{unit.kv_head} * kKeys + row) * kDim + column;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      dk_page.add_pair(element + n * 8, dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-      dv_page.add_pair(element + n * 8, dv[n][2 * r], dv[n][2 * r + 1]);
-    }
+    dk_page.add_pairs<kDim / 8>(element, [&](int n) {
+      return make_float2(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
+    });
+    dv_page.add_pairs<kDim / 8>(element,
+                                [&](int n) { return make_float2(dv[n][2 * r], dv[n][2 * r + 1]); });
   }
 }
 

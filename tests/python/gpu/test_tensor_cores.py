@@ -95,6 +95,25 @@ def test_long_past(lists: str, deterministic: bool) -> None:
 
 
 @in_both_orders
+@pytest.mark.parametrize("lists", ["dense", "shared"])
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_long_chunk(page_size: int, lists: str, deterministic: bool) -> None:
+    """Dozens of key tiles of the chunk itself add to a row's dQ, dozens of queries to a page."""
+    check(
+        Case(
+            page_size=page_size,
+            group=7,
+            kv_heads=1,
+            chunk=4500,
+            past=1000,
+            lists=lists,
+            budget=4,
+            deterministic=deterministic,
+        )
+    )
+
+
+@in_both_orders
 @dims_and_pages
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
 @pytest.mark.parametrize(
