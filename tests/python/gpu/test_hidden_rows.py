@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gradient_case import Case, Problem
+from attention_case import Case, Problem
 
 from oomb import _C
 
@@ -44,6 +44,7 @@ def poison(problem: Problem, value: float) -> int:
     problem.k[hidden[:, :, c.past :]] = value
     problem.v[hidden[:, :, c.past :]] = value
     rest = c.pages * c.page_size - c.past
+    assert rest > 0
     assert rest > 0
     in_pages = torch.nn.functional.pad(hidden[:, :, : c.past], (0, rest), value=True)
     for b, page in itertools.product(range(c.batch), range(c.pages)):
