@@ -33,7 +33,8 @@ def forced() -> Iterator[None]:
 
 
 def poison(problem: Problem, value: float) -> int:
-    """Overwrites keys and values that no row sees, and rows that see nothing. How many keys."""
+    """Overwrites keys and values that no row sees, the rest of the last page too, and rows that
+    see nothing. How many keys before that rest."""
     c = problem.case
     seen = problem.visible()
     empty = ~seen.any(dim=-1)
@@ -43,6 +44,7 @@ def poison(problem: Problem, value: float) -> int:
     problem.k[hidden[:, :, c.past :]] = value
     problem.v[hidden[:, :, c.past :]] = value
     rest = c.pages * c.page_size - c.past
+    assert rest > 0
     in_pages = torch.nn.functional.pad(hidden[:, :, : c.past], (0, rest), value=True)
     for b, page in itertools.product(range(c.batch), range(c.pages)):
         slot = problem.pool[int(problem.block_table[b, page])]
@@ -57,7 +59,7 @@ def poison(problem: Problem, value: float) -> int:
 def test_hidden_rows(
     head_dim: int, page_size: int, lists: str, limits: dict[str, int], ends: str
 ) -> None:
-    for deterministic, value in [(True, float("nan")), (True, float("inf")), (False, float("nan"))]:
+    for deterministic, value in [(True, float("nan")), (False, float("inf"))]:
         case = Case(
             head_dim=head_dim,
             page_size=page_size,
@@ -75,7 +77,8 @@ def test_hidden_rows(
             problem.num_keys = torch.tensor(lengths, device="cuda", dtype=torch.int32)
         clean = problem.run().tensors()
         hidden = poison(problem, value)
-        assert hidden > 0 or (ends, lists, limits) == ("everywhere", "dense", {})
+        # With neither limits nor ends all keys may be seen; the rest of the last page is not.
+        assert hidden > 0 or (ends == "everywhere" and not limits)
         for name, tensor in problem.run().tensors().items():
             if name == "dq" and not deterministic:  # its last bits vary
                 torch.testing.assert_close(tensor, clean[name])
