@@ -94,8 +94,6 @@ def test_long_past(lists: str, deterministic: bool) -> None:
     )
 
 
-# On Hopper the chunk's queries then come in two stripes where dQ is summed in any order, each of
-# which adds to the gradient pages, or in one where these are bf16.
 @in_both_orders
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "shared"])
@@ -103,7 +101,11 @@ def test_long_past(lists: str, deterministic: bool) -> None:
 def test_long_chunk(
     page_size: int, lists: str, dkv_dtype: torch.dtype, deterministic: bool
 ) -> None:
-    """Dozens of key tiles of the chunk itself add to a row's dQ, dozens of queries to a page."""
+    """Dozens of key tiles of the chunk itself add to a row's dQ, dozens of queries to a page.
+
+    More queries than the L2 takes: Hopper's kernels go through them in two stripes where dQ has no
+    order and pages are fp32.
+    """
     check(
         Case(
             page_size=page_size,
@@ -236,7 +238,8 @@ def test_page_without_gradient(lists: str, deterministic: bool) -> None:
     assert (partial.dkv_pool[full.dkv_table[0, 2].long()] == 0).all()
 
 
-# Waves may end at any page; without lists on Hopper at 128 tokens, the kernels' key tile.
+# Waves may end at any of the kernels' key tiles: 128 tokens of dense attention on Hopper, a page
+# elsewhere.
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @lists_of_pages
