@@ -45,7 +45,6 @@ def poison(problem: Problem, value: float) -> int:
     problem.v[hidden[:, :, c.past :]] = value
     rest = c.pages * c.page_size - c.past
     assert rest > 0
-    assert rest > 0
     in_pages = torch.nn.functional.pad(hidden[:, :, : c.past], (0, rest), value=True)
     for b, page in itertools.product(range(c.batch), range(c.pages)):
         slot = problem.pool[int(problem.block_table[b, page])]
