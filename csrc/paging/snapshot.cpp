@@ -49,7 +49,8 @@ std::string PageManager::snapshot() const {
     ++all[state];
   }
   out << ", \"visit\": " << now_ << ", \"visits\": " << schedule_.size()
-      << ", \"pinned_slots\": " << tiers_.pinned_slots() << ", \"stream_slots\": " << stream_slots_
+      << ", \"pinned_slots\": " << tiers_.pinned_slots()
+      << ", \"stream_slots\": " << prefetcher_.window()
       << ", \"ahead_slots\": " << tiers_.ahead_slots()
       << ", \"in_flight\": {\"loads\": " << tiers_.in_flight_loads()
       << ", \"stores\": " << tiers_.in_flight_stores() << "}, \"pages\": ";

@@ -16,6 +16,7 @@ struct CopyCosts {
   double issue_seconds = 10e-6;    // of the host, per batch
   double record_seconds = 1e-6;    // of the host, per slot of a batch
   double filled_seconds = 0.1e-6;  // of compute, per slot set to zero
+  bool measured = true;            // load_pace() knows something
 };
 
 // Moves nothing, in virtual time. The host issues work; each lane runs its own in order, as early
@@ -38,6 +39,9 @@ class TimedCopyEngine final : public paging::CopyEngine {
     host_ += costs_.issue_seconds + costs_.record_seconds * slots;
     const double seconds = costs_.batch_seconds + costs_.slot_seconds * slots;
     copying_ += seconds;
+    if (lane == paging::Lane::kLoad && costs_.measured) {
+      pace_.add(static_cast<int64_t>(pages.size()), seconds);
+    }
     return run(lane, seconds);
   }
 
@@ -64,6 +68,8 @@ class TimedCopyEngine final : public paging::CopyEngine {
   void drain() override {
     for (const Timeline& lane : lanes_) host_ = std::max(host_, lane.free);
   }
+  paging::LoadPace load_pace() override { return pace_; }
+  double now() const override { return host_; }
   double exposed_seconds() override { return exposed_; }
   void reset_statistics() override { exposed_ = 0; }
 
@@ -98,6 +104,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
   double host_ = 0;  // the host's own clock
   double exposed_ = 0;
   double copying_ = 0;
+  paging::LoadPace pace_;
   std::array<Timeline, paging::kNumLanes> lanes_;
 };
 
