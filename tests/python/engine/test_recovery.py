@@ -88,7 +88,7 @@ def test_stopped_at_a_chunk_border(
         assert_untouched(engine, model, before, expected)
 
 
-@pytest.mark.parametrize("method", ["_write", "_waves", "_end_own_pages", "backward"])
+@pytest.mark.parametrize("method", ["_write", "_launches", "_end_own_pages", "backward"])
 @pytest.mark.parametrize("count", [1, 9, 20])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_stopped_inside_a_layer(
