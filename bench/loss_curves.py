@@ -1,18 +1,28 @@
 """Held-out loss of a small model trained from scratch: ordinary, chunked, page-sparse, sampled.
 
-    python bench/loss_curves.py --json curves.json --plot curves.png
+    python bench/loss_curves.py --json curves.json --plot curves.png [--jobs 15] [--devices 3]
 
 Every method sees the same text in the same order from the same weights, once per seed. The text is
 the source of Python's library, one token per byte; the loss is in nats per byte, of files that are
-not trained on, always under exact attention.
+not trained on, always under exact attention. On a GPU weights are fp32 under bf16 autocast.
+
+Runs are processes, several at a time on each GPU. Finished ones are kept in the JSON file, and a
+second call makes those that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +35,10 @@ from oomb.cli.demo_text import Text, python_source
 
 METHODS = ("ordinary", "exact", "sparse", "sampled 1/2", "sampled 1/4")
 BUDGET_SHARE = 4  # a block sees one of so many past pages at the end of a sequence
+WANTED_GAP = 0.005  # of exact to ordinary training, in nats per byte
+TIMED_STEPS = range(10, 20)  # what the estimated duration comes from
+
+Curve = list[float]
 
 
 def make_model(options: argparse.Namespace, seed: int) -> PreTrainedModel:
@@ -58,39 +72,178 @@ def settings_of(method: str, options: argparse.Namespace, seed: int) -> oomb.Con
     return oomb.Config(**settings)
 
 
-def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> list[float]:
-    """Held-out loss after each ``options.every`` steps, the untrained model's first."""
+def marks(options: argparse.Namespace) -> list[int]:
+    """Steps after which the held-out loss is taken."""
+    return sorted({*range(0, options.steps + 1, options.every), options.steps})
+
+
+def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> Iterator[float]:
+    """Held-out loss after each of ``marks``, the untrained model's first."""
     model = make_model(options, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, options.steps)
-    held_out = text.held_out_batch(options.tokens).to(options.device)
-    exact = settings_of("exact", options, seed)
-    losses = []
-
-    def evaluate() -> None:
-        with oomb.Engine(model, exact) as judge:
-            losses.append(float(judge.evaluate(held_out, held_out).loss))
-
-    def measured(step: int) -> bool:
-        return step % options.every == 0 or step == options.steps
-
+    held_out = text.held_out_batch(options.held_out * options.tokens)
+    held_out = held_out.view(options.held_out, options.tokens).to(options.device)
     start = seed * text.train.numel() // 7  # seeds read different parts first
-    evaluate()
-    with oomb.Engine(model, settings_of(method, options, seed)) as engine:
-        for step in range(1, options.steps + 1):
-            ids = text.batch(start + (step - 1) * options.tokens, options.tokens)
-            ids = ids.to(options.device)
-            if method == "ordinary":
-                ordinary_loss(model, ids).backward()
-            else:
-                engine.forward_backward(ids, ids)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
-            if measured(step):
-                evaluate()
-    return losses
+    with (
+        oomb.Engine(model, settings_of("exact", options, seed)) as judge,
+        oomb.Engine(model, settings_of(method, options, seed)) as engine,
+    ):
+        for step in range(options.steps + 1):
+            if step > 0:
+                ids = text.batch(start + (step - 1) * options.tokens, options.tokens)
+                ids = ids.to(options.device)
+                with autocast(options.device):
+                    if method == "ordinary":
+                        loss = ordinary_loss(model, ids)
+                    else:
+                        engine.forward_backward(ids, ids)
+                if method == "ordinary":
+                    loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                schedule.step()
+                tell_pace(step)
+            if step in marks(options):
+                with autocast(options.device):
+                    yield float(judge.evaluate(held_out, held_out).loss)
+
+
+def autocast(device: str) -> torch.autocast:
+    """Products and attention in bf16 where there are units for it."""
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+_pace: dict[int, float] = {}
+
+
+def tell_pace(step: int) -> None:
+    """Print seconds per step once."""
+    if step in (TIMED_STEPS.start, TIMED_STEPS.stop):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        _pace[step] = time.perf_counter()
+    if step == TIMED_STEPS.stop:
+        spent = _pace[TIMED_STEPS.stop] - _pace[TIMED_STEPS.start]
+        print(json.dumps({"seconds_per_step": spent / len(TIMED_STEPS)}), flush=True)
+
+
+class Runs:
+    """Every seed and method in a process of its own; what is done is in the record.
+
+    Attributes:
+        record: ``arguments``, ``steps``, ``curves[method][seed]``.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._estimated = False
+        given = {k: v for k, v in vars(options).items() if k in COMPARED}
+        self.record: dict[str, Any] = {"arguments": given, "steps": marks(options), "curves": {}}
+        if options.json is not None and options.json.exists():
+            kept = json.loads(options.json.read_text())
+            if kept["arguments"] != given:
+                raise SystemExit(f"--json: {options.json} has runs of other arguments")
+            self.record["curves"] = kept["curves"]
+
+    def missing(self) -> list[tuple[int, str]]:
+        """(seed, method) in order."""
+        curves = self.record["curves"]
+        wanted = [(s, m) for s in range(self._options.seeds) for m in self._options.methods]
+        return [(s, m) for s, m in wanted if str(s) not in curves.get(m, {})]
+
+    def make(self) -> None:
+        """Make those that are missing, as far as the time limit allows."""
+        missing = self.missing()
+        print(f"{len(missing)} runs to make, {self._options.jobs} at a time", flush=True)
+        with ThreadPoolExecutor(self._options.jobs) as pool:
+            for number, (seed, method) in enumerate(missing):
+                pool.submit(self._guarded, number, seed, method)
+
+    def _guarded(self, number: int, seed: int, method: str) -> None:
+        try:
+            self._run(number, seed, method)
+        except Exception as error:
+            print(f"seed {seed}  {method:12} failed: {error}", flush=True)
+
+    def _run(self, number: int, seed: int, method: str) -> None:
+        left = self._options.seconds - (time.monotonic() - self._began)
+        if left <= 0:
+            return
+        began = time.monotonic()
+        curve: Curve = []
+        with self._process(number, seed, method, left) as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "seconds_per_step" in told:
+                    self._estimate(told["seconds_per_step"], time.monotonic() - began)
+                else:
+                    curve.append(told["loss"])
+        if len(curve) < len(self.record["steps"]):
+            print(f"seed {seed}  {method:12} stopped after {len(curve)} losses", flush=True)
+            return
+        with self._lock:
+            self.record["curves"].setdefault(method, {})[str(seed)] = curve
+            spent = time.monotonic() - began
+            print(f"seed {seed}  {method:12} {curve[-1]:.4f}  {spent:.0f} s", flush=True)
+            if self._options.json is not None:
+                self._options.json.write_text(json.dumps(self.record, indent=1))
+
+    @contextmanager
+    def _process(self, number: int, seed: int, method: str, left: float) -> Iterator[Any]:
+        """Lines of JSON of one run; it ends when the time is over."""
+        arguments = [sys.executable, __file__, "--only", method, str(seed)]
+        for name in COMPARED:
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(self._options, name))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | self._device(number)
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+        stop = threading.Timer(left, process.terminate)
+        stop.start()
+        try:
+            yield process.stdout
+        finally:
+            stop.cancel()
+            process.terminate()
+            process.wait()
+
+    def _device(self, number: int) -> dict[str, str]:
+        if self._options.devices == 1:
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(i) for i in range(self._options.devices)]
+        return {"CUDA_VISIBLE_DEVICES": names[number % self._options.devices]}
+
+    def _estimate(self, per_step: float, until_now: float) -> None:
+        """Once, from the pace of the first run that tells, with all the others beside it."""
+        with self._lock:
+            if self._estimated:
+                return
+            self._estimated = True
+            rounds = -(-len(self.missing()) // self._options.jobs)
+            of_run = until_now + (self._options.steps - TIMED_STEPS.stop) * per_step
+            print(f"estimated duration: {rounds * of_run:.0f} s", flush=True)
+
+
+def compare(record: dict[str, Any]) -> None:
+    """Print final losses, and how far each method is from the first, per seed."""
+    curves = record["curves"]
+    base = next((m for m in METHODS if m in curves), None)
+    if base is None:
+        return
+    print(f"\nfinal held-out loss, and its difference from {base!r}, per seed")
+    for method in (m for m in METHODS if m in curves):
+        runs = curves[method]
+        mean = statistics.fmean(run[-1] for run in runs.values())
+        gaps = {s: run[-1] - curves[base][s][-1] for s, run in runs.items() if s in curves[base]}
+        told = "  ".join(f"{gap:+.4f}" for _, gap in sorted(gaps.items()))
+        largest = max(map(abs, gaps.values()), default=0.0)
+        verdict = ""
+        if method == "exact" and base == "ordinary":
+            verdict = f"  largest {largest:.4f}, wanted <= {WANTED_GAP}"
+        print(f"{method:12} {mean:.4f}   {told}{verdict}")
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -99,55 +252,56 @@ def draw(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for method, runs in record["curves"].items():
-        mean = [statistics.fmean(point) for point in zip(*runs, strict=True)]
-        line = axes.plot(record["steps"], mean, label=method)[0]
-        low, high = ([f(p) for p in zip(*runs, strict=True)] for f in (min, max))
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for method in (m for m in METHODS if m in record["curves"]):
+        points = list(zip(*record["curves"][method].values(), strict=True))
+        mean = [statistics.fmean(point) for point in points]
+        exact = method == "exact"  # lies on the ordinary one
+        line = axes.plot(record["steps"], mean, ":" if exact else "-", label=method)[0]
+        low, high = ([f(point) for point in points] for f in (min, max))
         axes.fill_between(record["steps"], low, high, alpha=0.15, color=line.get_color())
-    axes.set_xlabel("steps")
-    axes.set_ylabel("held-out loss, nats per byte")
-    axes.legend()
-    figure.tight_layout()
+    seeds = max(map(len, record["curves"].values()))
+    axes.set(xlabel="steps", ylabel="held-out loss, nats per byte", yscale="log")
+    axes.set_title(f"mean and range of {seeds} seeds", fontsize=10)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
+# Options on which a curve depends.
+COMPARED = ("device", "tokens", "steps", "every", "hidden", "layers", "rate", "held_out")
+
+
 def main() -> None:
+    gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--tokens", type=int, default=16384, help="per sequence and step")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--held-out", type=int, default=4, help="sequences of held-out text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--jobs", type=int, default=15 if gpu else 1, help="runs at a time")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")
+    parser.add_argument("--seconds", type=float, default=3600, help="stop what still runs then")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--only", nargs=2, metavar=("METHOD", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-
-    text = python_source()
-    marks = [s for s in range(options.steps + 1) if s % options.every == 0 or s == options.steps]
-    curves: dict[str, list[list[float]]] = {method: [] for method in options.methods}
-    given = {k: v for k, v in vars(options).items() if k not in ("json", "plot")}
-    record: dict[str, Any] = {"arguments": given, "steps": marks, "curves": curves}
-    for seed in range(options.seeds):
-        for method in options.methods:
-            began = time.perf_counter()
-            curves[method].append(train(method, seed, text, options))
-            seconds = time.perf_counter() - began
-            print(f"seed {seed}  {method:12} {curves[method][-1][-1]:.4f}  {seconds:.0f} s")
-            if options.json is not None:
-                options.json.write_text(json.dumps(record, indent=1))
-    base = [run[-1] for run in curves[options.methods[0]]]
-    print(f"\nfinal held-out loss, and its difference from {options.methods[0]!r}, per seed")
-    for method, runs in curves.items():
-        gaps = [run[-1] - other for run, other in zip(runs, base, strict=True)]
-        mean = statistics.fmean(run[-1] for run in runs)
-        print(f"{method:12} {mean:.4f}   " + "  ".join(f"{gap:+.4f}" for gap in gaps))
-    if options.plot is not None:
-        draw(record, options.plot)
+    if options.only is not None:
+        method, seed = options.only
+        for loss in train(method, int(seed), python_source(), options):
+            print(json.dumps({"loss": loss}), flush=True)
+        return
+    runs = Runs(options)
+    runs.make()
+    compare(runs.record)
+    if options.plot is not None and runs.record["curves"]:
+        draw(runs.record, options.plot)
+    raise SystemExit(1 if runs.missing() else 0)
 
 
 if __name__ == "__main__":

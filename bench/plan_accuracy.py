@@ -3,21 +3,23 @@
     python bench/plan_accuracy.py                      # the GPU where there is one, else the CPU
     python bench/plan_accuracy.py --device cpu --cases lora,sampled --json accuracy.json
 
-Every configuration runs in a process of its own: a small warm-up, a step with the optimizer, and a
-second one, which is measured. Memory on the CPU is what the process holds resident at its peak
-beyond what it held before the model was made; on a GPU it is torch's peak and the page pools'.
+A small warm-up, a step with the optimizer, and a second one, which is measured. On the CPU every
+configuration runs in a process of its own, and memory is what the process holds resident at its
+peak beyond what it held before the model was made. On a GPU it is what torch's allocator and the
+page pools report, and what the driver has given to both.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,10 +41,11 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; ``chunks`` of ``chunk`` tokens, both scaled up on a GPU."""
+    """One configuration; ``chunks`` of ``chunk`` tokens, chunks eight times as long on a GPU."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     family: str = "qwen2"
+    gpu_model: str = "7b"  # of _CUDA_SHAPES
     shape: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     batch: int = 1
@@ -56,14 +59,19 @@ class Case:
 CASES = {
     "full": Case(),
     "lora": Case(lora=True),
-    "recompute": Case({"recompute": "layer"}),
-    "topk": Case({"attention": oomb.TopKPages(budget=4)}, chunks=12),
+    "recompute": Case({"recompute": "layer"}, gpu_model="0.5b"),
+    "topk": Case({"attention": oomb.TopKPages(budget=4)}, chunks=12, gpu_model="0.5b"),
     "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=3)}, chunks=12),
     "windows": Case(family="mistral", shape={"sliding_window": 300}),
     "two-tiers": Case(tier_share=0.25),
     "two-tiers-bf16": Case({"kv_grad_dtype": "bfloat16"}, tier_share=0.25, dtype="bfloat16"),
-    "batch": Case(batch=2, chunks=4, chunk=512),
-    "large-vocabulary": Case(shape={"vocab_size": 65536}, chunks=4, optimizer="sgd"),
+    "topk-two-tiers": Case(
+        {"attention": oomb.TopKPages(budget=4)}, chunks=16, chunk=256, tier_share=0.25
+    ),
+    "batch": Case(batch=2, chunks=4, chunk=512, gpu_model="0.5b"),
+    "large-vocabulary": Case(
+        shape={"vocab_size": 65536}, chunks=4, optimizer="sgd", gpu_model="0.5b"
+    ),
 }
 _CPU_SHAPE = {
     "hidden_size": 384,
@@ -74,21 +82,39 @@ _CPU_SHAPE = {
     "head_dim": 64,
     "vocab_size": 8192,
 }
-_CUDA_SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 128256,
+_CUDA_SHAPES: dict[str, dict[str, Any]] = {
+    "7b": {  # Qwen2.5-7B with some of its layers
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 152064,
+    },
+    "0.5b": {  # Qwen2.5-0.5B
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }
+_LONGER = 8  # chunks, windows and budgets on a GPU, in tokens
+_CPU_PAGE, _GPU_PAGE = 64, 128
 
 
 def model_config(case: Case, device: str) -> Any:
-    sizes = {**(_CPU_SHAPE if device == "cpu" else _CUDA_SHAPE), **case.shape}
-    if device == "cuda" and "sliding_window" in sizes:
-        sizes["sliding_window"] *= 8
+    own = dict(case.shape)
+    if device == "cuda":
+        if "sliding_window" in own:
+            own["sliding_window"] *= _LONGER
+        if "vocab_size" in own:
+            own["vocab_size"] *= 4
+    sizes = (_CPU_SHAPE if device == "cpu" else _CUDA_SHAPES[case.gpu_model]) | own
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return AutoConfig.for_model(case.family, max_position_embeddings=2**20, **sizes, **special)
 
@@ -103,13 +129,15 @@ def adapter(case: Case) -> Any:
 
 def settings(case: Case, device: str) -> tuple[oomb.Config, int, torch.dtype]:
     """Engine settings, tokens per sequence and dtype of a case on a device."""
-    scale = 1 if device == "cpu" else 8
+    scale, page_size = (1, _CPU_PAGE) if device == "cpu" else (_LONGER, _GPU_PAGE)
     chunk = case.chunk * scale
     tokens = case.chunks * chunk
     dtype = torch.bfloat16 if device == "cuda" else getattr(torch, case.dtype)
-    config = oomb.Config(
-        **{"chunk_size": chunk, "page_size": 64, "recompute": "none"} | case.settings
-    )
+    own = dict(case.settings)
+    rule = own.get("attention")
+    if isinstance(rule, oomb.TopKPages):
+        own["attention"] = replace(rule, budget=rule.budget * scale * _CPU_PAGE // page_size)
+    config = oomb.Config(**{"chunk_size": chunk, "page_size": page_size, "recompute": "none"} | own)
     if case.tier_share:
         planner = Planner(model_config(case, device), Machine.here(device), dtype=dtype)
         pages = planner.pages(tokens, config, case.batch)
@@ -128,7 +156,7 @@ def predict(case: Case, device: str, timed: bool) -> Prediction:
     )
 
 
-# Measuring, in a process of its own ---------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def status(name: str) -> int:
@@ -159,7 +187,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     config, tokens, dtype = settings(case, device)
     vocabulary = model_config(case, device).vocab_size
     warm_up(case, device, dtype, config)
-    before = status("VmRSS")
+    memory = GpuMemory() if device == "cuda" else ProcessMemory()
     model = build(case, device, dtype)
     kinds = {"adamw_torch": torch.optim.AdamW, "sgd": torch.optim.SGD}
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -168,32 +196,76 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     with oomb.Engine(model, config) as engine:
         for step in range(2):
             if step == 1:
-                pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+                memory.start_anew()
             began = rates.clock()
-            stats = engine.forward_backward(ids, ids).stats
+            result = engine.forward_backward(ids, ids, on_progress=memory.look)
+            float(result.loss)  # waits for the device
             seconds = rates.clock() - began
             optimizer.step()
             optimizer.zero_grad()
-    measured = {
-        "seconds": seconds,
-        "device_pool_bytes": stats.device_peak_bytes,
-        "host_pool_bytes": stats.host_peak_bytes,
-        "h2d_bytes": stats.h2d_bytes,
-        "d2h_bytes": stats.d2h_bytes,
-        "exposed_copy_seconds": stats.exposed_copy_seconds,
-    }
-    if device == "cuda":
-        measured["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
-    else:
-        measured["process_bytes"] = status("VmHWM") - before
-    return measured
+        stats = result.stats
+        return {
+            "seconds": seconds,
+            "fill_seconds": stats.fill_seconds,
+            "device_pool_bytes": stats.device_peak_bytes,
+            "host_pool_bytes": stats.host_peak_bytes,
+            "h2d_bytes": stats.h2d_bytes,
+            "d2h_bytes": stats.d2h_bytes,
+            "exposed_copy_seconds": stats.exposed_copy_seconds,
+            **memory.peaks(),
+        }
+
+
+class ProcessMemory:
+    """The peak of what this process holds resident, beyond what it held at first."""
+
+    def __init__(self) -> None:
+        self._before = status("VmRSS")
+
+    def start_anew(self) -> None:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+    def look(self, progress: oomb.Progress) -> None:
+        pass
+
+    def peaks(self) -> dict[str, int]:
+        return {"process_bytes": status("VmHWM") - self._before}
+
+
+class GpuMemory:
+    """Peaks by torch's counters and, at the chunks' ends, by the driver's, beyond those at first.
+
+    The driver's has blocks that torch holds unused.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._allocated, self._used = torch.cuda.memory_allocated(), self._driver_used()
+        self._most_used = 0
+
+    def start_anew(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._most_used = 0
+
+    def look(self, progress: oomb.Progress) -> None:
+        self._most_used = max(self._most_used, self._driver_used())
+
+    def peaks(self) -> dict[str, int]:
+        return {
+            "torch_peak_bytes": torch.cuda.max_memory_allocated() - self._allocated,
+            "device_bytes": self._most_used - self._used,
+        }
+
+    def _driver_used(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
 
 def warm_up(case: Case, device: str, dtype: torch.dtype, config: oomb.Config) -> None:
     """Two layers, three chunks: libraries, kernels and their buffers are in place afterwards."""
-    small = oomb.Config(**{**vars(config), "device_memory": None, "host_memory": None})
+    own = {"device_memory": None, "host_memory": None, "backward": oomb.AllChunks()}
+    small = oomb.Config(**{**vars(config), **own})
     model = build(case, device, dtype, layers=2)
     ids = torch.randint(8, (case.batch, 3 * config.chunk_size), device=device)
     with oomb.Engine(model, small) as engine:
@@ -208,18 +280,19 @@ def compare(case: Case, device: str, timed: bool, flags: list[str]) -> dict[str,
         measured = in_child(case, device, flags, ALLOCATOR)
         if timed:
             measured["seconds"] = in_child(case, device, flags, {})["seconds"]
-    else:
-        measured = in_child(case, device, flags, {})
+    else:  # nothing stays behind on the device, and a process takes long to start
+        measured = measure(case, device)
     prediction = predict(case, device, timed)
     row: dict[str, Any] = {"case": case_name(case), "fits": prediction.fits}
-    for name in ("seconds", "device_pool_bytes", "host_pool_bytes", "h2d_bytes", "d2h_bytes"):
-        row[name] = {"predicted": getattr(prediction, name), "measured": measured[name]}
+    names = ["seconds", "device_pool_bytes", "host_pool_bytes", "h2d_bytes", "d2h_bytes"]
     if device == "cuda":
-        pair = prediction.torch_peak_bytes, measured["torch_peak_bytes"]
-        row["torch_peak_bytes"] = {"predicted": pair[0], "measured": pair[1]}
-    else:  # both tiers are the process's
+        names += ["torch_peak_bytes", "device_bytes"]
+    for name in names:
+        row[name] = {"predicted": getattr(prediction, name), "measured": measured[name]}
+    if device == "cpu":  # both tiers are the process's
         both = prediction.device_bytes + prediction.host_bytes
         row["process_bytes"] = {"predicted": both, "measured": measured["process_bytes"]}
+    row |= {name: measured[name] for name in ("fill_seconds", "exposed_copy_seconds")}
     if prediction.duration is not None:
         row["duration"] = vars(prediction.duration)
     return row

@@ -19,7 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import oomb
-from oomb.cli.bench import _SELECTORS, _length, _prepare_lists
+from oomb.cli.bench_step import SELECTORS, prepare_lists
+from oomb.cli.lengths import parse_length
 from oomb.engine.loss import ChunkLoss
 from oomb.testing.shapes import SHAPES, random_model
 
@@ -81,14 +82,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="64K")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
-    parser.add_argument("--selection", default="synthetic", choices=list(_SELECTORS))
+    parser.add_argument("--selection", default="synthetic", choices=list(SELECTORS))
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--top", type=int, default=25)
     arguments = parser.parse_args()
 
-    shape, length = SHAPES[arguments.model], _length(arguments.tokens)
+    shape, length = SHAPES[arguments.model], parse_length("tokens", arguments.tokens)
     device = torch.device("cuda")
     attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
     config = oomb.Config(
@@ -105,8 +106,8 @@ def main() -> None:
     )
     _marked_loss()
     with oomb.Engine(network, config) as engine:
-        engine._pools.selector_type = _SELECTORS[arguments.selection]
-        _prepare_lists(engine, shape, length, device)
+        engine._pools.selector_type = SELECTORS[arguments.selection]
+        prepare_lists(engine, SELECTORS[arguments.selection], shape, length)
         for tokens in (2 * config.chunk_size + 1, length):
             ids = torch.randint(shape.vocabulary, (1, tokens), device=device)
             engine.forward_backward(ids, ids)

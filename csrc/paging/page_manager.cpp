@@ -126,8 +126,15 @@ void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions)
     expect(position >= 0 && position < space_.positions(), "pages",
            concat("sequence * max_pages + page below ", space_.positions()), position);
   }
+  const bool first_list = !schedule_.has_pages(visit);
   schedule_.set_pages(visit, std::move(positions));
-  // Pages that were expected there and are not will be needed later than thought.
+  // Pages that were expected there and are not will be needed later than thought. In a fill that is
+  // most of the past, at each list: one by one they would take longer than the chunk's kernels.
+  if (const int32_t heir = schedule_.heir(visit);
+      heir >= 0 && first_list && schedule_[visit].kind == VisitKind::kRead) {
+    tiers_.requeue_unlisted(visit, heir);
+    return;
+  }
   for (const PageIndex index : tiers_.filed_under(visit)) tiers_.requeue(index, visit - 1);
 }
 

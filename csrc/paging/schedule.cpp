@@ -11,14 +11,15 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
       visits_(std::move(visits)),
       listed_(visits_.size(), false),
       lists_(visits_.size()),
-      ranged_(static_cast<size_t>(space.num_layers())),
+      of_layer_(static_cast<size_t>(space.num_layers())),
       uses_(static_cast<size_t>(space.num_layers())),
       found_(static_cast<size_t>(space.num_layers())),
       max_pages_(std::max<int64_t>(1, space.max_pages())),
       positions_(space.positions()) {
   for (int32_t i = 0; i < size(); ++i) {
-    ranged_[static_cast<size_t>((*this)[i].layer)].push_back(i);
+    of_layer_[static_cast<size_t>((*this)[i].layer)].push_back(i);
   }
+  ranged_ = of_layer_;
 }
 
 std::vector<int32_t>& Schedule::uses_of(int32_t layer, int64_t position) {
@@ -59,6 +60,16 @@ void Schedule::set_pages(int32_t visit, std::vector<int64_t> positions) {
   }
   lists_[static_cast<size_t>(visit)] = std::move(positions);
   listed_[static_cast<size_t>(visit)] = true;
+}
+
+int32_t Schedule::heir(int32_t visit) const {
+  const Visit& from = (*this)[visit];
+  const auto& visits = of_layer_[static_cast<size_t>(from.layer)];
+  auto it = std::upper_bound(visits.begin(), visits.end(), visit);
+  while (it != visits.end() && !(*this)[*it].touches(PageKind::kKeyValue)) ++it;
+  if (it == visits.end() || has_pages(*it)) return -1;
+  const Visit& to = (*this)[*it];
+  return to.first <= from.first && from.last <= to.last ? *it : -1;
 }
 
 std::span<const int64_t> Schedule::pages_between(std::span<const int64_t> positions, int64_t begin,

@@ -61,6 +61,11 @@ class Schedule {
     return true;
   }
 
+  // The visit at which pages expected at `visit`, which has got a list that they are not in, are
+  // expected next: the layer's next one that reads KV pages, if it has no list and its range holds
+  // that of `visit`. Else -1: they part.
+  int32_t heir(int32_t visit) const;
+
   // First visit later than `after` that touches the page; size() if there is none.
   int32_t next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
 
@@ -74,6 +79,7 @@ class Schedule {
   std::vector<Visit> visits_;
   std::vector<bool> listed_;
   std::vector<std::vector<int64_t>> lists_;              // per visit
+  std::vector<std::vector<int32_t>> of_layer_;           // per layer: its visits
   std::vector<std::vector<int32_t>> ranged_;             // per layer: visits without a list
   std::vector<std::vector<std::vector<int32_t>>> uses_;  // per layer, position: visits, descending
   // Queries come in runs of equal (layer, after): where the last search ended, per layer.

@@ -78,10 +78,13 @@ int32_t Tiers::key(PageIndex index, int32_t now) const {
   const int64_t row = index / space_->positions();
   const int64_t position = index - row * space_->positions();
   const int64_t layer = row - (gradient ? space_->num_layers() : 0);
-  const int32_t visit = schedule_->next_use(gradient ? PageKind::kGradient : PageKind::kKeyValue,
-                                            static_cast<int32_t>(layer), position, now);
+  const PageKind kind = gradient ? PageKind::kGradient : PageKind::kKeyValue;
+  return key_at(schedule_->next_use(kind, static_cast<int32_t>(layer), position, now), kind);
+}
+
+int32_t Tiers::key_at(int32_t visit, PageKind kind) {
   // Of two pages needed at the same time the KV page goes first: it need not be stored again.
-  return 2 * visit + (gradient ? 0 : 1);
+  return 2 * visit + (kind == PageKind::kGradient ? 0 : 1);
 }
 
 void Tiers::enqueue(PageIndex index, int32_t now) {
@@ -93,10 +96,20 @@ void Tiers::requeue(PageIndex index, int32_t now) {
   enqueue(index, now);
 }
 
+void Tiers::requeue_unlisted(int32_t visit, int32_t heir) {
+  victims_.move_all(key_at(visit, PageKind::kKeyValue), key_at(heir, PageKind::kKeyValue));
+  for (const int64_t position : schedule_->pages(visit)) {
+    const PageIndex index = space_->index(PageKind::kKeyValue, (*schedule_)[visit].layer, position);
+    const PageRecord& record = records_[at(index)];
+    if (record.on_device() && victims_.contains(record.device[0])) requeue(index, visit - 1);
+  }
+}
+
 std::vector<PageIndex> Tiers::filed_under(int32_t visit) const {
   std::vector<PageIndex> pages;
-  for (const int32_t key : {2 * visit, 2 * visit + 1}) {
-    for (const Slot slot : victims_.with_key(key)) pages.push_back(owner_[at(slot)]);
+  for (const PageKind kind : {PageKind::kGradient, PageKind::kKeyValue}) {
+    for (const Slot slot : victims_.with_key(key_at(visit, kind)))
+      pages.push_back(owner_[at(slot)]);
   }
   return pages;
 }

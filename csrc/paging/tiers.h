@@ -91,6 +91,8 @@ class Tiers {
   // Files the page under its next use after `now` (it was under a visit that is over, or that
   // turned out not to touch it).
   void requeue(PageIndex index, int32_t now);
+  // Files the KV pages under `visit` under `heir`, all but those that the visit's list names.
+  void requeue_unlisted(int32_t visit, int32_t heir);
   // Pages filed under a visit.
   std::vector<PageIndex> filed_under(int32_t visit) const;
   // The visit of the nearest page in the queue, -1 if there is none.
@@ -132,6 +134,7 @@ class Tiers {
   static size_t at(int64_t index) { return static_cast<size_t>(index); }
   void move(PageIndex index, Residency to);
   int32_t key(PageIndex index, int32_t now) const;
+  static int32_t key_at(int32_t visit, PageKind kind);
   void enqueue(PageIndex index, int32_t now);
   std::vector<memory::Slot> take_device_slots(int64_t count);
   bool take_host_slots(PageIndex index);

@@ -11,46 +11,64 @@
 
 namespace oomb::attention::device {
 
-// A good 32-bit hash of a 64-bit counter (the finaliser of splitmix64).
-__device__ inline uint32_t hash(uint64_t counter) {
-  counter += 0x9e3779b97f4a7c15ull;
-  counter = (counter ^ (counter >> 30)) * 0xbf58476d1ce4e5b9ull;
-  counter = (counter ^ (counter >> 27)) * 0x94d049bb133111ebull;
-  return static_cast<uint32_t>((counter ^ (counter >> 31)) >> 32);
+// Rounds to one of the two neighbours in bfloat16, each as often as the value is near to it, so
+// that the expected value is exact. Infinities stay what they are whatever is added; NaN would not.
+//   noise: 16 random bits
+__device__ inline uint32_t noisy_bits(float value, uint32_t noise) {
+  return value == value ? __float_as_uint(value) + noise : 0x7fff0000u;
 }
 
-// Rounds up with the probability that the dropped bits say, so that the expected value is exact.
-// The random bits come from a counter of logical places, never of the slot: moving a page changes
-// nothing. Infinities and NaN pass through the ordinary conversion.
-__device__ inline __nv_bfloat16 round_stochastically(float value, uint64_t counter) {
-  uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7f800000u) == 0x7f800000u) return __float2bfloat16_rn(value);
-  bits += hash(counter) >> 16;
-  return __ushort_as_bfloat16(static_cast<unsigned short>(bits >> 16));
+// Two values rounded, as they lie in memory.
+//   noise: 16 random bits for each
+__device__ inline uint32_t round_pair(float x, float y, uint32_t noise) {
+  return __byte_perm(noisy_bits(x, noise & 0xffffu), noisy_bits(y, noise >> 16), 0x7632);
 }
 
-// What identifies one element of a gradient page for rounding.
-//   kind 0 dK, 1 dV; element: offset within [Hkv, P, D]
-__device__ inline uint64_t rounding_counter(uint64_t seed, int64_t batch, int64_t page, int kind,
-                                            int64_t element) {
-  const uint64_t place = (static_cast<uint64_t>(batch) << 48) ^ (static_cast<uint64_t>(page) << 1) ^
-                         static_cast<uint64_t>(kind);
-  return (seed * 0xd1342543de82ef95ull) ^ (place * 0x2545f4914f6cdd1dull) ^
-         (static_cast<uint64_t>(element) * 0x9e3779b97f4a7c15ull);
-}
+// Random bits of logical places, never of slots: moving a page changes nothing. The 64 bits of the
+// page are spread once; then a pair of elements costs two multiplications of 32 bits.
+class RoundingNoise {
+ public:
+  RoundingNoise() = default;
+
+  //   kind 0 dK, 1 dV
+  __device__ RoundingNoise(uint64_t seed, int64_t batch, int64_t page, int kind) {
+    const uint64_t place = static_cast<uint64_t>(batch) << 48 ^ static_cast<uint64_t>(page) << 1 ^
+                           static_cast<uint64_t>(kind);
+    const uint64_t key = spread(spread(place) ^ seed);
+    first_ = static_cast<uint32_t>(key);
+    second_ = static_cast<uint32_t>(key >> 32);
+  }
+
+  // For elements 2 * pair and 2 * pair + 1 of the page [Hkv, P, D].
+  __device__ uint32_t pair(uint32_t pair) const {
+    uint32_t word = pair ^ first_;
+    word = (word ^ word >> 16) * 0x21f0aaadu;
+    word = ((word ^ word >> 15) + second_) * 0x735a2d97u;
+    return word ^ word >> 15;
+  }
+
+ private:
+  // Odd multiplications carry every bit upwards, shifts bring it down again.
+  __device__ static uint64_t spread(uint64_t word) {
+    word = (word ^ word >> 31) * 0x9e3779b97f4a7c15ull;
+    word = (word ^ word >> 29) * 0xd6e8feb86659fd93ull;
+    return word ^ word >> 32;
+  }
+
+  uint32_t first_ = 0;
+  uint32_t second_ = 0;
+};
 
 // One page's dK or dV of one sequence; null when no gradient is wanted.
 struct GradientPage {
   void* data = nullptr;
-  uint64_t seed = 0;
-  int64_t batch = 0;
-  int64_t page = 0;
-  int kind = 0;
   DType dtype = DType::kFloat32;
+  RoundingNoise noise;
 
   __device__ GradientPage(const GradientPages& grads, int64_t table_stride, int64_t batch,
                           int64_t page, int kind)
-      : seed(grads.rounding_seed), batch(batch), page(page), kind(kind), dtype(grads.dtype) {
+      : dtype(grads.dtype) {
+    if (dtype == DType::kBFloat16) noise = RoundingNoise(grads.rounding_seed, batch, page, kind);
     if (grads.dkv_table == nullptr) return;
     const int64_t unit = grads.dkv_table[(batch * table_stride + page) * 2 + kind];
     if (unit >= 0) data = static_cast<char*>(grads.dkv_pool) + unit * grads.dkv_unit_bytes;
@@ -80,20 +98,24 @@ struct GradientPage {
       const float2 sum = *place;
       *place = make_float2(sum.x + x, sum.y + y);
     } else {
-      __nv_bfloat162* place =
-          reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(data) + element);
-      const float2 sum = __bfloat1622float2(*place);
-      *place = __nv_bfloat162(
-          round_stochastically(sum.x + x, rounding_counter(seed, batch, page, kind, element)),
-          round_stochastically(sum.y + y, rounding_counter(seed, batch, page, kind, element + 1)));
+      uint32_t* place = reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(data) + element);
+      *place = added_pair(*place, x, y, element);
     }
+  }
+
+  // Two neighbouring elements of a bfloat16 page, as they lie in memory, and what is added to them.
+  __device__ uint32_t added_pair(uint32_t old, float x, float y, int64_t element) const {
+    return round_pair(__uint_as_float(old << 16) + x, __uint_as_float(old & 0xffff0000u) + y,
+                      noise.pair(static_cast<uint32_t>(element / 2)));
   }
 
  private:
   __device__ void add_bfloat16(int64_t element, float value) const {
     __nv_bfloat16* place = static_cast<__nv_bfloat16*>(data) + element;
-    *place = round_stochastically(__bfloat162float(*place) + value,
-                                  rounding_counter(seed, batch, page, kind, element));
+    const uint32_t both = noise.pair(static_cast<uint32_t>(element / 2));
+    const uint32_t own = element % 2 == 0 ? both & 0xffffu : both >> 16;
+    *place = __ushort_as_bfloat16(
+        static_cast<unsigned short>(noisy_bits(__bfloat162float(*place) + value, own) >> 16));
   }
 };
 

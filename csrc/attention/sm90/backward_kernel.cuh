@@ -673,48 +673,59 @@ struct Computer {
     if (half * 64 >= unit.row_end || half * 64 + 64 <= unit.row_begin) return;
     const device::GradientPage dk_page(params.grads, params.past.table_stride, unit.batch, page, 0);
     const device::GradientPage dv_page(params.grads, params.past.table_stride, unit.batch, page, 1);
-    if (dk_page.data != nullptr) {
-      add_half(dk_page, unit, dk, static_cast<float>(params.scale));
+    const float scale = static_cast<float>(params.scale);
+    if (dk_page.dtype == DType::kFloat32) {
+      add_floats(dk_page, unit, dk, scale);
+      add_floats(dv_page, unit, dv, 1.0f);
+    } else {
+      add_bfloat16s(dk_page, unit, dk, scale);
+      add_bfloat16s(dv_page, unit, dv, 1.0f);
     }
-    if (dv_page.data != nullptr) add_half(dv_page, unit, dv, 1.0f);
   }
 
-  __device__ void add_half(const device::GradientPage& page, const Unit& unit,
-                           const float (&values)[kDim / 2], float scale) const {
+  // Calls visit(i, element) for the two rows of this thread, with its first element in the page.
+  template <typename Visit>
+  __device__ __forceinline__ void visit_rows(const device::GradientPage& page, const Unit& unit,
+                                             const Visit& visit) const {
+    if (page.data == nullptr) return;
     const Place at;
-    const int row0 = half * 64 + at.row();
-    const int column0 = at.column();
     const int page_size = static_cast<int>(args.params.shape.page_size);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = row0 + 8 * i;
+      const int row = half * 64 + at.row() + 8 * i;
       if (row >= unit.row_end) continue;
-      const int element =
-          (unit.kv_head * page_size + (unit.key_begin + row) % page_size) * kDim + column0;
-      if (page.dtype == DType::kFloat32) {
-        float* target = static_cast<float*>(page.data) + element;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          reduce_add_pair(target + 8 * j, values[4 * j + 2 * i] * scale,
-                          values[4 * j + 2 * i + 1] * scale);
-        }
-      } else {
-        auto* target = static_cast<__nv_bfloat162*>(page.data) + element / 2;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          const float2 old = __bfloat1622float2(target[4 * j]);
-          const int first = element + 8 * j;
-          target[4 * j] = __halves2bfloat162(
-              device::round_stochastically(
-                  old.x + values[4 * j + 2 * i] * scale,
-                  device::rounding_counter(page.seed, page.batch, page.page, page.kind, first)),
-              device::round_stochastically(
-                  old.y + values[4 * j + 2 * i + 1] * scale,
-                  device::rounding_counter(page.seed, page.batch, page.page, page.kind,
-                                           first + 1)));
-        }
-      }
+      visit(i,
+            (unit.kv_head * page_size + (unit.key_begin + row) % page_size) * kDim + at.column());
     }
+  }
+
+  __device__ __forceinline__ void add_floats(const device::GradientPage& page, const Unit& unit,
+                                             const float (&values)[kDim / 2], float scale) const {
+    visit_rows(page, unit, [&](int i, int element) {
+      float* target = static_cast<float*>(page.data) + element;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        reduce_add_pair(target + 8 * j, values[4 * j + 2 * i] * scale,
+                        values[4 * j + 2 * i + 1] * scale);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void add_bfloat16s(const device::GradientPage& page, const Unit& unit,
+                                                const float (&values)[kDim / 2],
+                                                float scale) const {
+    visit_rows(page, unit, [&](int i, int element) {
+      // All loads of a row first, so that it waits for one flight.
+      uint32_t* target = static_cast<uint32_t*>(page.data) + element / 2;
+      uint32_t old[kDim / 8];
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) old[j] = target[4 * j];
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        target[4 * j] = page.added_pair(old[j], values[4 * j + 2 * i] * scale,
+                                        values[4 * j + 2 * i + 1] * scale, element + 8 * j);
+      }
+    });
   }
 };
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from oomb import AllChunks, Config, Dense, Engine, SampledChunks, TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.results import Step
-from oomb.engine.selection import Selector
-from oomb.testing.selection import SyntheticSelector, UniformSelector
-from oomb.testing.shapes import SHAPES, ModelShape, random_model
+from oomb.cli.bench_picture import draw
+from oomb.cli.bench_rivals import fastest_steps, measure_rivals, memory_of
+from oomb.cli.bench_step import FORMULA, SELECTORS, Row, StepBench, slopes
+from oomb.cli.bench_tables import print_rivals, print_steps
+from oomb.cli.lengths import parse_length
+from oomb.cli.machine import format_bytes
+from oomb.engine.plan import Plan
+from oomb.testing.shapes import SHAPES, random_model
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-
-_SELECTORS = {"model": Selector, "synthetic": SyntheticSelector, "uniform": UniformSelector}
-_PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, by the vendor's datasheet
 
 
 @app.callback()
@@ -50,14 +49,26 @@ def step(
     ] = "none",
     steps: Annotated[int, typer.Option(help="Timed steps per length, after one to warm up.")] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    against: Annotated[
+        bool, typer.Option(help="Also time ordinary training, plain and tuned, where it fits.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Save a picture of seconds and memory here.")
+    ] = None,
 ) -> None:
     """Time one step per length on random weights and tokens, warm-up excluded."""
     if model not in SHAPES:
         raise typer.BadParameter(f"model: expected one of {', '.join(SHAPES)}, got {model!r}")
-    if selection not in _SELECTORS:
-        raise typer.BadParameter(f"selection: expected {', '.join(_SELECTORS)}, got {selection!r}")
-    shape, lengths = SHAPES[model], [_length(text) for text in tokens.split(",")]
+    if selection not in SELECTORS:
+        raise typer.BadParameter(f"selection: expected {', '.join(SELECTORS)}, got {selection!r}")
+    if attention not in ("dense", "topk"):
+        raise typer.BadParameter(f"attention: expected dense or topk, got {attention!r}")
+    if optimizer not in ("none", "adamw"):
+        raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
+    shape, lengths = SHAPES[model], _lengths(tokens)
     config = Config(
         chunk_size=chunk_size,
         page_size=page_size,
@@ -73,28 +84,48 @@ def step(
     network = random_model(
         shape, device=device, dtype=dtype, positions=max(lengths), layers=layers or None
     )
-    if optimizer not in ("none", "adamw"):
-        raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
     update = _Update(network) if optimizer == "adamw" else None
-    rows = []
+    rows: list[Row] = []
+    rivals: list[Row] = []
+    plans: dict[int, Plan] = {}
+    about = {"model": model, "attention": attention, "selection": selection}
+    about |= {"device_memory": device_memory, "kv_grad_dtype": kv_grad_dtype}
+    warm_up = 2 * chunk_size + 1
+
+    def write() -> None:
+        if out is not None:
+            out.write_text(json.dumps(_record(rows, rivals, plans), indent=1))
+
     with Engine(network, config) as engine:
-        engine._pools.selector_type = _SELECTORS[selection]
-        _timed(engine, network, shape, 2 * chunk_size + 1)  # compile, load and tune kernels
+        bench = StepBench(engine, network, shape, selection)
+        bench.run(warm_up)  # compile, load and tune kernels
         for length in lengths:
+            if against:
+                plans[length] = engine.plan(length)
             for _ in range(steps):
-                row = _timed(engine, network, shape, length)
+                row = bench.run(length) | about
                 if update is not None:
                     row |= update.run()
-                row |= {"model": model, "attention": attention, "selection": selection}
-                row |= {"device_memory": device_memory, "kv_grad_dtype": kv_grad_dtype}
                 rows.append(row)
-                _print(rows[-1:])
-                if out is not None:
-                    _write(out, rows)
-    _print(rows)
-    typer.echo(_FORMULA)
-    for counter, megabytes in _slopes(rows).items():
+                print_steps(rows[-1:])
+                write()
+    print_steps(rows)
+    typer.echo(FORMULA)
+    for counter, megabytes in slopes(rows).items():
         typer.echo(f"GPU memory per further 10K tokens, {counter}: {megabytes:.2f} MB")
+    if against:
+        del bench, engine
+        fastest = fastest_steps(rows)
+        for row in measure_rivals(network, shape, fastest, steps, warm_up):
+            rivals.append(row)
+            write()
+        print_rivals(rivals, fastest)
+        if attention == "topk":
+            typer.echo("ordinary training attends to all tokens, ours to the chosen pages")
+        for line in _thriftier(fastest, rivals, plans):
+            typer.echo(line)
+    if plot is not None:
+        draw(plot, rows, rivals, model)
 
 
 class _Update:
@@ -112,106 +143,32 @@ class _Update:
         return {"optimizer_seconds": time.perf_counter() - began}
 
 
-_FORMULA = (
-    "MFU = (6 * linear weights * tokens + 3 * attention forward FLOP) / seconds / 989e12; "
-    "attention forward = 4 * query heads * head_dim * (query, key) pairs seen, per layer"
-)
+def _record(rows: list[Row], rivals: list[Row], plans: dict[int, Plan]) -> dict[str, Any]:
+    record: dict[str, Any] = {"formula": FORMULA, "mb_per_10k_tokens": slopes(rows), "rows": rows}
+    if plans:
+        record["plans"] = {str(length): vars(plan) for length, plan in plans.items()}
+        record["rivals"] = rivals
+    return record
 
 
-def _timed(engine: Engine, network: Any, shape: ModelShape, length: int) -> dict[str, Any]:
-    device = next(network.parameters()).device
-    ids = torch.randint(shape.vocabulary, (1, length), device=device)
-    _prepare_lists(engine, shape, length, device)
-    network.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    began = time.perf_counter()
-    result = engine.forward_backward(ids, ids)
-    loss = float(result.loss)
-    seconds = time.perf_counter() - began
-    row = _row(engine, shape, length, result, seconds) | {"loss": loss}
-    if device.type == "cuda":
-        row["torch_peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        free, total = torch.cuda.mem_get_info()
-        row["driver_used_bytes"] = total - free
-    return row
-
-
-def _prepare_lists(engine: Engine, shape: ModelShape, length: int, device: torch.device) -> None:
-    kind, config = engine._pools.selector_type, engine.config
-    if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
-        chunks = Chunks(length - 1, config.chunk_size, config.page_size)  # the last is no input
-        layers = len(engine.layer_windows)
-        kind.prepare(config.attention, chunks, layers, shape.kv_heads, device)
-
-
-def _row(
-    engine: Engine, shape: ModelShape, length: int, result: Step, seconds: float
-) -> dict[str, Any]:
-    layers = len(engine.layer_windows)
-    pairs = length * (length + 1) / 2
-    rule = engine.config.attention
-    if isinstance(rule, TopKPages):
-        own = engine.config.chunk_size / 2
-        pairs = min(pairs, length * (own + rule.budget * engine.config.page_size))
-    linear = shape.linear_weights * layers / shape.layers
-    flops = 6 * linear * length + 3 * 4 * shape.heads * shape.head_dim * pairs * layers
-    stats = vars(result.stats)
-    return {"tokens": length, "seconds": seconds, **stats} | {
-        "tokens_per_second": length / seconds,
-        "mfu": flops / seconds / _PEAK_FLOPS,
-    }
-
-
-def _write(out: Path, rows: list[dict[str, Any]]) -> None:
-    record = {"formula": _FORMULA, "mb_per_10k_tokens": _slopes(rows), "rows": rows}
-    out.write_text(json.dumps(record, indent=1))
-
-
-def _slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Growth of GPU memory from the shortest to the longest call, in MB per 10,000 tokens.
-
-    Means something under a cap of the device tier that both calls fill.
-    """
-    first = min(rows, key=lambda row: row["tokens"])
-    last = max(rows, key=lambda row: row["tokens"])
-    tokens: int = last["tokens"] - first["tokens"]
-    if tokens == 0 or "torch_peak_bytes" not in last:
-        return {}
-
-    def slope(*names: str) -> float:
-        grown: int = sum(last[name] - first[name] for name in names)
-        return grown / tokens * 1e4 / 1e6
-
-    return {
-        "allocators": slope("torch_peak_bytes", "device_peak_bytes"),
-        "driver": slope("driver_used_bytes"),
-    }
-
-
-def _length(text: str) -> int:
-    units = {"K": 1024, "M": 1024 * 1024}
-    text = text.strip().upper()
-    return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "tokens", "seconds", "fill", "sweep", "tok/s", "MFU", "device", "host", "H2D", "exposed"
-    )
-    for row in rows:
-        table.add_row(
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.2f}",
-            f"{row['fill_seconds']:.2f}",
-            f"{row['sweep_seconds']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['mfu']:.3f}",
-            f"{row['device_peak_bytes'] / 2**30:.2f} GiB",
-            f"{row['host_peak_bytes'] / 2**30:.2f} GiB",
-            f"{row['h2d_bytes'] / 2**30:.2f} GiB",
-            f"{row['exposed_copy_seconds']:.2f} s",
+def _thriftier(ours: dict[int, Row], rivals: list[Row], plans: dict[int, Plan]) -> list[str]:
+    """A line for each length at which a rival needs less memory, with what the plan said."""
+    lines = []
+    for rival in rivals:
+        length = rival["tokens"]
+        if "torch_peak_bytes" not in rival or memory_of(rival) >= memory_of(ours[length]):
+            continue
+        said = [text for text in plans[length].advice if "ordinary training" in text]
+        lines.append(
+            f"{rival['name']} needs less memory at {length:,} tokens: "
+            f"{format_bytes(memory_of(rival))} on GPU and host, ours "
+            f"{format_bytes(memory_of(ours[length]))}; engine.plan: {said[0] if said else 'silent'}"
         )
-    Console(width=140).print(table)
+    return lines
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [parse_length("tokens", part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -15,7 +15,7 @@ from oomb.engine.attention import ChunkAttention
 from oomb.engine.inputs import CallInputs, check_inputs
 from oomb.engine.layout import Chunks
 from oomb.engine.loop import ChunkLoop, OnProgress
-from oomb.engine.loss import ChunkLoss
+from oomb.engine.loss import ChunkLoss, OnLogits
 from oomb.engine.main_grad import MainGrads
 from oomb.engine.plan import Plan, activation_bytes, gradient_bytes, plan_call
 from oomb.engine.pools import Pools
@@ -131,11 +131,15 @@ class Engine:
         num_items_in_batch: int | torch.Tensor | None = None,
         on_progress: OnProgress | None = None,
         return_logprobs: bool = False,
+        on_logits: OnLogits | None = None,
     ) -> Step:
         """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
 
         Args:
             return_logprobs: give each counted token's log-probability in ``step.logprobs``.
+            on_logits: called with a first token and logits [batch, tokens, vocabulary], slice by
+                slice, so that they need never exist together. Then all tokens but padding behind
+                every sequence are run, and none has to be a target.
         """
         inputs = self._checked(
             input_ids,
@@ -145,6 +149,7 @@ class Engine:
             document_ids=document_ids,
             loss_weights=loss_weights,
             num_items_in_batch=num_items_in_batch,
+            every_token=on_logits is not None,
         )
         chunks = self._chunks(inputs.tokens)
         with self._call(inputs, chunks, None, on_progress, return_logprobs) as (
@@ -153,7 +158,7 @@ class Engine:
             attention,
         ):
             with loop.running():
-                seconds = loop.evaluate()
+                seconds = loop.evaluate(on_logits)
             return self._result(inputs, loss, attention, seconds, 0.0)
 
     @property
@@ -265,7 +270,12 @@ class Engine:
         layout = self._layout(self._key_dtype())
         recompute = self._resolve_recompute(inputs.batch)
         loss = ChunkLoss.of_call(
-            self._model.head, inputs, chunks.chunk_size, self._model.vocab_size, return_logprobs
+            self._model.head,
+            inputs,
+            chunks.chunk_size,
+            self._model.vocab_size,
+            return_logprobs,
+            None if swept is None else self._grads,
         )
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)

@@ -57,8 +57,13 @@ def check_inputs(
     num_items_in_batch: int | torch.Tensor | None,
     vocab_size: int,
     device: torch.device,
+    every_token: bool = False,
 ) -> CallInputs:
     """Check a call's arguments and derive targets, visibility and positions from them.
+
+    Args:
+        every_token: all tokens up to the longest sequence's padding are needed, and none has to be
+            a target.
 
     Raises:
         ValueError: an argument does not fit; the text names it, what was expected and what came.
@@ -83,9 +88,13 @@ def check_inputs(
     counted = targets != IGNORED
     _check_range("labels", targets[counted], 0, vocab_size)
     num_valid = int(counted.sum())
-    _expect(num_valid > 0, "labels", "at least one token to predict", "none (all -100)")
+    some = num_valid > 0 or every_token
+    _expect(some, "labels", "at least one token to predict", "none (all -100)")
 
-    needed = int(counted.any(dim=0).nonzero().max()) + 1
+    if every_token:
+        needed = tokens if lengths is None else int(lengths.max())
+    else:
+        needed = int(counted.any(dim=0).nonzero().max()) + 1
     first_key = None if starts is None else _document_start_of(starts)[:, :needed].contiguous()
     num_keys = None
     if lengths is not None and int(lengths.min()) < needed:
@@ -98,7 +107,7 @@ def check_inputs(
         first_key=first_key,
         num_keys=num_keys,
         num_valid=num_valid,
-        divisor=_divisor(num_items_in_batch, num_valid),
+        divisor=_divisor(num_items_in_batch, max(1, num_valid)),
         largest_position=int(positions.max()),
         num_given=tokens,
     )

@@ -16,7 +16,7 @@ from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention,
 from oomb.engine.finite import expect_finite
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks
-from oomb.engine.loss import ChunkLoss
+from oomb.engine.loss import ChunkLoss, OnLogits
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Progress
 from oomb.hf.interface import AttentionCall
@@ -75,11 +75,16 @@ class ChunkLoop:
         """Keys and values of chunks [0, num_chunks). Returns seconds."""
         return self._forward_only(num_chunks, None)
 
-    def evaluate(self) -> float:
+    def evaluate(self, on_logits: OnLogits | None = None) -> float:
         """Loss of every chunk, without gradient. Returns seconds."""
-        return self._forward_only(
-            self._chunks.number, lambda begin, hidden: self._loss.of_chunk(hidden, begin, 1.0)
-        )
+
+        def consume(begin: int, hidden: torch.Tensor) -> None:
+            if on_logits is None:
+                self._loss.of_chunk(hidden, begin, 1.0)
+            else:
+                self._loss.of_chunk_with_logits(hidden, begin, on_logits)
+
+        return self._forward_only(self._chunks.number, consume)
 
     def hidden_states(self, consume: Callable[[torch.Tensor], object]) -> None:
         """Hand each chunk's hidden states [B, C, hidden_size] to ``consume``, in order."""

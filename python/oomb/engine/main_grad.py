@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from oomb.errors import UnsupportedModelError
+from oomb.hf.embedding import sum_by_row
 from oomb.hf.linear import can_sum_product
 
 
@@ -70,15 +71,31 @@ class MainGrads:
             left: [rows, out], the gradient of a linear layer's output.
             right: [rows, in], its input.
         """
-        total = self._sums.get(parameter)
-        if total is None:
-            dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
-            total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-            self._sums[parameter] = total
+        total = self._sum_of(parameter)
         if total.dtype == left.dtype:
             total.addmm_(left.t(), right)
         else:
             torch.ops.aten.addmm.dtype_out(total, left.t(), right, total.dtype, out=total)
+
+    def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """``sum[rows] += values``, added up in the sum's precision and in a fixed order.
+
+        Args:
+            rows: [n] int64; a row may come several times.
+            values: [n, width].
+        """
+        total = self._sum_of(parameter)
+        # Each row is then added once, so that atomic additions have no order to differ in.
+        total.index_add_(0, *sum_by_row(rows, values.to(total.dtype)))
+
+    def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's sum so far; zeros at first."""
+        total = self._sums.get(parameter)
+        if total is None:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._sums[parameter] = total
+        return total
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.

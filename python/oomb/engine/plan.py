@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config, TopKPages
+from oomb.engine.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.engine.layout import Chunks
 from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import UnsupportedModelError
@@ -32,7 +33,8 @@ class Plan:
         host_bytes: host tier.
         seconds: predicted time; None until a call of this shape was measured.
         fits: both tiers hold it now.
-        advice: what to change, most useful first; empty where nothing needs to.
+        advice: what to change, most useful first, and whether ordinary training would need less;
+            empty where there is nothing to say.
     """
 
     device_bytes: int
@@ -89,6 +91,21 @@ def gradient_bytes(model: CausalModel) -> int:
     return sum(p.numel() * (8 if p.dtype == torch.float64 else 4) for p in parameters)
 
 
+def _gradient_bytes_as_they_are(model: CausalModel) -> int:
+    parameters = [p for p in model.causal.parameters() if p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _layerwise(model: CausalModel, shapes: list[LayerShape], tokens: int) -> LayerwiseBytes:
+    return layerwise_bytes(
+        tokens,
+        layers=len(shapes),
+        hidden_size=model.decoder.config.hidden_size,
+        shape=shapes[0],
+        element_bytes=torch.finfo(model.dtype).bits // 8,
+    )
+
+
 def plan_call(
     model: CausalModel,
     shapes: list[LayerShape],
@@ -118,20 +135,23 @@ def plan_call(
     if config.host_memory is not None:
         host_free = min(host_free, config.host_memory)
     advice = []
-    fits = on_host <= host_free and others <= free
-    if others > free and not recompute:
+    too_much_on_device = on_device + others > free
+    fits = on_host <= host_free and not too_much_on_device
+    if too_much_on_device and not recompute:
         advice.append("set recompute='layer'")
-    if others > free:
-        advice.append("lower chunk_size")
+    if too_much_on_device:
+        advice.append("lower chunk_size" if others > free else "lower device_memory")
     if on_host > host_free:
         if layout.grad_slots > 1:
             advice.append("set kv_grad_dtype='bfloat16': half the memory of the gradient pages")
         advice.append(f"raise host_memory to {on_host} bytes")
-    kept_inputs = num_tokens * batch * model.decoder.config.hidden_size * len(shapes)
-    if kept_inputs * (torch.finfo(layout.dtype).bits // 8) < page_bytes // 2 and on_host != 0:
+    layerwise = _layerwise(model, shapes, num_tokens * batch)
+    theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
+    if theirs < on_device + others + on_host:
         advice.append(
-            "ordinary training with checkpointing and layer-input offload needs less host memory "
-            "for this model: many key/value heads for its hidden size"
+            "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
+            f"to the host needs less memory here: about {theirs} bytes on device and host, "
+            f"{layerwise.host_bytes} of them on the host"
         )
     return Plan(
         device_bytes=on_device + others,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks, call_order
 from oomb.engine.plan import slots_of_call
 from oomb.engine.selection import Selector
+from oomb.engine.shortage import expect_room, leave_to_driver, refused
 from oomb.engine.tiers import Caps, Held, PageLayout, page_manager, wave_pages
 from oomb.errors import Error
 from oomb.hf.model import LayerShape
@@ -38,7 +39,7 @@ class Pools:
         self._shapes = shapes
         self._key: object = None
         self.manager: _C.PageManager | None = None
-        self.selector_type: type[Selector] = Selector
+        self.selector_type: Callable[..., Selector] = Selector
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
@@ -71,13 +72,20 @@ class Pools:
             others: bytes that the call needs on the device besides its pages.
 
         Raises:
-            OutOfMemoryError: the pages do not fit both tiers.
+            OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         try:
             yield self._begin(config, inputs, chunks, layout, swept, others, rounding_seed)
         except Error as error:
             error.snapshot = self.snapshot()
             raise
+        except RuntimeError as error:
+            snapshot = self.snapshot()
+            shortage = refused(error, self._device, _committed(snapshot))
+            if shortage is None:
+                raise
+            shortage.snapshot = snapshot
+            raise shortage from error
         finally:
             if self.manager is not None:
                 self.manager.end_call()
@@ -95,6 +103,7 @@ class Pools:
         num_layers = len(self._shapes)
         filled = chunks.number - 1 if swept is None else swept[-1]
         per_sequence = _pages_per_sequence(inputs, chunks, filled)
+        expect_room(self._device, 0, others)
         caps = self._caps(config, inputs, chunks, layout, swept, sum(per_sequence), others)
         # Where lists and pages have to travel, two chunks of the fill hide it for each other.
         paired = caps.host_slots > 0 and isinstance(config.attention, TopKPages)
@@ -106,6 +115,9 @@ class Pools:
             whole_fill=swept is None,
             paired=paired,
         )
+        pool_bytes = caps.device_slots * layout.slot_bytes
+        expect_room(self._device, pool_bytes, others)
+        leave_to_driver(self._device, pool_bytes)
         manager = self._manager_for(layout, caps, explicit_host=config.host_memory is not None)
         manager.begin_call(
             num_layers=num_layers,
@@ -216,6 +228,10 @@ class Pools:
         )
         self._key = self._key_of(layout)
         return self.manager
+
+
+def _committed(snapshot: dict[str, Any]) -> int:
+    return int(snapshot["device"]["committed_bytes"]) if snapshot else 0
 
 
 def _pages_per_sequence(inputs: CallInputs, chunks: Chunks, filled: int) -> list[int]:

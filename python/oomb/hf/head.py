@@ -11,6 +11,17 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+# Causal models whose forward multiplies the decoder's output by its head's weight and ends there.
+_PLAIN = frozenset(
+    [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ]
+)
+
 
 @dataclass
 class _DecoderOutput(MoeModelOutputWithPast):
@@ -35,6 +46,21 @@ class Head:
         """Dtype of the head's weights."""
         dtype: torch.dtype = next(self._causal.parameters()).dtype
         return dtype
+
+    def plain_weight(self) -> nn.Parameter | None:
+        """Weight of a head whose logits are ``hidden @ weight.T`` and nothing more; else None.
+
+        Outside :meth:`attached`, where nothing is replaced.
+        """
+        causal: Any = self._causal
+        linear = causal.get_output_embeddings()
+        known = type(causal).__name__ in _PLAIN
+        known = known and type(causal).__module__.startswith("transformers.")
+        if not known or type(linear) is not nn.Linear or linear.bias is not None:
+            return None
+        if _is_touched(causal) or _is_touched(linear) or type(linear.weight) is not nn.Parameter:
+            return None
+        return linear.weight
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -64,3 +90,9 @@ class Head:
             self._hidden = None
         logits: torch.Tensor = output.logits
         return logits[0]
+
+
+def _is_touched(module: Any) -> bool:
+    """Somebody has replaced a module's forward or looks at what passes through it."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)

@@ -23,6 +23,9 @@ class WeightSums(Protocol):
     def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
         """``sum of parameter += left.T @ right``; left [rows, out], right [rows, in]."""
 
+    def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """``sum of parameter[rows] += values``; rows [n] int64, values [n, width]."""
+
 
 class _SummedLinear(torch.autograd.Function):
     @staticmethod

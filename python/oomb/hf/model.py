@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
+from oomb.hf.embedding import summed_embedding
 from oomb.hf.fused import fused_forwards, replaced_forwards
 from oomb.hf.head import Head
 from oomb.hf.interface import Handler, attention_handler, placeholder_mask
@@ -114,6 +115,7 @@ class CausalModel:
             stack.enter_context(replaced_rotation(self._rotating, self._rotation))
             if sums is not None:
                 stack.enter_context(replaced_forwards(summed_forwards(self.causal, sums)))
+                stack.enter_context(replaced_forwards(summed_embedding(self.causal, sums)))
             stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
             if run_layer is not None:
                 stack.enter_context(self._layers_through(run_layer))

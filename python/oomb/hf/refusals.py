@@ -10,9 +10,6 @@ from transformers import Trainer, TrainingArguments
 # Argument of the trainer: why it must be None.
 _TRAINER_ARGUMENTS = {
     "compute_loss_func": "the engine computes the loss itself, chunk by chunk",
-    "compute_metrics": "the logits of a long sequence never exist together; the evaluation loss is "
-    "reported, and predict() returns the log-probability of each label",
-    "preprocess_logits_for_metrics": "the logits of a long sequence never exist together",
 }
 # Field of TrainingArguments: the value it must have (or be as false as), and why.
 _SETTINGS: dict[str, tuple[object, str]] = {

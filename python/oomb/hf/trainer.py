@@ -17,8 +17,8 @@ from oomb.config import Config
 from oomb.engine.engine import Engine
 from oomb.engine.results import Progress
 from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
+from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
-from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.refusals import refuse_arguments, refuse_own_loss
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
@@ -26,7 +26,7 @@ from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
 
 
-class EngineTrainerMixin(ResumableTrainer):
+class EngineTrainerMixin(EvaluatingTrainer):
     """Put before a subclass of ``transformers.Trainer``, it makes it train through the engine.
 
     ``class MyTrainer(EngineTrainerMixin, TheirTrainer)``. Their ``compute_loss`` must be the stock
@@ -59,7 +59,6 @@ class EngineTrainerMixin(ResumableTrainer):
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer
         self._record = StepRecord()
-        self._evaluated_tokens = 0
         self._build_engine()
         self.add_callback(_Reports(self))
 
@@ -125,46 +124,6 @@ class EngineTrainerMixin(ResumableTrainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Loss; unless that is all, also each label's log-probability [batch, tokens] in the place
-        of logits, and the labels."""
-        self._signals.check()
-        arguments = engine_arguments(self._prepare_inputs(inputs))
-        targets = num_targets(arguments)
-        self._evaluated_tokens += targets
-        labels = arguments["labels"]
-        if targets == 0:
-            nothing = torch.full((), float("nan"), device=self.args.device)
-            return (
-                nothing,
-                None if prediction_loss_only else torch.zeros_like(labels, dtype=torch.float32),
-                None if prediction_loss_only else labels,
-            )
-        with self.accelerator.autocast(), self.compute_loss_context_manager():
-            call = self.engine.evaluate(
-                **arguments,
-                return_logprobs=not prediction_loss_only,
-                on_progress=lambda _: self._signals.check(),
-            )
-        if prediction_loss_only:
-            return call.loss, None, None
-        return call.loss, call.logprobs, labels
-
-    def evaluate(self, *args: Any, **keywords: Any) -> dict[str, float]:
-        """As the stock trainer's; draws no random number that training would draw."""
-        state = random_state(self.args.device)
-        try:
-            metrics: dict[str, float] = super().evaluate(*args, **keywords)
-        finally:
-            restore_random_state(state, self.args.device)
-        return metrics
 
     def _training_progress(self, progress: Progress) -> None:
         if self.observer is not None:

@@ -55,11 +55,8 @@ def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> D
 
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
-    forward = 4.0 / rates.attention_forward
-    backward = 10.0 / rates.attention_backward
-    fill_attention = forward * _pairs(call, range(call.filled), skip_last_layer=True)
-    swept_pairs = _pairs(call, call.swept, skip_last_layer=False)
-    attention = fill_attention + (forward + backward) * swept_pairs
+    fill_attention = _attention(call, rates, range(call.filled), backward=False)
+    attention = fill_attention + _attention(call, rates, call.swept, backward=True)
     matrix, elementwise, starting = (
         fills * f + sweeps * s for f, s in zip(fill, sweep, strict=True)
     )
@@ -76,11 +73,28 @@ def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> D
     )
 
 
-def _pairs(call: PageCall, chunks: range | tuple[int, ...], *, skip_last_layer: bool) -> float:
-    """Sum over layers, heads and chunks of (query, key) pairs times head_dim."""
+def _attention(
+    call: PageCall, rates: Rates, chunks: range | tuple[int, ...], *, backward: bool
+) -> float:
+    """Seconds of attention in a sweep of ``chunks``, or in their fill, which skips the last layer.
+
+    A window's keys are masked for some of a chunk's queries, as the chunk's own are.
+    """
+    own, past = _pairs(call, chunks, skip_last_layer=not backward)
+    seconds = 4.0 * (own / rates.own_forward + past / rates.past_forward)
+    if backward:
+        seconds += 10.0 * (own / rates.own_backward + past / rates.past_backward)
+    return seconds
+
+
+def _pairs(
+    call: PageCall, chunks: range | tuple[int, ...], *, skip_last_layer: bool
+) -> tuple[float, float]:
+    """Sum over layers, heads and chunks of (query, key) pairs times head_dim: keys of the chunk
+    itself (or in a window), and earlier ones."""
     shapes = call.shapes[:-1] if skip_last_layer else call.shapes
     budget = call.selection.budget * call.chunks.page_size if call.selection else None
-    total = 0.0
+    totals = [0.0, 0.0]
     for window in {shape.window for shape in shapes}:
         width = sum(s.query_heads * s.head_dim for s in shapes if s.window == window)
         for chunk in chunks:
@@ -88,8 +102,8 @@ def _pairs(call: PageCall, chunks: range | tuple[int, ...], *, skip_last_layer: 
             tokens, past = end - begin, begin
             own = tokens * (tokens + 1) / 2
             if window:
-                seen = min(own + tokens * past, tokens * float(window))
+                totals[0] += width * min(own + tokens * past, tokens * float(window))
             else:
-                seen = own + tokens * (past if budget is None else min(past, budget))
-            total += width * seen
-    return total * call.batch
+                totals[0] += width * own
+                totals[1] += width * tokens * (past if budget is None else min(past, budget))
+    return totals[0] * call.batch, totals[1] * call.batch

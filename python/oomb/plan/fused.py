@@ -1,4 +1,5 @@
-"""Fused kernels on tensors without memory: they keep for backward what the real ones keep."""
+"""Fused kernels on tensors without memory: they keep for backward what the real ones keep, and read
+and write as much."""
 
 from __future__ import annotations
 
@@ -51,11 +52,11 @@ class _FusedRotation(torch.autograd.Function):
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, cos, sin = tensors
         ctx.save_for_backward(cos, sin)
-        return q.view_as(q), k.view_as(k)
+        return q.view_as(q).neg_(), k.view_as(k).neg_()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        return grads[0], grads[1], None, None
+        return grads[0].neg_(), grads[1].neg_(), None, None
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -68,7 +69,7 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _ = ctx.saved_tensors
-        return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
+        return x * grads[0], weight.new_zeros(weight.shape)
 
 
 class _FusedGate(torch.autograd.Function):
@@ -80,4 +81,4 @@ class _FusedGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        return gate.detach(), up.detach()  # in place of its inputs
+        return gate.detach().mul_(grads[0]), up.detach().neg_()  # in place of its inputs

@@ -21,7 +21,7 @@ class Work:
     """What a stretch of a run does.
 
     Attributes:
-        flops: of matrix products.
+        flops: of matrix products; of one that is bound by memory, those that would take as long.
         moved_bytes: read and written by everything else.
         operations: kernels started, about.
     """
@@ -43,10 +43,15 @@ class Work:
 
 
 class Meter(TorchDispatchMode):
-    """While active: bytes of living storages that were made under it, their peak, and work done."""
+    """While active: bytes of living storages that were made under it, their peak, and work done.
 
-    def __init__(self) -> None:
+    Args:
+        flops_per_byte: that the device computes while it moves a byte; 0: moving takes no time.
+    """
+
+    def __init__(self, flops_per_byte: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._flops_per_byte = flops_per_byte
         self.live_bytes = 0
         self.peak_bytes = 0
         self.work = Work()
@@ -105,10 +110,12 @@ class Meter(TorchDispatchMode):
     ) -> None:
         self.work.operations += 1
         packet = func._overloadpacket
+        moved = sum(x.numel() * x.element_size() for x in (*given, *results))
         if packet in flop_registry and packet.__name__.split(".")[-1] in _MATRIX_PRODUCTS:
-            self.work.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.work.flops += max(flops, self._flops_per_byte * moved)
             return
         if packet.__name__.startswith("empty") or packet.__name__ == "new_empty":
             self.work.operations -= 1
             return
-        self.work.moved_bytes += sum(x.numel() * x.element_size() for x in (*given, *results))
+        self.work.moved_bytes += moved

@@ -189,7 +189,9 @@ class Planner:
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
         machine, tracer = self.machine, self.tracer
         if not machine.local:
-            return None if machine.gpu is None else datasheet_rates(machine.gpu)
+            if machine.gpu is None:
+                return None
+            return datasheet_rates(machine.gpu, tracer.shapes[0], call.selection)
         outer, inner = tracer.largest_product
         return measured_rates(
             machine,

@@ -23,8 +23,9 @@ class Rates:
     Attributes:
         matrix: FLOP/s of matrix products.
         traffic: bytes/s that elementwise operations read and write.
-        attention_forward, attention_backward: FLOP/s of attention's kernels, where a (query, key)
+        past_forward, past_backward: FLOP/s of attention's kernels over pages, where a (query, key)
             pair of a head costs 4 * head_dim forward and 10 * head_dim backward.
+        own_forward, own_backward: likewise over the chunk itself, half of which is masked.
         fresh: bytes/s at which memory is first touched that the process did not have before; what
             a chunk keeps goes back to the system after it. Infinite on a GPU, where torch keeps it.
         link: bytes/s between the tiers, each way.
@@ -34,8 +35,10 @@ class Rates:
 
     matrix: float
     traffic: float
-    attention_forward: float
-    attention_backward: float
+    past_forward: float
+    past_backward: float
+    own_forward: float
+    own_backward: float
     fresh: float
     link: float
     operation: float
@@ -43,18 +46,23 @@ class Rates:
 
 
 # Shares of the datasheet's figures that training kernels reach, measured on an H200.
-_SHARE_MATRIX, _SHARE_TRAFFIC, _SHARE_LINK = 0.56, 0.75, 0.85
-_SHARE_FORWARD, _SHARE_BACKWARD = 0.65, 0.54
+_SHARE_MATRIX, _SHARE_TRAFFIC, _SHARE_LINK = 0.72, 0.75, 0.85
+_DENSE = {"past_forward": 0.63, "past_backward": 0.52}
+_SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
+_OWN = {"own_forward": 0.30, "own_backward": 0.25}
+_NARROW = 0.69  # with heads of 64 and less
 _CUDA_OPERATION = 8e-6
+_QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(gpu: Gpu) -> Rates:
+def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) -> Rates:
     """Rates of a GPU that is not here."""
+    shares = (_DENSE if selection is None else _SPARSE) | _OWN
+    flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
         matrix=_SHARE_MATRIX * gpu.flops,
         traffic=_SHARE_TRAFFIC * gpu.bytes_per_second,
-        attention_forward=_SHARE_FORWARD * gpu.flops,
-        attention_backward=_SHARE_BACKWARD * gpu.flops,
+        **{name: share * flops for name, share in shares.items()},
         fresh=math.inf,
         link=_SHARE_LINK * gpu.link_bytes_per_second,
         operation=_CUDA_OPERATION,
@@ -91,12 +99,10 @@ def measured_rates(
         rows = chunk if device.type == "cuda" else min(chunk, 512)
         on_gpu = device.type == "cuda"
         with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.enable_grad():
-            forward, backward = _attention_rates(device, shape, layout, rows, selection)
             _measured[key] = Rates(
                 matrix=_matrix_rate(device, rows, hidden, inner, dtype),
                 traffic=_traffic_rate(device, rows, inner, dtype),
-                attention_forward=forward,
-                attention_backward=backward,
+                **_attention_rates(device, shape, layout, rows, selection),
                 fresh=math.inf if on_gpu else _fresh_rate(),
                 link=_link_rate(device),
                 operation=_CUDA_OPERATION if on_gpu else _operation_seconds(),
@@ -108,23 +114,26 @@ def measured_rates(
 def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0.15) -> float:
     """Of one run, after one to warm up, within about ``budget`` seconds.
 
-    On a GPU the mean, which has its clock under load; on a CPU, where others compute too, the best.
+    On a GPU the mean, which has its clock under load, of runs that queue up as in a step; on a CPU,
+    where others compute too, the best.
     """
+    on_gpu = device.type == "cuda"
+    together = _QUEUED if on_gpu else 1
 
-    def wait() -> None:
-        if device.type == "cuda":
+    def run() -> None:
+        for _ in range(together):
+            work()
+        if on_gpu:
             torch.cuda.synchronize(device)
 
     work()
-    wait()
     runs: list[float] = []
     start = now = clock()
     while now < start + budget:
-        work()
-        wait()
+        run()
         runs.append(clock() - now)
         now += runs[-1]
-    return sum(runs) / len(runs) if device.type == "cuda" else min(runs)
+    return (sum(runs) / len(runs) if on_gpu else min(runs)) / together
 
 
 def _matrix_rate(
@@ -190,8 +199,8 @@ def _attention_rates(
     layout: PageLayout,
     rows: int,
     selection: TopKPages | None,
-) -> tuple[float, float]:
-    """FLOP/s forward and backward over a past long beside the chunk."""
+) -> dict[str, float]:
+    """FLOP/s on the chunk alone, and on what a past long beside it adds."""
     page = layout.page_size
     past = 16 * rows if device.type == "cuda" else 4 * max(rows, page)
     pages = -(-past // page)
@@ -213,17 +222,28 @@ def _attention_rates(
         rank = torch.rand(1, blocks, listed, pages, device=device)
         lists = rank.topk(seen, dim=-1)[1].sort(dim=-1)[0].to(torch.int32)
 
-    def forward() -> torch.Tensor:
-        o, _ = paged_attention(q, k, v, kv_pages, dkv_pages, table, selection=lists, check=False)
-        return o
+    def seconds(past_pages: int) -> tuple[float, float]:
+        """Of a forward and a backward."""
+        own_lists = lists if past_pages else None
 
-    o = forward()
-    gradient = torch.ones_like(o)
+        def forward() -> torch.Tensor:
+            tables = (kv_pages, dkv_pages, table[:, :past_pages].contiguous())
+            return paged_attention(q, k, v, *tables, selection=own_lists, check=False)[0]
 
-    def backward() -> None:
-        torch.autograd.grad(o, (q, k, v), gradient, retain_graph=True)
+        o = forward()
+        gradient = torch.ones_like(o)
 
-    pairs = heads * rows * (seen * page + (rows + 1) / 2)
-    with torch.no_grad():
-        seconds = _seconds(device, forward)
-    return 4 * dim * pairs / seconds, 10 * dim * pairs / _seconds(device, backward, 0.3)
+        def backward() -> None:
+            torch.autograd.grad(o, (q, k, v), gradient, retain_graph=True)
+
+        with torch.no_grad():
+            taken = _seconds(device, forward)
+        return taken, _seconds(device, backward, 0.2)
+
+    own, whole = seconds(0), seconds(pages)
+    own_pairs, past_pairs = heads * rows * (rows + 1) / 2, heads * rows * seen * page
+    rates = {}
+    for name, cost, alone, both in zip(("forward", "backward"), (4, 10), own, whole, strict=True):
+        rates[f"own_{name}"] = cost * dim * own_pairs / alone
+        rates[f"past_{name}"] = cost * dim * past_pairs / max(both - alone, 0.1 * both)
+    return rates

@@ -21,8 +21,17 @@ class TracedLoss(ChunkLoss):
 
     device_type = "cpu"
 
-    def _slice_rows(self) -> int:
-        return slice_rows(self.device_type, self.vocab_size)
+    def _slice_rows(self, logit_bytes: int) -> int:
+        return slice_rows(self.device_type, self.vocab_size, logit_bytes)
+
+    def _has_kernel(self) -> bool:
+        return self.device_type == "cuda"
+
+    def _softmax_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        logits.mul_(scale)
+        return torch.empty(logits.shape[0], dtype=torch.float32)
 
 
 class TracedSums(MainGrads):
@@ -38,10 +47,15 @@ class TracedSums(MainGrads):
         return weight.dtype in known[: 4 if self._device_type == "cuda" else 2]
 
     def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
-        if parameter not in self._sums:
-            dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
-            self._sums[parameter] = torch.zeros(parameter.shape, dtype=dtype)
+        sums = self._sum_of(parameter)
         self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+        self._meter.work.moved_bytes += 2 * sums.numel() * sums.element_size()
+        self._meter.work.operations += 1
+
+    def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
+        total = self._sum_of(parameter)
+        added = values.to(total.dtype)
+        self._meter.work.moved_bytes += 4 * added.numel() * added.element_size()
         self._meter.work.operations += 1
 
 

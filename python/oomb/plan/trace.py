@@ -26,6 +26,7 @@ from oomb.plan.meter import Meter, Work
 from oomb.plan.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+_FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,8 @@ class Tracer:
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
+        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        grads = TracedSums(self._device_type, meter)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
@@ -150,10 +153,10 @@ class Tracer:
             counted={
                 chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
             },
+            weight=causal.head.plain_weight(),
+            sums=grads,
         )
         loss.device_type = self._device_type
-        meter, sweep = Meter(), Work()
-        grads = TracedSums(self._device_type, meter)
         loop = TracedLoop(
             causal,
             inputs,

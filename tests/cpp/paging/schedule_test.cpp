@@ -27,6 +27,7 @@ int32_t next_use_by_search(const PageSpace& space, const Schedule& schedule, Pag
 }
 
 TEST(Schedule, NextUseEqualsSearchForRangesAndLists) {
+  int heirs = 0;
   for (uint64_t seed = 0; seed < 50; ++seed) {
     std::mt19937_64 random(seed);
     const auto below = [&](int64_t limit) {
@@ -55,8 +56,21 @@ TEST(Schedule, NextUseEqualsSearchForRangesAndLists) {
                   next_use_by_search(space, schedule, kind, layer, position, after))
             << "seed " << seed << " layer " << layer << " position " << position;
       }
+      const int32_t visit = below(schedule.size());
+      const int32_t heir = schedule.heir(visit);
+      heirs += heir >= 0 ? 1 : 0;
+      for (int64_t position = 0; heir >= 0 && position < space.positions(); ++position) {
+        const int64_t page = position % space.max_pages();
+        if (page < visits[static_cast<size_t>(visit)].first) continue;
+        if (page >= visits[static_cast<size_t>(visit)].last) continue;
+        ASSERT_EQ(next_use_by_search(space, schedule, PageKind::kKeyValue,
+                                     visits[static_cast<size_t>(visit)].layer, position, visit),
+                  heir)
+            << "seed " << seed << " visit " << visit << " position " << position;
+      }
     }
   }
+  EXPECT_GT(heirs, 100);
 }
 
 TEST(Schedule, ListsAreOrderedByPageThenSequence) {

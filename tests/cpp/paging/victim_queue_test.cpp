@@ -59,7 +59,17 @@ TEST(VictimQueue, EqualsAMapOfListsUnderRandomUse) {
     std::map<Slot, int32_t> keys;
     for (int step = 0; step < 5000; ++step) {
       const auto slot = static_cast<Slot>(random() % 50);
-      if (keys.contains(slot)) {
+      if (random() % 10 == 0) {
+        const auto from = static_cast<int32_t>(random() % 12);
+        const auto to = static_cast<int32_t>(random() % 12);
+        queue.move_all(from, to);
+        if (from != to) {
+          for (const Slot moved : model[from]) keys[moved] = to;
+          auto& target = model[to];
+          target.splice(ties == VictimQueue::Ties::kOldestFirst ? target.begin() : target.end(),
+                        model[from]);
+        }
+      } else if (keys.contains(slot)) {
         queue.remove(slot);
         model[keys[slot]].remove(slot);
         keys.erase(slot);
@@ -79,6 +89,7 @@ TEST(VictimQueue, EqualsAMapOfListsUnderRandomUse) {
       }
       ASSERT_EQ(order_of(queue), expected);
       ASSERT_EQ(queue.size(), static_cast<int64_t>(keys.size()));
+      for (const auto& [member, key] : keys) ASSERT_EQ(queue.key(member), key);
       const auto listed = queue.with_key(5);
       ASSERT_EQ(listed.size(), model[5].size());
     }

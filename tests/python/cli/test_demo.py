@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from oomb import Config
 from oomb.cli import app, demo_training
 from oomb.cli.demo_gradients import compare_gradients, largest_difference
+from oomb.cli.demo_model import small_model
 from oomb.cli.demo_process import OutOfBudget, run_task
 from oomb.cli.demo_text import python_source
 from oomb.cli.demo_tokenizer import byte_tokenizer
@@ -83,7 +85,7 @@ def test_saves_a_model_that_loads(ran: tuple[str, Path]) -> None:
 
 
 def test_saves_its_tokenizer_and_text(ran: tuple[str, Path]) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(ran[1] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(ran[1] / "model")
     text = (ran[1] / "text" / "held_out.txt").read_bytes()
     assert text == python_source().held_out.numpy().tobytes()
     assert bytes(tokenizer(text[:5000].decode())["input_ids"]) == text[:5000]
@@ -95,6 +97,19 @@ def test_every_byte_has_a_token() -> None:
     ids = tokenizer(text)["input_ids"]
     assert bytes(ids) == text.encode() and tokenizer.decode(ids) == text
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("kind", [AutoTokenizer, PreTrainedTokenizerFast])
+def test_the_saved_tokenizer_is_the_same(kind: Any, tmp_path: Path) -> None:
+    """Beside the demo's model, however it is loaded, and on text that has other models' tokens."""
+    small_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded, own = kind.from_pretrained(tmp_path), byte_tokenizer()
+    text = "def f(x):\r\n\treturn 12345  # ünï <|endoftext|> <s> 𝄞"
+    ids = loaded(text)["input_ids"]
+    assert bytes(ids) == text.encode() and ids == own(text)["input_ids"]
+    assert loaded.decode(ids) == text
+    assert len(loaded) == 256 and not loaded.all_special_tokens
 
 
 def test_gradient_comparison_sees_a_difference() -> None:

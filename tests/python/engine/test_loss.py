@@ -117,6 +117,58 @@ def test_logprobs(ids: torch.Tensor, name: str) -> None:
     assert torch.equal(step.logprobs == 0, expected == 0)
 
 
+@pytest.mark.parametrize("in_two_tiers", [False, True])
+def test_logits(ids: torch.Tensor, in_two_tiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every token, targets or not; loss, weights and log-probabilities are as without them."""
+    monkeypatch.setattr(loss_module, "slice_rows", lambda *_: 14)  # no divisor of a chunk's 32
+    model = make("granite")
+    labels = ids.clone()
+    labels[0, 50:] = -100
+    labels[:, 10:30] = -100
+    weights = torch.rand(2, 75, dtype=torch.float64)
+    tiers = {"device_memory": 20_000, "host_memory": "1MiB"} if in_two_tiers else {}
+    rule = oomb.TopKPages(budget=64)  # sees all pages; in two tiers chunks take turns
+    config = oomb.Config(chunk_size=16, page_size=8, attention=rule, **tiers)
+    seen: dict[int, torch.Tensor] = {}
+
+    def on_logits(begin: int, logits: torch.Tensor) -> None:
+        assert 0 < logits.shape[1] <= 7 and begin not in seen
+        seen[begin] = logits
+
+    with oomb.Engine(model, config) as engine:
+        plain = engine.evaluate(ids, labels, loss_weights=weights, return_logprobs=True)
+        step = engine.evaluate(
+            ids, labels, loss_weights=weights, return_logprobs=True, on_logits=on_logits
+        )
+    assert (step.stats.host_peak_bytes > 0) == in_two_tiers
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    assert relative_error(torch.cat([seen[b] for b in sorted(seen)], dim=1), expected) <= EXACT
+    assert relative_error(step.loss, plain.loss) <= EXACT
+    assert step.logprobs is not None and plain.logprobs is not None
+    assert relative_error(step.logprobs, plain.logprobs) <= EXACT
+
+
+def test_logits_without_a_target(ids: torch.Tensor) -> None:
+    """Of padding behind every sequence there are none."""
+    model, seen = make("llama"), []
+    mask = torch.ones_like(ids)
+    mask[0, 40:], mask[1, 60:] = 0, 0
+    with oomb.Engine(model, CONFIG) as engine:
+        step = engine.evaluate(
+            ids,
+            torch.full_like(ids, -100),
+            attention_mask=mask,
+            on_logits=lambda _, logits: seen.append(logits),
+        )
+    logits = torch.cat(seen, dim=1)
+    assert logits.shape[1] == 60 and float(step.loss) == 0.0 and step.num_valid_tokens == 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    for row, length in enumerate((40, 60)):
+        assert relative_error(logits[row, :length], expected[row, :length]) <= EXACT
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "cohere"])
 def test_logits_come_in_slices(
     ids: torch.Tensor, name: str, monkeypatch: pytest.MonkeyPatch

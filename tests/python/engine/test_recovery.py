@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import oomb
 from oomb.engine import loss as loss_module
+from oomb.engine import shortage
 from oomb.engine.attention import ChunkAttention
 
 from .models import make
@@ -206,6 +207,62 @@ def test_after_out_of_memory() -> None:
         before = with_gradients(model)
         with pytest.raises(oomb.OutOfMemoryError):
             engine.forward_backward(long, long)
+        assert_untouched(engine, model, before, expected)
+
+
+@pytest.mark.parametrize(("phase", "chunk"), [("fill", 3), ("sweep", 7), ("sweep", 2)])
+@pytest.mark.parametrize("settings", [{}, {"attention": SPARSE, "recompute": "layer"}], ids=str)
+def test_torch_finds_no_memory(phase: str, chunk: int, settings: dict[str, Any]) -> None:
+    """In a layer of the fill, of the sweep's forward, and of its backward."""
+    model = make("llama")
+
+    def too_much(*_: Any) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    with oomb.Engine(model, config(model, **settings)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        hooks: list[Any] = []
+
+        def arm(progress: oomb.Progress) -> None:
+            if (progress.phase, progress.chunk) == (phase, chunk):
+                layer = model.model.layers[1]
+                hooks.append(
+                    layer.register_full_backward_hook(too_much)
+                    if phase == "sweep"
+                    else layer.register_forward_hook(too_much)
+                )
+
+        with pytest.raises(oomb.OutOfMemoryError, match="recompute='layer'") as caught:
+            engine.forward_backward(IDS, IDS, on_progress=arm)
+        for hook in hooks:
+            hook.remove()
+        assert caught.value.needed_bytes == 1 << 50
+        assert 0 < caught.value.available_bytes < 1 << 50
+        assert "device_memory" in str(caught.value)
+        assert caught.value.snapshot
+        assert_untouched(engine, model, before, expected)
+
+
+def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not enough for a chunk and the sums of gradients; then for these, but not for a capped tier
+    beside them.
+    """
+    model, seen = make("llama"), []
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        free, needed = 50_000, 0
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(shortage, "free_memory", lambda _, free=free: free)
+                with pytest.raises(oomb.OutOfMemoryError, match="Lower device_memory") as caught:
+                    engine.forward_backward(IDS, IDS, on_progress=seen.append)
+            assert caught.value.available_bytes == free
+            free, needed = caught.value.needed_bytes, caught.value.needed_bytes - needed
+        assert free - needed > sum(p.numel() * 8 for p in before.values())
+        assert needed == 12 * slot_bytes(model, engine.config)
+        assert not seen
         assert_untouched(engine, model, before, expected)
 
 

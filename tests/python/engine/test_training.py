@@ -241,6 +241,17 @@ def test_dropout_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first, second)
 
 
+def test_layers_seed_only_generators_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would note every seed for each backend that was never started."""
+
+    def refuse(seed: int) -> None:
+        raise AssertionError("torch.manual_seed in a call")
+
+    with oomb.Engine(with_dropout(), config()) as engine:
+        monkeypatch.setattr(torch, "manual_seed", refuse)
+        engine.forward_backward(IDS, IDS)
+
+
 def test_dropout_is_the_same_in_recompute() -> None:
     model = with_dropout()
     assert_identical(seeded(model, "layer", 1), seeded(model, "none", 1))
@@ -421,13 +432,25 @@ def test_stats() -> None:
     assert stats.hit_rate == 1
 
 
+def test_plan_says_where_ordinary_training_needs_less() -> None:
+    """Many key/value heads make large pages; a short sequence is not worth the sums in fp32."""
+
+    def says_so(num_tokens: int, **settings: int) -> bool:
+        with oomb.Engine(make("llama", torch.bfloat16, **settings), config()) as engine:
+            return any("ordinary training" in text for text in engine.plan(num_tokens).advice)
+
+    assert says_so(5000, num_key_value_heads=6, num_attention_heads=6, head_dim=32)
+    assert not says_so(5000, num_key_value_heads=1)
+    assert says_so(50, num_key_value_heads=1)
+
+
 def test_plan() -> None:
     model = make("llama")
     with oomb.Engine(model, config()) as engine:
         plan = engine.plan(75, batch_size=2)
         assert plan.fits
-        assert plan.advice == ()
         assert plan.seconds is None
+        assert engine.plan(5000, batch_size=2).advice == ()
         step = engine.forward_backward(IDS, IDS)
         measured = engine.plan(75, batch_size=2)
         assert measured.seconds == pytest.approx(step.stats.fill_seconds + step.stats.sweep_seconds)

@@ -1,0 +1,183 @@
+"""One timed step of the engine, and what is told about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oomb import Engine, TopKPages
+from oomb.engine.layout import Chunks
+from oomb.engine.results import Step
+from oomb.engine.selection import Selector
+from oomb.testing.selection import SyntheticSelector, UniformSelector
+from oomb.testing.shapes import ModelShape
+
+Row = dict[str, Any]
+
+SELECTORS: dict[str, type[Selector]] = {
+    "model": Selector,
+    "synthetic": SyntheticSelector,
+    "uniform": UniformSelector,
+}
+FORMULA = (
+    "MFU = (6 * linear weights * tokens + 3 * attention forward FLOP) / seconds / 989e12; "
+    "attention forward = 4 * query heads * head_dim * (query, key) pairs seen, per layer"
+)
+_PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, by the vendor's datasheet
+
+
+class StepBench:
+    """Times steps of an engine on random tokens.
+
+    Args:
+        selection: a key of ``SELECTORS``.
+    """
+
+    def __init__(self, engine: Engine, network: Any, shape: ModelShape, selection: str) -> None:
+        self._engine, self._network, self._shape = engine, network, shape
+        self._kind = SELECTORS[selection]
+        self._latest: Selector | None = None
+        engine._pools.selector_type = self._selector
+
+    def run(self, length: int) -> Row:
+        """Seconds, tokens/s, MFU, memory, copies and distinct pages of one step."""
+        engine, network = self._engine, self._network
+        ids = random_tokens(self._shape, length, network.device)
+        self._latest = None
+        prepare_lists(engine, self._kind, self._shape, length)
+        network.zero_grad(set_to_none=True)
+        before = start_of_memory(network.device)
+        began = time.perf_counter()
+        result = engine.forward_backward(ids, ids)
+        loss = float(result.loss)
+        seconds = time.perf_counter() - began
+        row = self._row(length, result, seconds) | {"loss": loss}
+        row |= memory_since(network.device, before)
+        if self._latest is not None:
+            row |= distinct_pages(self._latest, engine, length)
+        return row
+
+    def _selector(self, *arguments: Any) -> Selector:
+        """Its lists are counted when the step is over."""
+        self._latest = self._kind(*arguments)
+        return self._latest
+
+    def _row(self, length: int, result: Step, seconds: float) -> Row:
+        engine, shape = self._engine, self._shape
+        layers = len(engine.layer_windows)
+        pairs = length * (length + 1) / 2
+        rule = engine.config.attention
+        if isinstance(rule, TopKPages):
+            own = engine.config.chunk_size / 2
+            pairs = min(pairs, length * (own + rule.budget * engine.config.page_size))
+        linear = shape.linear_weights * layers / shape.layers
+        flops = 6 * linear * length + 3 * 4 * shape.heads * shape.head_dim * pairs * layers
+        return {"tokens": length, "seconds": seconds, **vars(result.stats)} | {
+            "tokens_per_second": length / seconds,
+            "mfu": flops / seconds / _PEAK_FLOPS,
+        }
+
+
+def random_tokens(shape: ModelShape, length: int, device: torch.device) -> torch.Tensor:
+    """[1, length] int64, the same for everyone who is measured."""
+    generator = torch.Generator(device).manual_seed(length)
+    return torch.randint(shape.vocabulary, (1, length), generator=generator, device=device)
+
+
+def start_of_memory(device: torch.device) -> int:
+    """Bytes that torch holds on a GPU now; its peak counts from here."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def memory_since(device: torch.device, before: int) -> Row:
+    """Torch's peak beyond ``before``, and all that the driver has given away; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return {"torch_peak_bytes": peak, "driver_used_bytes": total - free}
+
+
+def prepare_lists(engine: Engine, kind: type[Selector], shape: ModelShape, length: int) -> None:
+    """Draw synthetic page lists before a step is timed."""
+    config, device = engine.config, engine._model.device
+    if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
+        chunks = _chunks(engine, length)
+        layers = len(engine.layer_windows)
+        kind.prepare(config.attention, chunks, layers, shape.kv_heads, device)
+
+
+def distinct_pages(selector: Selector, engine: Engine, length: int) -> Row:
+    """How many past pages the blocks of a chunk see together, per layer, where there was a choice.
+
+    ``distinct_pages_by_chunk`` holds (chunk, mean over layers, largest of the layers).
+    """
+    counts: dict[int, list[torch.Tensor]] = {}
+    number, layers = _chunks(engine, length).number, len(engine.layer_windows)
+    for chunk in range(number):
+        for layer in range(layers):
+            lists = selector.recorded(layer, chunk)
+            if lists is not None:
+                counts.setdefault(chunk, []).append(_distinct(lists))
+    by_chunk = {chunk: torch.stack(found).double() for chunk, found in counts.items()}
+    if not by_chunk:
+        return {}
+    every = torch.cat(list(by_chunk.values()))
+    return {
+        "distinct_pages_mean": float(every.mean()),
+        "distinct_pages_max": int(every.max()),
+        "distinct_pages_by_chunk": [
+            (chunk, float(found.mean()), int(found.max())) for chunk, found in by_chunk.items()
+        ],
+    }
+
+
+def _distinct(lists: torch.Tensor) -> torch.Tensor:
+    """0-d: distinct page numbers >= 0; does not ask the device for it."""
+    ordered = lists.flatten().sort().values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return (first & (ordered >= 0)).sum()
+
+
+def slopes(rows: list[Row]) -> dict[str, float]:
+    """Growth of GPU memory from the shortest to the longest call, in MB per 10,000 tokens.
+
+    Means something under a cap of the device tier that both calls fill. Of several steps of one
+    length the last counts: the first also loads kernels.
+    """
+    by_length = {row["tokens"]: row for row in rows}
+    first, last = by_length[min(by_length)], by_length[max(by_length)]
+    tokens: int = last["tokens"] - first["tokens"]
+    if tokens == 0 or "torch_peak_bytes" not in last:
+        return {}
+
+    def slope(*names: str) -> float:
+        grown: int = sum(last[name] - first[name] for name in names)
+        return grown / tokens * 1e4 / 1e6
+
+    return {
+        "allocators": slope("torch_peak_bytes", "device_peak_bytes"),
+        "driver": slope("driver_used_bytes"),
+    }
+
+
+def timed_call(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device is done."""
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _chunks(engine: Engine, length: int) -> Chunks:
+    config = engine.config
+    return Chunks(length - 1, config.chunk_size, config.page_size)  # the last is no input
