@@ -245,10 +245,14 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
 }
 
 // A gradient page that is nowhere will be made in place.
-bool PageManager::in_place(int32_t visit, int64_t begin, int64_t end) {
+bool PageManager::own_alone(int32_t visit, int64_t begin, int64_t end) {
   gather(visit, begin, end);
-  return std::none_of(gathered_.begin(), gathered_.end(), [this](PageIndex index) {
-    return tiers_[index].state == Residency::kHostOnly;
+  if (options_.own_alone == OwnAlone::kAlways) return true;
+  const bool in_flight = options_.own_alone == OwnAlone::kInFlight;
+  if (in_flight) tiers_.poll();
+  return std::any_of(gathered_.begin(), gathered_.end(), [&](PageIndex index) {
+    const Residency state = tiers_[index].state;
+    return state == Residency::kHostOnly || (in_flight && state == Residency::kLoading);
   });
 }
 
@@ -340,7 +344,9 @@ void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, v
 // Time moves on: pages filed under visits that are over get their next use.
 void PageManager::advance(int32_t visit) {
   if (visit > now_) {
-    prefetcher_.advance(visit - now_, engine_->now(), engine_->load_pace());
+    if (options_.measured_prefetch) {
+      prefetcher_.advance(visit - now_, engine_->now(), engine_->load_pace());
+    }
     now_ = visit;
   }
   for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;

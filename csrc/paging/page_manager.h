@@ -24,10 +24,20 @@ struct TierPool {
   memory::StatisticsResource* resource = nullptr;  // inside the pool
 };
 
+// When the kernel on the chunk's own keys gets a launch in front of the first wave's, to run while
+// pages are on their way. Two launches write and read the state that passes between them.
+enum class OwnAlone : uint8_t {
+  kAlways,
+  kInFlight,  // a page of the wave has still to arrive
+  kHostOnly,  // a page of the wave was not foreseen: its load has not been issued
+};
+
 struct PageManagerOptions {
   std::optional<Wait> disabled_wait = std::nullopt;  // tests only
   bool poison = false;                               // fill freed slots with NaN
   bool keep_host_memory = false;  // between calls; pinned memory is slow to get back
+  OwnAlone own_alone = OwnAlone::kAlways;
+  bool measured_prefetch = false;  // its depth from the engine's load_pace(); false: fixed
 };
 
 struct PageStatistics {
@@ -74,8 +84,9 @@ class PageManager {
 
   // Cuts the visit's range into waves [begin, end), each of which can be acquired at once.
   std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit);
-  // Whether every page of the wave is on the device, or on its way because it was foreseen.
-  bool in_place(int32_t visit, int64_t begin, int64_t end);
+  // Whether the chunk's own keys shall have a launch of their own in front of the visit's first
+  // wave, before it is acquired.
+  bool own_alone(int32_t visit, int64_t begin, int64_t end);
   void acquire(int32_t visit, int64_t begin, int64_t end, void* stream);
   void release(int32_t visit, int64_t begin, int64_t end, void* stream);
 

@@ -12,8 +12,8 @@ namespace oomb::paging {
 //     load     [ batch ][ batch ][ ...  needed by visit v + 1 ]
 //     compute  | arrives|     visit v                          | visit v + 1
 //
-// More would take room from pages that stay. Both times are measured as the call goes on; results
-// never depend on them, since a wave may end anywhere.
+// More would take room from pages that stay. It is a fixed number until advance() tells both times
+// as the call goes on; results never depend on it, since a wave may end anywhere.
 class PrefetchWindow {
  public:
   PrefetchWindow() = default;

@@ -52,7 +52,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
       for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
     };
     // Beyond the waits that come before it in the stream: what the link takes.
-    if (which == Lane::kLoad) {
+    if (which == Lane::kLoad && options_.measure_loads) {
       loads_.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
     } else {
       spread();

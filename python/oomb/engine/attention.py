@@ -258,7 +258,7 @@ class ChunkAttention:
         ]
 
     def _own_alone(self, visit: int, wave: Wave) -> bool:
-        return self.pages.spilled and not self.pages.manager.in_place(visit, *wave)
+        return self.pages.spilled and self.pages.manager.own_alone(visit, *wave)
 
     @contextmanager
     def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:

@@ -28,8 +28,12 @@ std::unique_ptr<CopyEngine> instant(std::byte* device, std::byte* host, int64_t 
 }
 
 struct Fixture {
-  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024)
-      : tiers({.slot_bytes = kSlotBytes, .device_slots = device_slots, .host_slots = host_slots},
+  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024,
+                   const PageManagerOptions& options = {})
+      : tiers({.slot_bytes = kSlotBytes,
+               .device_slots = device_slots,
+               .host_slots = host_slots,
+               .manager = options},
               instant),
         manager(*tiers.manager) {}
 
@@ -247,8 +251,12 @@ TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
 }
 
-TEST(PageManager, InPlaceMeansThatNothingHasToBeFetched) {
-  Fixture f(16, 32);
+class OwnChunk : public ::testing::TestWithParam<OwnAlone> {};
+
+TEST_P(OwnChunk, IsLaunchedAloneWherePagesAreOnTheirWay) {
+  const bool always = GetParam() == OwnAlone::kAlways;
+  const bool in_flight = GetParam() != OwnAlone::kHostOnly;
+  Fixture f(16, 32, {.own_alone = GetParam()});
   f.manager.begin_call(
       plan(1, {24}, {{0, VisitKind::kRead, 0, 24}, {0, VisitKind::kAccumulate, 0, 24}}));
   f.manager.create_gradients(0, 0, 24);
@@ -259,16 +267,23 @@ TEST(PageManager, InPlaceMeansThatNothingHasToBeFetched) {
   int64_t away = 0;
   while (on_device(away)) ++away;
   ASSERT_GT(away, 0);
-  EXPECT_TRUE(f.manager.in_place(0, 0, away));
-  EXPECT_TRUE(f.manager.in_place(1, 0, away)) << "gradients do not exist and will be made";
-  EXPECT_FALSE(f.manager.in_place(0, 0, away + 1));
+  EXPECT_EQ(f.manager.own_alone(0, 0, away), always);
+  EXPECT_EQ(f.manager.own_alone(1, 0, away), always) << "gradients do not exist and will be made";
+  EXPECT_TRUE(f.manager.own_alone(0, 0, away + 1));
+  f.engine().finishing = false;
   f.manager.acquire(0, 0, away, nullptr);
   f.manager.release(0, 0, away, nullptr);
-  EXPECT_TRUE(f.manager.in_place(0, away, away + 1)) << "loaded ahead";
-  EXPECT_FALSE(f.manager.in_place(0, away, 24));
+  EXPECT_EQ(f.manager.own_alone(0, away, away + 1), in_flight) << "loaded ahead";
+  EXPECT_TRUE(f.manager.own_alone(0, away, 24));
   f.manager.set_visit_pages(0, {away});
-  EXPECT_TRUE(f.manager.in_place(0, 0, 24)) << "only what is listed counts";
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), in_flight) << "only what is listed counts";
+  f.engine().finishing = true;
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), always) << "its load is over";
 }
+
+INSTANTIATE_TEST_SUITE_P(Rules, OwnChunk,
+                         ::testing::Values(OwnAlone::kAlways, OwnAlone::kInFlight,
+                                           OwnAlone::kHostOnly));
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
   Fixture f(5);

@@ -46,6 +46,7 @@ struct CallShape {
   int64_t budget;       // pages per query block; 0: dense
   double device_share;  // of the slots that all pages and gradients take
   testing::CopyCosts costs = {};
+  PageManagerOptions options = {};
 };
 
 // Drives a page manager as the engine does, over copies in virtual time. One layer's turn:
@@ -64,7 +65,7 @@ class TimedCall {
     engine_ = engine.get();
     manager_ = std::make_unique<PageManager>(
         reserve(static_cast<int64_t>(static_cast<double>(slots) * shape.device_share)),
-        reserve(slots), std::move(engine), PageManagerOptions{});
+        reserve(slots), std::move(engine), shape.options);
     manager_->begin_call({.num_layers = shape.layers,
                           .pages_per_sequence = {past(last())},
                           .grad_slots = kGradSlots,
@@ -221,7 +222,7 @@ class TimedCall {
       const bool goes_on = std::exchange(started, true);
       engine_->compute(kLaunchSeconds + seconds + (goes_on ? kStateSeconds : own_keys));
     };
-    if (waves.empty() || !manager_->in_place(visit, waves[0].first, waves[0].second)) launch(0);
+    if (waves.empty() || own_alone(visit, waves[0])) launch(0);
     int64_t covered = 0;
     for (const auto& [begin, end] : waves) {
       ASSERT_EQ(begin, covered);
@@ -234,6 +235,11 @@ class TimedCall {
     ASSERT_EQ(covered, pages);
     compute(0.9 * cost.fixed_seconds);
     engine_->let_host_wait_until(engine_->compute_end() - kIssuedAhead);
+  }
+
+  // As the engine: never where the device tier has room for everything.
+  bool own_alone(int32_t visit, const std::pair<int64_t, int64_t>& wave) {
+    return shape_.device_share < 1 && manager_->own_alone(visit, wave.first, wave.second);
   }
 
   // The wave's pages, with their gradients in the backward pass.

@@ -16,7 +16,6 @@ struct CopyCosts {
   double issue_seconds = 10e-6;    // of the host, per batch
   double record_seconds = 1e-6;    // of the host, per slot of a batch
   double filled_seconds = 0.1e-6;  // of compute, per slot set to zero
-  bool measured = true;            // load_pace() knows something
 };
 
 // Moves nothing, in virtual time. The host issues work; each lane runs its own in order, as early
@@ -39,9 +38,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
     host_ += costs_.issue_seconds + costs_.record_seconds * slots;
     const double seconds = costs_.batch_seconds + costs_.slot_seconds * slots;
     copying_ += seconds;
-    if (lane == paging::Lane::kLoad && costs_.measured) {
-      pace_.add(static_cast<int64_t>(pages.size()), seconds);
-    }
+    if (lane == paging::Lane::kLoad) pace_.add(static_cast<int64_t>(pages.size()), seconds);
     return run(lane, seconds);
   }
 
