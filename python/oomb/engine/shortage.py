@@ -33,10 +33,18 @@ def expect_room(device: torch.device, pool_bytes: int, others: int) -> None:
         )
 
 
-def leave_to_driver(device: torch.device, pool_bytes: int) -> None:
-    """Have torch give up memory that it holds unused, where a tier could not grow otherwise."""
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < pool_bytes:
+def leave_to_driver(device: torch.device, pool_bytes: int) -> int:
+    """Have torch give up memory that it holds unused, where a tier could not grow otherwise.
+
+    Returns:
+        How much of ``pool_bytes`` the tier can get. A segment of torch's with a single tensor in it
+        stays torch's, so this may be less than what is free.
+    """
+    if device.type != "cuda":
+        return pool_bytes
+    if torch.cuda.mem_get_info(device)[0] < pool_bytes:
         torch.cuda.empty_cache()
+    return min(pool_bytes, torch.cuda.mem_get_info(device)[0])
 
 
 def refused(error: BaseException, device: torch.device, pool_bytes: int) -> OutOfMemoryError | None:
