@@ -19,7 +19,7 @@ SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptio
 Slot SlotPool::take() {
   if (free_.empty()) {
     if (mapped_slots() == max_slots()) return kNoSlot;
-    grow(1);
+    grow(step());
   }
   if (options_.shuffle_seed) std::swap(free_.front(), free_[random_() % free_.size()]);
   const Slot slot = free_.front();
@@ -29,9 +29,11 @@ Slot SlotPool::take() {
   return slot;
 }
 
-void SlotPool::reserve(int64_t count) {
+void SlotPool::reserve(int64_t count, Growth growth) {
   try {
-    while (free_slots() < count && mapped_slots() < max_slots()) grow(count - free_slots());
+    while (free_slots() < count && mapped_slots() < max_slots()) {
+      grow(growth == Growth::kSteps ? step() : count - free_slots());
+    }
   } catch (const OutOfMemory&) {
     // usable_slots() tells it, and refusal() why.
   }
@@ -54,31 +56,20 @@ void SlotPool::reset(bool release_memory) {
   if (release_memory) resource_->release();
 }
 
-// By a step. Where that is too much, by what is missing if it is less; the rest is left to others.
-void SlotPool::grow(int64_t missing) {
-  const int64_t step = std::max<int64_t>(1, options_.step_bytes / slot_bytes());
-  missing = std::min(missing, max_slots() - mapped_slots());
-  try {
-    try {
-      map(step);
-    } catch (const OutOfMemory&) {
-      // A resource that grows by as much anyway has said no already, maybe after a long wait.
-      if (std::max(missing * slot_bytes(), resource_->granularity()) >= options_.step_bytes) throw;
-      map(missing);
-    }
-    refusal_.reset();
-  } catch (const OutOfMemory& error) {
-    refusal_ = error;
-    throw;
-  }
-}
+int64_t SlotPool::step() const { return std::max<int64_t>(1, options_.step_bytes / slot_bytes()); }
 
-void SlotPool::map(int64_t slots) {
+void SlotPool::grow(int64_t slots) {
   const int64_t first = mapped_slots();
   // Memory that the resource rounded up to is used before more is asked for.
   const int64_t rounded = resource_->committed() / slot_bytes();
   const int64_t last = std::min(max_slots(), std::max(first + slots, rounded));
-  resource_->commit(last * slot_bytes());
+  try {
+    resource_->commit(last * slot_bytes());
+  } catch (const OutOfMemory& error) {
+    refusal_ = error;
+    throw;
+  }
+  refusal_.reset();
   taken_.resize(static_cast<size_t>(last), false);
   for (int64_t slot = first; slot < last; ++slot) free_.push_back(static_cast<Slot>(slot));
 }

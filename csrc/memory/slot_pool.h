@@ -28,12 +28,13 @@ class SlotPool {
  public:
   SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options);
 
-  // A free slot, growing the pool by a step if need be, or by the slot alone where a step is
-  // refused; kNoSlot when max_slots are taken. Throws OutOfMemory, with nothing changed, when the
-  // resource cannot grow.
+  // A free slot, growing the pool by a step if need be; kNoSlot when max_slots are taken. Throws
+  // OutOfMemory, with nothing changed, when the resource cannot grow.
   Slot take();
-  // Grows the pool as far as the resource lets it until `count` slots are free.
-  void reserve(int64_t count);
+  // Grows the pool as far as the resource lets it until `count` slots are free: by steps, or by
+  // what is missing, which takes the last of the memory there is.
+  enum class Growth : uint8_t { kSteps, kMissing };
+  void reserve(int64_t count, Growth growth);
   void give_back(Slot slot);
 
   // Forgets all slots. The memory is released too, unless getting it back costs too much.
@@ -55,8 +56,8 @@ class SlotPool {
   bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
 
  private:
-  void grow(int64_t missing);
-  void map(int64_t slots);
+  int64_t step() const;
+  void grow(int64_t slots);
 
   std::unique_ptr<MemoryResource> resource_;
   SlotPoolOptions options_;

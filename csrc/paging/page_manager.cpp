@@ -13,6 +13,8 @@ namespace {
 // the layer before it computes; more would only take room from pages that stay.
 constexpr int64_t kStreamBytes = int64_t{512} << 20;
 
+using Growth = memory::SlotPool::Growth;
+
 constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
 
 }  // namespace
@@ -275,7 +277,10 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   const int64_t end = schedule_[visit].last;
   gather(visit, begin, end);
   // A wave must fit what the device gives, not what it was hoped to give.
-  tiers_.reserve(slots_not_on_device());
+  tiers_.reserve(slots_not_on_device(), Growth::kSteps);
+  if (usable_slots() - tiers_.pinned_slots() < smallest_slots_) {
+    tiers_.reserve(smallest_slots_, Growth::kMissing);
+  }
   const int64_t room = usable_slots() - tiers_.pinned_slots();
   const int64_t limit = std::max(room - stream_slots_, std::min(room, smallest_slots_));
   const int64_t missing_limit = stream_slots_ > 0 ? stream_slots_ : limit;
@@ -413,9 +418,14 @@ void PageManager::advance(int32_t visit) {
 
 // --- Room ---------------------------------------------------------------------------------------
 
+// Where the device gives no further step, pages go to the host; it is made to give its last only
+// where they cannot.
 void PageManager::require_room(int64_t slots) {
-  tiers_.reserve(slots);
-  if (!tiers_.make_room(slots, kNow)) throw_out_of_memory(slots);
+  for (const Growth growth : {Growth::kSteps, Growth::kMissing}) {
+    tiers_.reserve(slots, growth);
+    if (tiers_.make_room(slots, kNow)) return;
+  }
+  throw_out_of_memory(slots);
 }
 
 void PageManager::throw_out_of_memory(int64_t slots) const {

@@ -105,7 +105,7 @@ class Tiers {
 
   // Lets the device tier grow, if it can, until so many slots are free; usable_slots() is less than
   // its cap once it could not.
-  void reserve(int64_t slots) { device_.reserve(slots); }
+  void reserve(int64_t slots, memory::SlotPool::Growth growth) { device_.reserve(slots, growth); }
   int64_t usable_slots() const { return device_.usable_slots(); }
   int64_t available_slots() const { return device_.available_slots(); }
   int64_t pinned_slots() const { return pinned_slots_; }

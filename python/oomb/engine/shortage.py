@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -45,6 +46,29 @@ def leave_to_driver(device: torch.device, pool_bytes: int) -> int:
     if torch.cuda.mem_get_info(device)[0] < pool_bytes:
         torch.cuda.empty_cache()
     return min(pool_bytes, torch.cuda.mem_get_info(device)[0])
+
+
+def with_torchs_unused(device: torch.device, step: Callable[[], None]) -> None:
+    """Take a step that a tier may have to grow for; refused, once more with what torch can give up.
+
+    Args:
+        step: changes nothing where it raises.
+    """
+    try:
+        step()
+    except OutOfMemoryError:
+        if not _give_up_unused(device):
+            raise
+        step()
+
+
+def _give_up_unused(device: torch.device) -> bool:
+    """Whether the driver has more memory after torch has given up what it can."""
+    if device.type != "cuda":
+        return False
+    before = torch.cuda.mem_get_info(device)[0]
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] > before
 
 
 def refused(error: BaseException, device: torch.device, pool_bytes: int) -> OutOfMemoryError | None:

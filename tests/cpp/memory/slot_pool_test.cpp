@@ -90,32 +90,24 @@ TEST(SlotPool, FailedGrowthChangesNothing) {
   EXPECT_EQ(f.pool.usable_slots(), f.pool.max_slots());
 }
 
-TEST(SlotPool, TakesWhatIsMissingWhereAStepIsTooMuch) {
+TEST(SlotPool, GrowsByWhatIsMissingWhereAStepIsTooMuch) {
   Fixture f(100);
   f.control->most_bytes = 6 * kSlotBytes;
-  f.pool.reserve(2);
+  f.pool.reserve(2, SlotPool::Growth::kSteps);
   EXPECT_EQ(f.pool.mapped_slots(), 4);
   for (int i = 0; i < 4; ++i) f.pool.take();
-  f.pool.reserve(1);
+  f.pool.reserve(1, SlotPool::Growth::kSteps);
+  EXPECT_EQ(f.pool.available_slots(), 0);
+  f.pool.reserve(1, SlotPool::Growth::kMissing);
   EXPECT_EQ(f.pool.mapped_slots(), 5) << "the rest is left to others";
   EXPECT_FALSE(f.pool.refusal());
-  f.pool.reserve(3);
+  f.pool.reserve(3, SlotPool::Growth::kMissing);
   EXPECT_EQ(f.pool.mapped_slots(), 5);
   ASSERT_TRUE(f.pool.refusal());
   EXPECT_EQ(f.pool.refusal()->needed_bytes(), 7 * kSlotBytes);
   EXPECT_EQ(f.pool.available_slots(), 1);
   f.pool.reset();
   EXPECT_EQ(f.pool.available_slots(), 100) << "the next call may find more";
-}
-
-TEST(SlotPool, AsksOnceOfAResourceThatGrowsByWholeSteps) {
-  auto control = std::make_shared<testing::FailureSwitch>();
-  SlotPool pool(std::make_unique<testing::FailingResource>(
-                    std::make_unique<HostResource>(100 * kSlotBytes), control),
-                {.slot_bytes = 1024, .max_slots = 100, .step_bytes = 4096});
-  control->most_bytes = 0;
-  EXPECT_THROW(pool.take(), OutOfMemory);
-  EXPECT_EQ(control->failures, 1);
 }
 
 TEST(SlotPool, ShuffleChangesTheOrderAndNothingElse) {

@@ -173,6 +173,24 @@ TEST(PageManager, SaysThatTheDeviceGaveNoMoreWhereNothingCanGo) {
   f.write(0, 3, 8);
 }
 
+// Steps of 8 slots, of which the device gives one and a half.
+TEST(PageManager, TakesTheLastOfTheDeviceWhereTheHostIsFull) {
+  for (const int64_t host_slots : {4, 0}) {
+    TestTiers tiers(
+        {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = host_slots, .step_slots = 8},
+        instant);
+    PageManager& manager = *tiers.manager;
+    tiers.device_failures->most_bytes = 12 * kSlotBytes;
+    manager.begin_call(plan(1, {16}, {{0, VisitKind::kRead, 0, 16}}));
+    for (int64_t page = 0; page < 12; ++page) {
+      manager.create(0, page, page + 1, nullptr);
+      manager.commit(0, page, page + 1, nullptr);
+    }
+    EXPECT_EQ(manager.mapped_device_slots(), 12 - host_slots);
+    manager.check_integrity();
+  }
+}
+
 TEST(PageManager, SaysThatNeitherTierHasRoom) {
   Fixture f(8, 2);
   f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));

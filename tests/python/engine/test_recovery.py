@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 import oomb
+from oomb.engine import attention, pools, shortage
 from oomb.engine import loss as loss_module
-from oomb.engine import pools, shortage
 from oomb.engine.attention import ChunkAttention
 
 from .models import make
@@ -298,6 +298,38 @@ def test_a_device_that_gives_less_than_is_free(
             model.get_parameter(name).grad = gradient.fill_(7)
         engine.config = asked
         assert_untouched(engine, model, before, expected)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_refused_step_is_taken_again_where_torch_gives_up_memory(
+    monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """The first growth in a call is refused."""
+    model = make("llama")
+    refusals, real = [], shortage.with_torchs_unused
+    monkeypatch.setattr(shortage, "_give_up_unused", lambda _: given)
+
+    def refused_once(device: torch.device, step: Callable[[], None]) -> None:
+        def first() -> None:
+            if not refusals:
+                refusals.append(step)
+                raise oomb.OutOfMemoryError("no", needed_bytes=1, available_bytes=0)
+            step()
+
+        real(device, first)
+
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        monkeypatch.setattr(attention, "with_torchs_unused", refused_once)
+        if given:
+            take_gradients(model)
+            assert_identical(usual(engine, model), expected)
+        else:
+            with pytest.raises(oomb.OutOfMemoryError, match="no"):
+                engine.forward_backward(IDS, IDS)
+            assert_untouched(engine, model, before, expected)
+        assert len(refusals) == 1
 
 
 def test_a_call_inside_a_call_is_refused() -> None:
