@@ -8,6 +8,8 @@ namespace oomb::paging {
 
 namespace {
 
+using Growth = memory::SlotPool::Growth;
+
 constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
 
 }  // namespace
@@ -120,6 +122,14 @@ void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
   });
 }
 
+int64_t PageManager::slots_not_on_device() const {
+  int64_t slots = 0;
+  for (const PageIndex index : gathered_) {
+    if (!tiers_[index].on_device()) slots += tiers_.slots_of(index);
+  }
+  return slots;
+}
+
 void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
   check_visit(visit);
   for (const int64_t position : positions) {
@@ -144,12 +154,13 @@ void PageManager::use(void* stream) { engine_->set_compute_stream(stream); }
 
 int64_t PageManager::max_create() const {
   check_call();
-  return (device_slots() - tiers_.pinned_slots()) / space_.batch();
+  return std::max<int64_t>(1, (usable_slots() - tiers_.pinned_slots()) / space_.batch());
 }
 
 int64_t PageManager::max_gradients() const {
   check_call();
-  return (device_slots() - tiers_.pinned_slots()) / (space_.batch() * grad_slots_);
+  return std::max<int64_t>(
+      1, (usable_slots() - tiers_.pinned_slots()) / (space_.batch() * grad_slots_));
 }
 
 void PageManager::create(int32_t layer, int64_t begin, int64_t end, void* stream) {
@@ -213,7 +224,12 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   const int64_t begin = schedule_[visit].first;
   const int64_t end = schedule_[visit].last;
   gather(visit, begin, end);
-  const int64_t room = device_slots() - tiers_.pinned_slots();
+  // A wave must fit what the device gives, not what it was hoped to give.
+  tiers_.reserve(slots_not_on_device(), Growth::kSteps);
+  if (usable_slots() - tiers_.pinned_slots() < smallest_slots_) {
+    tiers_.reserve(smallest_slots_, Growth::kMissing);
+  }
+  const int64_t room = usable_slots() - tiers_.pinned_slots();
   const int64_t limit = std::max(room - prefetcher_.window(), std::min(room, smallest_slots_));
   const int64_t missing_limit = prefetcher_.window() > 0 ? prefetcher_.window() : limit;
 
@@ -357,13 +373,28 @@ void PageManager::advance(int32_t visit) {
 
 // --- Room ---------------------------------------------------------------------------------------
 
+// Where the device gives no further step, pages go to the host; it is made to give its last only
+// where they cannot.
 void PageManager::require_room(int64_t slots) {
-  if (!tiers_.make_room(slots, kNow)) throw_out_of_memory(slots);
+  for (const Growth growth : {Growth::kSteps, Growth::kMissing}) {
+    tiers_.reserve(slots, growth);
+    if (tiers_.make_room(slots, kNow)) return;
+  }
+  throw_out_of_memory(slots);
 }
 
 void PageManager::throw_out_of_memory(int64_t slots) const {
   const int64_t bytes = slot_bytes();
   const int64_t pinned = active_ ? tiers_.pinned_slots() : 0;
+  if (const auto& refusal = device_.pool->refusal(); refusal && pinned + slots <= device_slots()) {
+    const int64_t limit = host_.pool->max_slots() * bytes;
+    throw OutOfMemory(
+        concat(refusal->what(), limit == 0 ? ""
+                                           : concat("; nor has host_memory room for others, ",
+                                                    host_.pool->taken_slots() * bytes, " of ",
+                                                    limit, " bytes are taken")),
+        refusal->needed_bytes(), refusal->available_bytes());
+  }
   if (active_ && pinned + slots <= device_slots()) {
     const int64_t limit = host_.pool->max_slots() * bytes;
     throw OutOfMemory(
@@ -390,8 +421,8 @@ void PageManager::prefetch(int64_t page) {
 
 // The next wave's new pages and the next chunk's should find slots that need no store any more.
 void PageManager::store_ahead() {
-  if (total_slots_ <= device_slots()) return;  // nothing will ever have to go
-  tiers_.store_ahead(std::min(prefetcher_.window() + create_slots_, device_slots() / 2));
+  if (total_slots_ <= usable_slots()) return;  // nothing will ever have to go
+  tiers_.store_ahead(std::min(prefetcher_.window() + create_slots_, usable_slots() / 2));
 }
 
 // --- What is going on ---------------------------------------------------------------------------

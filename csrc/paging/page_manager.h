@@ -74,7 +74,8 @@ class PageManager {
   void end_call();
   void close();
 
-  // How many logical pages fit at once, on top of what is acquired now.
+  // How many logical pages fit at once, on top of what is acquired now. At least 1: where not even
+  // that fits, asking for it says why.
   int64_t max_create() const;
   int64_t max_gradients() const;
 
@@ -96,6 +97,9 @@ class PageManager {
   std::byte* pool_address() const { return device_.pool->base(); }
   int64_t slot_bytes() const { return device_.pool->slot_bytes(); }
   int64_t device_slots() const { return device_.pool->max_slots(); }
+  // Fewer than device_slots() where the device has refused to give them all: the tier goes on with
+  // what it has got.
+  int64_t usable_slots() const { return device_.pool->usable_slots(); }
   int64_t mapped_device_slots() const { return device_.pool->mapped_slots(); }
   const PageSpace& space() const { return space_; }
   const BlockTables& tables() { return tiers_.tables(); }
@@ -108,6 +112,7 @@ class PageManager {
 
  private:
   void gather(int32_t visit, int64_t begin, int64_t end);
+  int64_t slots_not_on_device() const;
   void check_call() const;
   void check_visit(int32_t visit) const;
   void check_range(int32_t layer, int64_t begin, int64_t end) const;

@@ -129,6 +129,82 @@ TEST(PageManager, PagesThatComeNextAreThereWhenAcquired) {
   EXPECT_GE(static_cast<double>(s.hits) / static_cast<double>(s.hits + s.misses), 0.95);
 }
 
+// The device was to give 64 slots and gives 20.
+TEST(PageManager, GoesOnWithTheDeviceMemoryThereIs) {
+  Fixture f(64);
+  const int32_t rounds = 6;
+  std::vector<Visit> visits(rounds - 1, Visit{0, VisitKind::kRead, 0, 40});
+  visits.push_back({0, VisitKind::kAccumulate, 0, 40});
+  f.manager.begin_call(plan(1, {40}, visits));
+  f.manager.create_gradients(0, 0, 40);
+  f.tiers.device_failures->most_bytes = 20 * kSlotBytes;
+  f.write(0, 0, 40);
+  for (int32_t t = 0; t < rounds; ++t) f.visit(t);
+  EXPECT_GT(f.tiers.device_failures->failures, 0);
+  EXPECT_EQ(f.manager.usable_slots(), 20);
+  EXPECT_EQ(f.manager.max_create(), 20);
+  EXPECT_EQ(f.manager.statistics().device_peak_bytes, 20 * kSlotBytes);
+  EXPECT_GE(f.manager.statistics().d2h_bytes, (80 - 20) * kSlotBytes);
+  f.manager.end_call();
+  f.tiers.device_failures->most_bytes = -1;
+  f.manager.begin_call(plan(1, {40}, {{0, VisitKind::kRead, 0, 40}}));
+  f.write(0, 0, 40);
+  EXPECT_EQ(f.manager.mapped_device_slots(), 40) << "the next call finds memory again";
+}
+
+// Keys and values fit; their gradients are more than the device gives.
+TEST(PageManager, CutsWavesForTheDeviceMemoryThereIs) {
+  Fixture f(64);
+  f.manager.begin_call(plan(1, {12}, {{0, VisitKind::kAccumulate, 0, 12}}));
+  f.manager.create_gradients(0, 0, 12);
+  f.tiers.device_failures->most_bytes = 12 * kSlotBytes;
+  f.write(0, 0, 12);
+  EXPECT_EQ(f.tiers.device_failures->failures, 0);
+  f.visit(0);
+  EXPECT_GT(f.tiers.device_failures->failures, 0);
+}
+
+TEST(PageManager, SaysThatTheDeviceGaveNoMoreWhereNothingCanGo) {
+  Fixture f(8, 0);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.tiers.device_failures->most_bytes = 3 * kSlotBytes;
+  f.write(0, 0, 3);
+  const std::string text = message_of([&] { f.manager.create(0, 3, 4, nullptr); });
+  EXPECT_EQ(text, "injected failure");
+  f.manager.check_integrity();
+  f.tiers.device_failures->most_bytes = -1;
+  f.write(0, 3, 8);
+}
+
+// Steps of 8 slots, of which the device gives one and a half.
+TEST(PageManager, TakesTheLastOfTheDeviceWhereTheHostIsFull) {
+  for (const int64_t host_slots : {4, 0}) {
+    TestTiers tiers(
+        {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = host_slots, .step_slots = 8},
+        instant);
+    PageManager& manager = *tiers.manager;
+    tiers.device_failures->most_bytes = 12 * kSlotBytes;
+    manager.begin_call(plan(1, {16}, {{0, VisitKind::kRead, 0, 16}}));
+    for (int64_t page = 0; page < 12; ++page) {
+      manager.create(0, page, page + 1, nullptr);
+      manager.commit(0, page, page + 1, nullptr);
+    }
+    EXPECT_EQ(manager.mapped_device_slots(), 12 - host_slots);
+    manager.check_integrity();
+  }
+}
+
+TEST(PageManager, SaysThatNeitherTierHasRoom) {
+  Fixture f(8, 2);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.tiers.device_failures->most_bytes = 3 * kSlotBytes;
+  f.write(0, 0, 5);
+  const std::string text = message_of([&] { f.manager.create(0, 5, 6, nullptr); });
+  EXPECT_CONTAINS(text, "injected failure");
+  EXPECT_CONTAINS(text, "host_memory");
+  f.manager.check_integrity();
+}
+
 TEST(PageManager, GradientStartsAtZeroAndIsNotLoadedBeforeItExists) {
   Fixture f(3);
   f.manager.begin_call(plan(1, {6}, {{0, VisitKind::kAccumulate, 0, 6}}, 2));
