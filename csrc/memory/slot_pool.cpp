@@ -19,7 +19,7 @@ SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptio
 Slot SlotPool::take() {
   if (free_.empty()) {
     if (mapped_slots() == max_slots()) return kNoSlot;
-    grow();
+    grow(step());
   }
   if (options_.shuffle_seed) std::swap(free_.front(), free_[random_() % free_.size()]);
   const Slot slot = free_.front();
@@ -27,6 +27,16 @@ Slot SlotPool::take() {
   taken_[static_cast<size_t>(slot)] = true;
   ++taken_count_;
   return slot;
+}
+
+void SlotPool::reserve(int64_t count, Growth growth) {
+  try {
+    while (free_slots() < count && mapped_slots() < max_slots()) {
+      grow(growth == Growth::kSteps ? step() : count - free_slots());
+    }
+  } catch (const OutOfMemory&) {
+    // usable_slots() tells it, and refusal() why.
+  }
 }
 
 void SlotPool::give_back(Slot slot) {
@@ -42,16 +52,24 @@ void SlotPool::reset(bool release_memory) {
   free_.clear();
   taken_.clear();
   taken_count_ = 0;
+  refusal_.reset();
   if (release_memory) resource_->release();
 }
 
-void SlotPool::grow() {
+int64_t SlotPool::step() const { return std::max<int64_t>(1, options_.step_bytes / slot_bytes()); }
+
+void SlotPool::grow(int64_t slots) {
   const int64_t first = mapped_slots();
-  const int64_t step = std::max<int64_t>(1, options_.step_bytes / slot_bytes());
   // Memory that the resource rounded up to is used before more is asked for.
   const int64_t rounded = resource_->committed() / slot_bytes();
-  const int64_t last = std::min(max_slots(), std::max(first + step, rounded));
-  resource_->commit(last * slot_bytes());
+  const int64_t last = std::min(max_slots(), std::max(first + slots, rounded));
+  try {
+    resource_->commit(last * slot_bytes());
+  } catch (const OutOfMemory& error) {
+    refusal_ = error;
+    throw;
+  }
+  refusal_.reset();
   taken_.resize(static_cast<size_t>(last), false);
   for (int64_t slot = first; slot < last; ++slot) free_.push_back(static_cast<Slot>(slot));
 }

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "common/error.h"
 #include "memory/memory_resource.h"
 
 namespace oomb::memory {
@@ -30,6 +31,10 @@ class SlotPool {
   // A free slot, growing the pool by a step if need be; kNoSlot when max_slots are taken. Throws
   // OutOfMemory, with nothing changed, when the resource cannot grow.
   Slot take();
+  // Grows the pool as far as the resource lets it until `count` slots are free: by steps, or by
+  // what is missing, which takes the last of the memory there is.
+  enum class Growth : uint8_t { kSteps, kMissing };
+  void reserve(int64_t count, Growth growth);
   void give_back(Slot slot);
 
   // Forgets all slots. The memory is released too, unless getting it back costs too much.
@@ -40,14 +45,19 @@ class SlotPool {
   int64_t slot_bytes() const { return options_.slot_bytes; }
   int64_t max_slots() const { return options_.max_slots; }
   int64_t mapped_slots() const { return static_cast<int64_t>(taken_.size()); }
+  // All slots that can be counted on: max_slots, or those there are once the resource has refused.
+  int64_t usable_slots() const { return refusal_ ? mapped_slots() : max_slots(); }
+  // The latest growth failed with this.
+  const std::optional<OutOfMemory>& refusal() const { return refusal_; }
   int64_t taken_slots() const { return taken_count_; }
   int64_t free_slots() const { return static_cast<int64_t>(free_.size()); }
-  int64_t available_slots() const { return max_slots() - taken_count_; }
+  int64_t available_slots() const { return usable_slots() - taken_count_; }
   int64_t committed_bytes() const { return resource_->committed(); }
   bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
 
  private:
-  void grow();
+  int64_t step() const;
+  void grow(int64_t slots);
 
   std::unique_ptr<MemoryResource> resource_;
   SlotPoolOptions options_;
@@ -55,6 +65,7 @@ class SlotPool {
   std::deque<Slot> free_;
   std::vector<bool> taken_;
   int64_t taken_count_ = 0;
+  std::optional<OutOfMemory> refusal_;
 };
 
 }  // namespace oomb::memory

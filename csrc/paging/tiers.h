@@ -103,6 +103,10 @@ class Tiers {
   // Notices copies that have finished.
   void poll();
 
+  // Lets the device tier grow, if it can, until so many slots are free; usable_slots() is less than
+  // its cap once it could not.
+  void reserve(int64_t slots, memory::SlotPool::Growth growth) { device_.reserve(slots, growth); }
+  int64_t usable_slots() const { return device_.usable_slots(); }
   int64_t available_slots() const { return device_.available_slots(); }
   int64_t pinned_slots() const { return pinned_slots_; }
   int64_t ahead_slots() const { return ahead_slots_; }

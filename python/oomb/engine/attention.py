@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from oomb import _C
 from oomb.engine.finite import expect_finite
 from oomb.engine.layout import Chunks, Order
 from oomb.engine.selection import Selector
+from oomb.engine.shortage import with_torchs_unused
 from oomb.engine.tiers import PageLayout
 from oomb.hf.model import LayerShape
 from oomb.ops.launch import stream_of, workspace_on
@@ -245,8 +247,8 @@ class ChunkAttention:
     def _launches(self, visit: int) -> list[_Launch]:
         """The kernels of a visit: its waves, the chunk's own keys in front of the first.
 
-        They get a launch of their own where the first wave's pages are still in flight. How a visit
-        is parted changes no bit.
+        They get a launch of their own where pages of that wave have to be fetched first. How a
+        visit is parted changes no bit.
         """
         waves = [] if visit < 0 else self.pages.manager.waves(visit)
         parts: list[Wave | None] = list(waves)
@@ -258,7 +260,7 @@ class ChunkAttention:
         ]
 
     def _own_alone(self, visit: int, wave: Wave) -> bool:
-        return self.pages.spilled and not self.pages.manager.in_place(visit, *wave)
+        return self.pages.spilled and self.pages.manager.own_alone(visit, *wave)
 
     @contextmanager
     def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:
@@ -267,8 +269,9 @@ class ChunkAttention:
             yield
             return
         pages = self.pages
-        stream = stream_of(pages.tables[0].device)
-        pages.manager.acquire(visit, *wave, stream)
+        device = pages.tables[0].device
+        stream = stream_of(device)
+        with_torchs_unused(device, partial(pages.manager.acquire, visit, *wave, stream))
         try:
             yield
         finally:
@@ -288,7 +291,7 @@ class ChunkAttention:
         stream = stream_of(k.device)
         for page in range(first, last, step):
             stop = min(page + step, last)
-            pages.manager.create(layer, page, stop, stream)
+            with_torchs_unused(k.device, partial(pages.manager.create, layer, page, stop, stream))
             _C.page_write(
                 k=k,
                 v=v,
@@ -317,7 +320,9 @@ class ChunkAttention:
             step = manager.max_gradients(layer)
             for page in range(first, last, step):
                 stop = min(page + step, last)
-                manager.acquire_gradients(layer, page, stop, stream)
+                with_torchs_unused(
+                    dk.device, partial(manager.acquire_gradients, layer, page, stop, stream)
+                )
                 arguments = self._gradients(layer)
                 arguments["dkv_table"] = arguments["dkv_table"][:, first:last]
                 _C.page_gradient_read(

@@ -104,7 +104,17 @@ class Pools:
         filled = chunks.number - 1 if swept is None else swept[-1]
         per_sequence = _pages_per_sequence(inputs, chunks, filled)
         expect_room(self._device, 0, others)
-        caps = self._caps(config, inputs, chunks, layout, swept, sum(per_sequence), others)
+        kv_pages = sum(per_sequence)
+        caps = self._caps(
+            config, config.device_memory, inputs, chunks, layout, swept, kv_pages, others
+        )
+        pool_bytes = caps.device_slots * layout.slot_bytes
+        expect_room(self._device, pool_bytes, others)
+        given = leave_to_driver(self._device, pool_bytes)
+        if given < pool_bytes:
+            caps = self._caps(
+                config, max(given, 1), inputs, chunks, layout, swept, kv_pages, others
+            )
         # Where lists and pages have to travel, two chunks of the fill hide it for each other.
         paired = caps.host_slots > 0 and isinstance(config.attention, TopKPages)
         order = call_order(
@@ -115,9 +125,6 @@ class Pools:
             whole_fill=swept is None,
             paired=paired,
         )
-        pool_bytes = caps.device_slots * layout.slot_bytes
-        expect_room(self._device, pool_bytes, others)
-        leave_to_driver(self._device, pool_bytes)
         manager = self._manager_for(layout, caps, explicit_host=config.host_memory is not None)
         manager.begin_call(
             num_layers=num_layers,
@@ -165,6 +172,7 @@ class Pools:
     def _caps(
         self,
         config: Config,
+        device_memory: int | str | None,
         inputs: CallInputs,
         chunks: Chunks,
         layout: PageLayout,
@@ -180,7 +188,7 @@ class Pools:
             backward=swept is not None,
             wave_pages=wave_pages(self._device, config.page_size),
         )
-        device_memory, host_memory = config.device_memory, config.host_memory
+        host_memory = config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
         return Caps.of(
             layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -33,10 +34,41 @@ def expect_room(device: torch.device, pool_bytes: int, others: int) -> None:
         )
 
 
-def leave_to_driver(device: torch.device, pool_bytes: int) -> None:
-    """Have torch give up memory that it holds unused, where a tier could not grow otherwise."""
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < pool_bytes:
+def leave_to_driver(device: torch.device, pool_bytes: int) -> int:
+    """Have torch give up memory that it holds unused, where a tier could not grow otherwise.
+
+    Returns:
+        How much of ``pool_bytes`` the tier can get. A segment of torch's with a single tensor in it
+        stays torch's, so this may be less than what is free.
+    """
+    if device.type != "cuda":
+        return pool_bytes
+    if torch.cuda.mem_get_info(device)[0] < pool_bytes:
         torch.cuda.empty_cache()
+    return min(pool_bytes, torch.cuda.mem_get_info(device)[0])
+
+
+def with_torchs_unused(device: torch.device, step: Callable[[], None]) -> None:
+    """Take a step that a tier may have to grow for; refused, once more with what torch can give up.
+
+    Args:
+        step: changes nothing where it raises.
+    """
+    try:
+        step()
+    except OutOfMemoryError:
+        if not _give_up_unused(device):
+            raise
+        step()
+
+
+def _give_up_unused(device: torch.device) -> bool:
+    """Whether the driver has more memory after torch has given up what it can."""
+    if device.type != "cuda":
+        return False
+    before = torch.cuda.mem_get_info(device)[0]
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] > before
 
 
 def refused(error: BaseException, device: torch.device, pool_bytes: int) -> OutOfMemoryError | None:

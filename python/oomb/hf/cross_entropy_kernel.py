@@ -27,11 +27,11 @@ def cross_entropy(  # type: ignore[no-untyped-def]
         higher = tl.maximum(highest, tl.max(x, axis=0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
         highest = higher
-    lse = highest + tl.log(total)
-    tl.store(terms + row, lse - at_target)
+    tl.store(terms + row, (highest - at_target) + tl.log(total))
+    share = 1.0 / total  # no logarithm in the gradient: its rounding would be felt in fp32
     tl.debug_barrier()  # everybody has read what is overwritten now
     for begin in range(0, vocabulary, block):
         at = begin + tl.arange(0, block)
         x = tl.load(line + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        gradient = scale * (tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0))
+        gradient = scale * (tl.exp(x - highest) * share - tl.where(at == target, 1.0, 0.0))
         tl.store(line + at, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)

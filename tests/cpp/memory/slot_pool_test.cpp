@@ -33,7 +33,8 @@ struct Fixture {
 void expect_accounts(const SlotPool& pool, int64_t taken) {
   EXPECT_EQ(pool.taken_slots(), taken);
   EXPECT_EQ(pool.free_slots() + pool.taken_slots(), pool.mapped_slots());
-  EXPECT_EQ(pool.available_slots(), pool.max_slots() - taken);
+  EXPECT_EQ(pool.available_slots(), pool.usable_slots() - taken);
+  EXPECT_EQ(pool.usable_slots(), pool.refusal() ? pool.mapped_slots() : pool.max_slots());
   EXPECT_LE(pool.mapped_slots(), pool.max_slots());
 }
 
@@ -79,11 +80,34 @@ TEST(SlotPool, FailedGrowthChangesNothing) {
   const int64_t mapped = f.pool.mapped_slots();
   std::vector<Slot> rest;
   while (f.pool.free_slots() > 0) rest.push_back(f.pool.take());
-  f.control->countdown = 0;
+  f.control->most_bytes = 0;
   EXPECT_THROW(f.pool.take(), OutOfMemory);
   EXPECT_EQ(f.pool.mapped_slots(), mapped);
+  EXPECT_EQ(f.pool.available_slots(), 0) << "nothing is promised that was refused";
   expect_accounts(f.pool, 4 + static_cast<int64_t>(rest.size()));
+  f.control->most_bytes = -1;
   EXPECT_NE(f.pool.take(), kNoSlot);
+  EXPECT_EQ(f.pool.usable_slots(), f.pool.max_slots());
+}
+
+TEST(SlotPool, GrowsByWhatIsMissingWhereAStepIsTooMuch) {
+  Fixture f(100);
+  f.control->most_bytes = 6 * kSlotBytes;
+  f.pool.reserve(2, SlotPool::Growth::kSteps);
+  EXPECT_EQ(f.pool.mapped_slots(), 4);
+  for (int i = 0; i < 4; ++i) f.pool.take();
+  f.pool.reserve(1, SlotPool::Growth::kSteps);
+  EXPECT_EQ(f.pool.available_slots(), 0);
+  f.pool.reserve(1, SlotPool::Growth::kMissing);
+  EXPECT_EQ(f.pool.mapped_slots(), 5) << "the rest is left to others";
+  EXPECT_FALSE(f.pool.refusal());
+  f.pool.reserve(3, SlotPool::Growth::kMissing);
+  EXPECT_EQ(f.pool.mapped_slots(), 5);
+  ASSERT_TRUE(f.pool.refusal());
+  EXPECT_EQ(f.pool.refusal()->needed_bytes(), 7 * kSlotBytes);
+  EXPECT_EQ(f.pool.available_slots(), 1);
+  f.pool.reset();
+  EXPECT_EQ(f.pool.available_slots(), 100) << "the next call may find more";
 }
 
 TEST(SlotPool, ShuffleChangesTheOrderAndNothingElse) {

@@ -13,7 +13,6 @@
 #include "common/error.h"
 #include "support/instant_copy_engine.h"
 #include "support/test_tiers.h"
-#include "support/timed_copy_engine.h"
 
 namespace oomb::paging {
 namespace {
@@ -29,8 +28,12 @@ std::unique_ptr<CopyEngine> instant(std::byte* device, std::byte* host, int64_t 
 }
 
 struct Fixture {
-  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024)
-      : tiers({.slot_bytes = kSlotBytes, .device_slots = device_slots, .host_slots = host_slots},
+  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024,
+                   const PageManagerOptions& options = {})
+      : tiers({.slot_bytes = kSlotBytes,
+               .device_slots = device_slots,
+               .host_slots = host_slots,
+               .manager = options},
               instant),
         manager(*tiers.manager) {}
 
@@ -124,6 +127,82 @@ TEST(PageManager, PagesThatComeNextAreThereWhenAcquired) {
   const PageStatistics s = f.manager.statistics();
   EXPECT_GT(s.h2d_bytes, 0);
   EXPECT_GE(static_cast<double>(s.hits) / static_cast<double>(s.hits + s.misses), 0.95);
+}
+
+// The device was to give 64 slots and gives 20.
+TEST(PageManager, GoesOnWithTheDeviceMemoryThereIs) {
+  Fixture f(64);
+  const int32_t rounds = 6;
+  std::vector<Visit> visits(rounds - 1, Visit{0, VisitKind::kRead, 0, 40});
+  visits.push_back({0, VisitKind::kAccumulate, 0, 40});
+  f.manager.begin_call(plan(1, {40}, visits));
+  f.manager.create_gradients(0, 0, 40);
+  f.tiers.device_failures->most_bytes = 20 * kSlotBytes;
+  f.write(0, 0, 40);
+  for (int32_t t = 0; t < rounds; ++t) f.visit(t);
+  EXPECT_GT(f.tiers.device_failures->failures, 0);
+  EXPECT_EQ(f.manager.usable_slots(), 20);
+  EXPECT_EQ(f.manager.max_create(), 20);
+  EXPECT_EQ(f.manager.statistics().device_peak_bytes, 20 * kSlotBytes);
+  EXPECT_GE(f.manager.statistics().d2h_bytes, (80 - 20) * kSlotBytes);
+  f.manager.end_call();
+  f.tiers.device_failures->most_bytes = -1;
+  f.manager.begin_call(plan(1, {40}, {{0, VisitKind::kRead, 0, 40}}));
+  f.write(0, 0, 40);
+  EXPECT_EQ(f.manager.mapped_device_slots(), 40) << "the next call finds memory again";
+}
+
+// Keys and values fit; their gradients are more than the device gives.
+TEST(PageManager, CutsWavesForTheDeviceMemoryThereIs) {
+  Fixture f(64);
+  f.manager.begin_call(plan(1, {12}, {{0, VisitKind::kAccumulate, 0, 12}}));
+  f.manager.create_gradients(0, 0, 12);
+  f.tiers.device_failures->most_bytes = 12 * kSlotBytes;
+  f.write(0, 0, 12);
+  EXPECT_EQ(f.tiers.device_failures->failures, 0);
+  f.visit(0);
+  EXPECT_GT(f.tiers.device_failures->failures, 0);
+}
+
+TEST(PageManager, SaysThatTheDeviceGaveNoMoreWhereNothingCanGo) {
+  Fixture f(8, 0);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.tiers.device_failures->most_bytes = 3 * kSlotBytes;
+  f.write(0, 0, 3);
+  const std::string text = message_of([&] { f.manager.create(0, 3, 4, nullptr); });
+  EXPECT_EQ(text, "injected failure");
+  f.manager.check_integrity();
+  f.tiers.device_failures->most_bytes = -1;
+  f.write(0, 3, 8);
+}
+
+// Steps of 8 slots, of which the device gives one and a half.
+TEST(PageManager, TakesTheLastOfTheDeviceWhereTheHostIsFull) {
+  for (const int64_t host_slots : {4, 0}) {
+    TestTiers tiers(
+        {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = host_slots, .step_slots = 8},
+        instant);
+    PageManager& manager = *tiers.manager;
+    tiers.device_failures->most_bytes = 12 * kSlotBytes;
+    manager.begin_call(plan(1, {16}, {{0, VisitKind::kRead, 0, 16}}));
+    for (int64_t page = 0; page < 12; ++page) {
+      manager.create(0, page, page + 1, nullptr);
+      manager.commit(0, page, page + 1, nullptr);
+    }
+    EXPECT_EQ(manager.mapped_device_slots(), 12 - host_slots);
+    manager.check_integrity();
+  }
+}
+
+TEST(PageManager, SaysThatNeitherTierHasRoom) {
+  Fixture f(8, 2);
+  f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
+  f.tiers.device_failures->most_bytes = 3 * kSlotBytes;
+  f.write(0, 0, 5);
+  const std::string text = message_of([&] { f.manager.create(0, 5, 6, nullptr); });
+  EXPECT_CONTAINS(text, "injected failure");
+  EXPECT_CONTAINS(text, "host_memory");
+  f.manager.check_integrity();
 }
 
 TEST(PageManager, GradientStartsAtZeroAndIsNotLoadedBeforeItExists) {
@@ -248,38 +327,39 @@ TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
 }
 
-TEST(PageManager, InPlaceMeansThatNoLoadIsAwaited) {
-  TestTiers tiers(
-      {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = 32},
-      [](std::byte*, std::byte*, int64_t) { return std::make_unique<testing::TimedCopyEngine>(); });
-  PageManager& manager = *tiers.manager;
-  auto& engine = dynamic_cast<testing::TimedCopyEngine&>(*tiers.engine);
-  manager.begin_call(
+class OwnChunk : public ::testing::TestWithParam<OwnAlone> {};
+
+TEST_P(OwnChunk, IsLaunchedAloneWherePagesAreOnTheirWay) {
+  const bool always = GetParam() == OwnAlone::kAlways;
+  const bool in_flight = GetParam() != OwnAlone::kHostOnly;
+  Fixture f(16, 32, {.own_alone = GetParam()});
+  f.manager.begin_call(
       plan(1, {24}, {{0, VisitKind::kRead, 0, 24}, {0, VisitKind::kAccumulate, 0, 24}}));
-  manager.create_gradients(0, 0, 24);
-  for (int64_t page = 0; page < 24; ++page) {
-    manager.create(0, page, page + 1, nullptr);
-    manager.commit(0, page, page + 1, nullptr);
-  }
+  f.manager.create_gradients(0, 0, 24);
+  f.write(0, 0, 24);
   const auto on_device = [&](int64_t page) {
-    return manager.tables()[manager.tables().kv_entry(0) + page] >= 0;
+    return f.manager.tables()[f.manager.tables().kv_entry(0) + page] >= 0;
   };
   int64_t away = 0;
   while (on_device(away)) ++away;
   ASSERT_GT(away, 0);
-  EXPECT_TRUE(manager.in_place(0, 0, away));
-  EXPECT_TRUE(manager.in_place(1, 0, away)) << "gradients do not exist and will be made";
-  EXPECT_FALSE(manager.in_place(0, 0, away + 1));
-  manager.acquire(0, 0, away, nullptr);
-  manager.release(0, 0, away, nullptr);
-  ASSERT_TRUE(on_device(away)) << "loaded ahead";
-  EXPECT_FALSE(manager.in_place(0, away, away + 1)) << "but it has not arrived";
-  engine.let_host_wait_until(1);
-  EXPECT_TRUE(manager.in_place(0, away, away + 1));
-  EXPECT_FALSE(manager.in_place(0, away, 24));
-  manager.set_visit_pages(0, {away});
-  EXPECT_TRUE(manager.in_place(0, 0, 24)) << "only what is listed counts";
+  EXPECT_EQ(f.manager.own_alone(0, 0, away), always);
+  EXPECT_EQ(f.manager.own_alone(1, 0, away), always) << "gradients do not exist and will be made";
+  EXPECT_TRUE(f.manager.own_alone(0, 0, away + 1));
+  f.engine().finishing = false;
+  f.manager.acquire(0, 0, away, nullptr);
+  f.manager.release(0, 0, away, nullptr);
+  EXPECT_EQ(f.manager.own_alone(0, away, away + 1), in_flight) << "loaded ahead";
+  EXPECT_TRUE(f.manager.own_alone(0, away, 24));
+  f.manager.set_visit_pages(0, {away});
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), in_flight) << "only what is listed counts";
+  f.engine().finishing = true;
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), always) << "its load is over";
 }
+
+INSTANTIATE_TEST_SUITE_P(Rules, OwnChunk,
+                         ::testing::Values(OwnAlone::kAlways, OwnAlone::kInFlight,
+                                           OwnAlone::kHostOnly));
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
   Fixture f(5);

@@ -11,7 +11,8 @@ namespace oomb::testing {
 
 // Fails a growth on demand. The switch lives outside, where the test can reach it.
 struct FailureSwitch {
-  int64_t countdown = -1;  // growths to let pass before one fails; -1: none fails
+  int64_t countdown = -1;   // growths to let pass before one fails; -1: none fails
+  int64_t most_bytes = -1;  // growths beyond fail; -1: none does
   int64_t failures = 0;
 };
 
@@ -22,7 +23,9 @@ class FailingResource final : public memory::WrappedResource {
       : WrappedResource(std::move(upstream)), control_(std::move(control)) {}
 
   void commit(int64_t bytes) override {
-    if (bytes > committed() && control_->countdown >= 0 && control_->countdown-- == 0) {
+    const bool grows = bytes > committed();
+    const bool beyond = control_->most_bytes >= 0 && bytes > control_->most_bytes;
+    if (grows && (beyond || (control_->countdown >= 0 && control_->countdown-- == 0))) {
       ++control_->failures;
       throw OutOfMemory("injected failure", bytes, committed());
     }

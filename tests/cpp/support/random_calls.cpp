@@ -161,7 +161,7 @@ void RandomCalls::visit(const Step& step) {
   const int64_t slots = (step.end - step.begin) * space_.batch() * (1 + grad_slots_);
   if (slots <= manager.device_slots() && below(2) == 0) waves = {{step.begin, step.end}};
   for (const auto& [first, last] : waves) {
-    if (below(2) == 0) manager.in_place(step.visit, first, last);
+    if (below(2) == 0) manager.own_alone(step.visit, first, last);
     operate([&] { manager.acquire(step.visit, first, last, nullptr); });
     for_each(first, last, [&](int64_t position) {
       const auto& pages = step.list;
@@ -176,19 +176,27 @@ void RandomCalls::visit(const Step& step) {
 
 void RandomCalls::operate(const std::function<void()>& operation) {
   if (inject_failures_ && below(3) == 0) {
-    (below(2) == 0 ? tiers_.device_failures : tiers_.host_failures)->countdown = below(3);
+    FailureSwitch& failures = below(2) == 0 ? *tiers_.device_failures : *tiers_.host_failures;
+    // One growth fails, or every one until the operation is over.
+    (below(2) == 0 ? failures.countdown : failures.most_bytes) = below(3);
   }
   try {
     operation();
   } catch (const OutOfMemory&) {
     ++injected_;
     check_();
-    tiers_.device_failures->countdown = tiers_.host_failures->countdown = -1;
+    end_failures();
     operation();
   }
-  tiers_.device_failures->countdown = tiers_.host_failures->countdown = -1;
+  end_failures();
   ++operations_;
   check_();
+}
+
+void RandomCalls::end_failures() {
+  for (const auto& failures : {tiers_.device_failures, tiers_.host_failures}) {
+    failures->countdown = failures->most_bytes = -1;
+  }
 }
 
 }  // namespace oomb::testing

@@ -46,6 +46,7 @@ class RandomCalls {
   void visit(const Step& step);
   // Runs one operation; if an injected failure hits it, checks and runs it again without.
   void operate(const std::function<void()>& operation);
+  void end_failures();
   template <typename Visitor>
   void for_each(int64_t begin, int64_t end, Visitor visitor) const;
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 import oomb
+from oomb.engine import attention, pools, shortage
 from oomb.engine import loss as loss_module
-from oomb.engine import shortage
 from oomb.engine.attention import ChunkAttention
 
 from .models import make
@@ -264,6 +265,71 @@ def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyP
         assert needed == 12 * slot_bytes(model, engine.config)
         assert not seen
         assert_untouched(engine, model, before, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention": SPARSE, "recompute": "layer"}], ids=str)
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_device_that_gives_less_than_is_free(
+    monkeypatch: pytest.MonkeyPatch, capped: bool, settings: dict[str, Any]
+) -> None:
+    """The tier is as large as it can be, the rest goes to the host; too much is foreseen."""
+    model, seen = make("llama"), []
+    asked = config(model, **settings)
+    if not capped:
+        asked = replace(asked, device_memory=None)
+    page = slot_bytes(model, asked)
+    with oomb.Engine(model, asked) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(pools, "leave_to_driver", lambda *_: 8 * page)
+            engine.config = replace(asked, host_memory=2 * page)
+            with pytest.raises(oomb.OutOfMemoryError, match="Raise host_memory") as caught:
+                engine.forward_backward(IDS, IDS, on_progress=seen.append)
+            assert not seen
+            engine.config = replace(asked, host_memory=caught.value.needed_bytes)
+            found = engine.forward_backward(IDS, IDS)
+            assert engine._pools.manager is not None
+            assert engine._pools.manager.device_slots == 8
+            assert found.loss == expected.loss
+        assert found.stats.host_peak_bytes > 0
+        take_gradients(model)
+        for name, gradient in before.items():
+            model.get_parameter(name).grad = gradient.fill_(7)
+        engine.config = asked
+        assert_untouched(engine, model, before, expected)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_refused_step_is_taken_again_where_torch_gives_up_memory(
+    monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """The first growth in a call is refused."""
+    model = make("llama")
+    refusals, real = [], shortage.with_torchs_unused
+    monkeypatch.setattr(shortage, "_give_up_unused", lambda _: given)
+
+    def refused_once(device: torch.device, step: Callable[[], None]) -> None:
+        def first() -> None:
+            if not refusals:
+                refusals.append(step)
+                raise oomb.OutOfMemoryError("no", needed_bytes=1, available_bytes=0)
+            step()
+
+        real(device, first)
+
+    with oomb.Engine(model, config(model)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        monkeypatch.setattr(attention, "with_torchs_unused", refused_once)
+        if given:
+            take_gradients(model)
+            assert_identical(usual(engine, model), expected)
+        else:
+            with pytest.raises(oomb.OutOfMemoryError, match="no"):
+                engine.forward_backward(IDS, IDS)
+            assert_untouched(engine, model, before, expected)
+        assert len(refusals) == 1
 
 
 def test_a_call_inside_a_call_is_refused() -> None:

@@ -1,15 +1,18 @@
 """Memory that is missing on a GPU, before and within a call: what is told, and that nothing stays.
 
-The GPU's memory is taken away by tensors of the test, all of it.
+The test takes the GPU's memory away, all of it, from the driver and from torch.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from driver_memory import MIB, Taken, torchs_own
 from transformers import PreTrainedModel
 
 import oomb
@@ -17,9 +20,9 @@ from oomb.testing.shapes import ModelShape, random_model
 
 pytestmark = pytest.mark.gpu
 
-MIB = 2**20
+GIB = 2**30
 SHAPE = ModelShape("qwen2", 2, 1024, 4096, 8, 8, 128, 32000)
-CHUNK, TOKENS = 1024, 16384  # 384 MiB of pages in all
+CHUNK, TOKENS = 1024, 16384  # 360 MiB of pages in all, of them 120 MiB of keys and values
 SPARSE = oomb.TopKPages(budget=8)
 SETTINGS: dict[str, dict[str, Any]] = {
     "in device memory": {},
@@ -33,6 +36,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left_over() -> None:
+    """The models of tests before are gone, and torch's memory with them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 class Case:
     """An engine, what an undisturbed call gives, and gradients that must not change."""
 
@@ -44,9 +54,12 @@ class Case:
         self.ids = torch.randint(SHAPE.vocabulary, (1, TOKENS), device="cuda")
         self.engine = oomb.Engine(self.model, oomb.Config(chunk_size=CHUNK, **settings))
         self.expected = self.run()
-        self.before = {n: torch.full_like(p, 7) for n, p in self.model.named_parameters()}
+        self.before = {n: torch.empty_like(p) for n, p in self.model.named_parameters()}
+        self.set_gradients()
+
+    def set_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():
-            parameter.grad = self.before[name]
+            parameter.grad = self.before[name].fill_(7)
 
     def run(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.model.zero_grad(set_to_none=True)
@@ -77,32 +90,13 @@ class Case:
         self.engine.close()
 
 
-def take_all() -> list[torch.Tensor]:
-    """Every byte that the driver or torch's cache could still give, in tensors."""
-    held: list[torch.Tensor] = []
-    size = torch.cuda.mem_get_info()[0]
-    while size >= MIB:
-        try:
-            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            size //= 2
-    return held
-
-
-def take_all_but(bytes_left: int) -> torch.Tensor:
-    """Of what the driver has; torch keeps nothing unused."""
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    return torch.empty(free - bytes_left, dtype=torch.uint8, device="cuda")
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_taken_away_before_the_call_is_foreseen(name: str) -> None:
     """300 MiB are left where the sums of gradients alone need 400."""
-    case, seen = Case(**SETTINGS[name]), []
-    held = take_all_but(300 * MIB)
+    case, seen, held = Case(**SETTINGS[name]), [], Taken()
+    held.take(leave=300 * MIB)
     text, needed = case.fails(seen.append)
-    del held
+    held.free()
     assert not seen
     assert needed > 300 * MIB
     assert needed > 4 * sum(p.numel() for p in case.model.parameters())
@@ -113,56 +107,92 @@ def test_taken_away_before_the_call_is_foreseen(name: str) -> None:
 @pytest.mark.parametrize(("phase", "chunk"), [("fill", 2), ("sweep", 15), ("sweep", 3)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_taken_away_in_a_call(name: str, phase: str, chunk: int) -> None:
-    case = Case(**SETTINGS[name])
-    held: list[torch.Tensor] = []
+    case, held = Case(**SETTINGS[name]), Taken()
 
     def take(progress: oomb.Progress) -> None:
         if (progress.phase, progress.chunk) == (phase, chunk):
-            held.extend(take_all())
+            held.take_all()
 
     text, _ = case.fails(take)
     assert held
     assert "device_memory" in text
-    held.clear()
+    held.free()
     case.check()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_taken_away_in_a_layers_backward(name: str) -> None:
-    case = Case(**SETTINGS[name])
-    held: list[torch.Tensor] = []
+    case, held = Case(**SETTINGS[name]), Taken()
 
     def take(*_: object) -> None:
         if not held:
-            held.extend(take_all())
+            held.take_all()
 
     hook = case.model.get_decoder().layers[1].register_full_backward_hook(take)
     text, _ = case.fails()
     hook.remove()
     assert held
     assert "device_memory" in text
-    held.clear()
+    held.free()
     case.check()
 
 
 def test_a_tier_that_cannot_grow_says_so() -> None:
     """The driver has nothing left when the pages' gradients come; torch has what it needs."""
-    case = Case()
-    held: list[torch.Tensor] = []
-    reserve = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+    case, held = Case(), Taken()
+    own = torchs_own(4 * GIB)
 
     def take(progress: oomb.Progress) -> None:
-        nonlocal reserve
         if (progress.phase, progress.chunk) == ("fill", 14):
-            free = torch.cuda.mem_get_info()[0]
-            held.append(torch.empty(free - 32 * MIB, dtype=torch.uint8, device="cuda"))
-            del reserve  # torch keeps it for the sweep
+            held.take()
 
-    text, _ = case.fails(take)
-    held.clear()
+    text, needed = case.fails(take)
+    held.free()
+    del own
     assert "for pages beside" in text
     assert "lower device_memory" in text
+    assert needed < 256 * MIB  # what is missing, not the step by which pools grow
     case.check()
+
+
+def test_a_tier_that_cannot_grow_goes_on_with_the_host() -> None:
+    """Of 320 MiB the device gives 256; the host has room for all that goes there."""
+    case, held = Case(device_memory="320MiB", host_memory="1GiB"), Taken()
+    own = torchs_own(4 * GIB)
+
+    def take(progress: oomb.Progress) -> None:
+        if (progress.phase, progress.chunk) == ("fill", 2):
+            held.take()
+
+    step = case.engine.forward_backward(case.ids, case.ids)
+    assert step.stats.device_peak_bytes == 320 * MIB
+    step = case.engine.forward_backward(case.ids, case.ids, on_progress=take)
+    held.free()
+    del own
+    assert step.stats.device_peak_bytes == 256 * MIB
+    assert torch.equal(step.loss, case.expected[0])
+    case.set_gradients()
+    case.check()
+
+
+def test_memory_in_torchs_segments_is_not_counted_on() -> None:
+    """Torch holds 4 GiB unused and cannot give them up: pages go to the host."""
+    case, held = Case(), Taken()
+    own = torchs_own(4 * GIB)
+    held.take(leave=128 * MIB)
+    loss, gradients = case.run()
+    assert case.engine._pools.manager is not None
+    manager = case.engine._pools.manager
+    assert manager.device_slots * manager.slot_bytes <= 136 * MIB
+    case.engine._pools.close()  # a host pool that is there would be used
+    case.engine.config, seen = replace(case.engine.config, host_memory=64 * MIB), []
+    case.fails(seen.append)
+    assert not seen
+    held.free()
+    del own
+    assert torch.equal(loss, case.expected[0])
+    assert all(torch.equal(gradients[n], value) for n, value in case.expected[1].items())
+    case.engine.close()
 
 
 @pytest.mark.parametrize("attention", [oomb.Dense(), SPARSE], ids=["dense", "sparse"])
@@ -191,9 +221,32 @@ def test_a_host_tier_too_small_is_foreseen(attention: oomb.Dense | oomb.TopKPage
 
 
 def test_memory_that_torch_holds_unused_is_had() -> None:
-    """Counted as free, so the tier must be able to grow into it."""
-    case = Case()
-    held = take_all_but(128 * MIB)
-    del held  # torch keeps it
-    assert torch.cuda.mem_get_info()[0] < 200 * MIB
+    """Counted as free, so the tier must be able to grow into it before a call."""
+    case, held = Case(), Taken()
+    unused = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+    held.take()
+    del unused
+    assert torch.cuda.mem_get_info()[0] < 64 * MIB
+    case.check()
+    held.free()
+
+
+def test_memory_that_torch_holds_unused_is_had_in_a_call() -> None:
+    """The tier has to grow in the sweep; torch has 4 GiB for itself and as many to give up."""
+    case, held = Case(), Taken()
+    own = torchs_own(4 * GIB)
+    holds = []
+
+    def take(progress: oomb.Progress) -> None:
+        if (progress.phase, progress.chunk) == ("fill", 14):
+            unused = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+            held.take()
+            del unused
+            holds.append(torch.cuda.memory_reserved())
+
+    case.engine.forward_backward(case.ids, case.ids, on_progress=take)
+    assert torch.cuda.memory_reserved() < holds[0] - 3 * GIB
+    held.free()
+    del own
+    case.set_gradients()
     case.check()

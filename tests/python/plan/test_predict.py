@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import Qwen2Config
 
 import oomb
 from engine.models import make
-from oomb.plan import Machine, Planner, predict, recommend, write_measured, write_plan
+from oomb.plan import Machine, Planner, predict, rates, recommend, write_measured, write_plan
 
 GIB = 2**30
 H200: dict[str, Any] = {"gpu": "h200", "host_bytes": 125 * GIB}
@@ -183,7 +185,16 @@ def test_bad_input(arguments: dict[str, Any], message: str, monkeypatch: Any) ->
         recommend(asked.pop("model"), asked.pop("context"), **asked)
 
 
-def test_rates_are_measured_here() -> None:
+def test_rates_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is measured is run; seconds are made up, each twice as many as those before."""
+    seconds = (0.001 * 2**n for n in count())
+
+    def measure(_: torch.device, work: Callable[[], object], budget: float = 0.0) -> float:
+        work()
+        return next(seconds)
+
+    monkeypatch.setattr(rates, "_measured", {})
+    monkeypatch.setattr(rates, "_seconds", measure)
     model = make("llama", torch.float32)
     state = torch.get_rng_state()
     prediction = predict(model, 500, oomb.Config(**PAGED), machine=Machine.here("cpu"))
