@@ -1,4 +1,4 @@
-"""Predicted beside measured: memory of both tiers and seconds of a step, for ten configurations.
+"""Predicted beside measured: memory of both tiers and seconds of a step, for twelve configurations.
 
     python bench/plan_accuracy.py                      # the GPU where there is one, else the CPU
     python bench/plan_accuracy.py --device cpu --cases lora,sampled --json accuracy.json

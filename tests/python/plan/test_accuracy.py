@@ -1,4 +1,4 @@
-"""Predicted memory of the process beside what it takes, on ten configurations."""
+"""Predicted memory of the process beside what it takes, on twelve configurations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 BENCH = Path(__file__).parents[3] / "bench" / "plan_accuracy.py"
 HALVES = (
-    ("full", "recompute", "sampled", "two-tiers", "batch"),
-    ("lora", "topk", "windows", "two-tiers-bf16", "large-vocabulary"),
+    ("full", "recompute", "sampled", "two-tiers", "batch", "topk-two-tiers"),
+    ("lora", "topk", "windows", "two-tiers-bf16", "large-vocabulary", "topk-uniform"),
 )
 
 
@@ -28,11 +28,11 @@ def rows_of(cases: tuple[str, ...], out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_ten_configurations(tmp_path: Path) -> None:
+def test_twelve_configurations(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(HALVES)) as pool:
         runs = [pool.submit(rows_of, half, tmp_path / f"{half[0]}.json") for half in HALVES]
         rows = [row for run in runs for row in run.result()]
-    assert len(rows) == 10
+    assert len(rows) == 12
     for row in rows:
         for name in ("process_bytes", "device_pool_bytes", "host_pool_bytes"):
             pair = row[name]
