@@ -156,17 +156,17 @@ def streams() -> list[dict[str, Any]]:
     attention = Attention()
     rows = []
     for name, directions, counts, batches in (
-        ("D2H", "h", (1, 2, 3), (64, 256)),
-        ("H2D", "d", (1, 2), (64,)),
-        ("both", "hd", (1, 2), (64,)),
+        ("D2H", "h", ((1, 1), (2, 1)), (64, 256)),
+        ("H2D", "d", ((1, 1), (1, 2)), (64,)),
+        ("both", "hd", ((1, 1), (2, 1), (1, 2), (2, 2)), (64,)),
     ):
-        for count in counts:
-            over = {"store_streams": count, "load_streams": count if directions == "d" else 1}
+        for stores, loads in counts:
+            over = {"store_streams": stores, "load_streams": loads}
             copies = Copies(256 * 1024, **over)
             for batch_mib in batches:
                 copies.set_batch(batch_mib * 2**20)
                 row = {"direction": name, "batch_mib": batch_mib, **over}
-                row |= beside_attention(copies, attention, directions, window=0.25)
+                row |= beside_attention(copies, attention, directions, window=0.15)
                 rows.append(row)
                 print(row, flush=True)
     return rows

@@ -27,7 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
 from oomb import _C
-from oomb.plan import Machine, Planner, Prediction, rates
+from oomb.engine.selection import Selector
+from oomb.plan import UNIFORM, Choices, Machine, Planner, Prediction, rates
+from oomb.testing.selection import SyntheticSelector, UniformSelector
 
 MIB = 2**20
 # Freed blocks go back to the system, so that the peak is that of live tensors.
@@ -52,6 +54,7 @@ class Case:
     chunks: int = 8
     chunk: int = 512
     tier_share: float = 0.0  # of the pages that the device tier may hold; 0: all
+    selector: str = "model"  # of _SELECTORS: what page-sparse attention chooses
     dtype: str = "float32"
     optimizer: str = "adamw_torch"
 
@@ -61,12 +64,15 @@ CASES = {
     "lora": Case(lora=True),
     "recompute": Case({"recompute": "layer"}, gpu_model="0.5b"),
     "topk": Case({"attention": oomb.TopKPages(budget=4)}, chunks=12, gpu_model="0.5b"),
-    "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=3)}, chunks=12),
+    "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=37)}, chunks=12),
     "windows": Case(family="mistral", shape={"sliding_window": 300}),
     "two-tiers": Case(tier_share=0.25),
     "two-tiers-bf16": Case({"kv_grad_dtype": "bfloat16"}, tier_share=0.25, dtype="bfloat16"),
     "topk-two-tiers": Case(
-        {"attention": oomb.TopKPages(budget=4)}, chunks=16, chunk=256, tier_share=0.25
+        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selector="synthetic"
+    ),
+    "topk-uniform": Case(
+        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selector="uniform"
     ),
     "batch": Case(batch=2, chunks=4, chunk=512, gpu_model="0.5b"),
     "large-vocabulary": Case(
@@ -86,7 +92,7 @@ _CUDA_SHAPES: dict[str, dict[str, Any]] = {
     "7b": {  # Qwen2.5-7B with some of its layers
         "hidden_size": 3584,
         "intermediate_size": 18944,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 10,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "head_dim": 128,
@@ -105,6 +111,13 @@ _CUDA_SHAPES: dict[str, dict[str, Any]] = {
 }
 _LONGER = 8  # chunks, windows and budgets on a GPU, in tokens
 _CPU_PAGE, _GPU_PAGE = 64, 128
+
+
+_SELECTORS: dict[str, tuple[type[Selector], Choices]] = {
+    "model": (Selector, Choices()),
+    "synthetic": (SyntheticSelector, Choices()),
+    "uniform": (UniformSelector, UNIFORM),
+}
 
 
 def model_config(case: Case, device: str) -> Any:
@@ -152,7 +165,13 @@ def predict(case: Case, device: str, timed: bool) -> Prediction:
         model_config(case, device), Machine.here(device), dtype=dtype, adapter=adapter(case)
     )
     return planner.predict(
-        tokens, config, batch_size=case.batch, optimizer=case.optimizer, timed=timed, step=1
+        tokens,
+        config,
+        batch_size=case.batch,
+        optimizer=case.optimizer,
+        timed=timed,
+        step=1,
+        choices=_SELECTORS[case.selector][1],
     )
 
 
@@ -194,6 +213,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     optimizer = kinds[case.optimizer](parameters, lr=1e-4)
     ids = torch.randint(vocabulary, (case.batch, tokens), device=device)
     with oomb.Engine(model, config) as engine:
+        engine._pools.selector_type = _SELECTORS[case.selector][0]
         for step in range(2):
             if step == 1:
                 memory.start_anew()

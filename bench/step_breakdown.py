@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import oomb
 from oomb.cli.bench_step import SELECTORS, prepare_lists
-from oomb.cli.lengths import parse_length
 from oomb.engine.loss import ChunkLoss
+from oomb.lengths import parse_length
 from oomb.testing.shapes import SHAPES, random_model
 
 _KINDS = {  # first match counts

@@ -203,7 +203,9 @@ void backward(const BackwardParams& params) {
 }
 
 int64_t backward_workspace_bytes(const BackwardParams& params) {
-  switch (choose(params, false)) {
+  const Implementation implementation = choose(params, false);
+  const DeviceGuard guard(device_of(params.q));
+  switch (implementation) {
     case Implementation::kSm90: return sm90::backward_workspace_bytes(params);
     case Implementation::kSm80: return sm80::backward_workspace_bytes(params);
     case Implementation::kPlain: return plain::backward_workspace_bytes(params);

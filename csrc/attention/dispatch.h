@@ -30,7 +30,7 @@ std::optional<Implementation> forced();
 
 // Called with a text, once per process, when a call falls through to the plain kernels without
 // being forced to. The default prints to standard error. It may be called from any thread, without
-// the GIL.
+// the GIL; what it throws ends the call.
 void set_warning_hook(std::function<void(const std::string&)> hook);
 
 // What forward() and backward() would run.

@@ -125,6 +125,12 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
   launch(chunk.device, params, &cpu::backward, &cuda::backward);
 }
 
+// A RuntimeWarning at the line that made the call; an exception where the filters say so.
+void warn(const std::string& text) {
+  const py::gil_scoped_acquire locked;
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+}
+
 }  // namespace
 
 void bind_attention_pages(py::module_& module);
@@ -152,6 +158,7 @@ void bind_attention(py::module_& module) {
              arg("deterministic") = true, arg("dq_acc") = none, arg("workspace") = none,
              arg("stream") = 0);
   bind_attention_pages(module);
+  cuda::set_warning_hook(warn);
   module.def(
       "force_attention",
       [](const std::optional<std::string>& name) {

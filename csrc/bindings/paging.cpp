@@ -60,49 +60,72 @@ int device_index(const std::string& device) {
   return std::stoi(digits);
 }
 
+paging::OwnAlone own_alone_named(const std::string& name) {
+  if (name == "always") return paging::OwnAlone::kAlways;
+  if (name == "in flight") return paging::OwnAlone::kInFlight;
+  expect(name == "host only", "own_alone", "always, in flight or host only", name);
+  return paging::OwnAlone::kHostOnly;
+}
+
+bool is_measured(const std::string& prefetch) {
+  expect(prefetch == "fixed" || prefetch == "measured", "prefetch", "fixed or measured", prefetch);
+  return prefetch == "measured";
+}
+
 void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t slot_bytes,
-                                            int64_t device_slots, int64_t host_slots,
-                                            std::optional<uint64_t> copy_delay_seed,
-                                            std::optional<uint64_t> shuffle_seed,
-                                            const std::optional<std::string>& disabled_wait,
-                                            bool poison, bool explicit_host_memory, bool dry) {
+std::unique_ptr<SharedManager> make_manager(
+    const std::string& device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
+    std::optional<uint64_t> copy_delay_seed, std::optional<uint64_t> shuffle_seed,
+    const std::optional<std::string>& disabled_wait, bool poison, bool explicit_host_memory,
+    bool dry, const std::optional<std::string>& own_alone,
+    const std::optional<std::string>& prefetch, std::optional<int> store_streams,
+    std::optional<int> load_streams, std::optional<int> growth_threads,
+    std::optional<bool> growth_populates) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
     expect(disabled.has_value(), "disabled_wait", "the name of a wait (_C.page_waits())",
            *disabled_wait);
   }
+  paging::PageManagerOptions paging = {.disabled_wait = disabled, .poison = poison};
+  if (own_alone) paging.own_alone = own_alone_named(*own_alone);
+  if (prefetch) paging.measured_prefetch = is_measured(*prefetch);
   if (device.starts_with("cuda") && !dry) {
     [[maybe_unused]] const int index = device_index(device);
 #if OOMB_WITH_CUDA
-    return std::make_unique<SharedManager>(
-        offload::make_cuda_page_manager({.device = index,
-                                         .slot_bytes = slot_bytes,
-                                         .device_slots = device_slots,
-                                         .host_slots = host_slots,
-                                         .explicit_host_memory = explicit_host_memory,
-                                         .copy_delay_seed = copy_delay_seed,
-                                         .shuffle_seed = shuffle_seed,
-                                         .disabled_wait = disabled,
-                                         .poison = poison}),
-        index);
+    offload::CudaPageManagerOptions options = {.device = index,
+                                               .slot_bytes = slot_bytes,
+                                               .device_slots = device_slots,
+                                               .host_slots = host_slots,
+                                               .explicit_host_memory = explicit_host_memory,
+                                               .copy_delay_seed = copy_delay_seed,
+                                               .shuffle_seed = shuffle_seed,
+                                               .paging = paging};
+    options.store_streams = store_streams.value_or(options.store_streams);
+    options.load_streams = load_streams.value_or(options.load_streams);
+    options.growth_threads = growth_threads.value_or(options.growth_threads);
+    options.growth_populates = growth_populates.value_or(options.growth_populates);
+    return std::make_unique<SharedManager>(offload::make_cuda_page_manager(options), index);
 #else
     expect(false, "device", "cpu: this build has no CUDA", device);
 #endif
   }
   expect(device == "cpu", "device", dry ? "cpu, for a dry run" : "cpu or cuda:<index>", device);
+  // Of pinned memory and streams, which a CPU does not have:
   static_cast<void>(explicit_host_memory);
+  static_cast<void>(store_streams);
+  static_cast<void>(load_streams);
+  static_cast<void>(growth_threads);
+  static_cast<void>(growth_populates);
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
                                       .device_slots = device_slots,
                                       .host_slots = host_slots,
                                       .copy_delay_seed = copy_delay_seed,
                                       .shuffle_seed = shuffle_seed,
-                                      .disabled_wait = disabled,
-                                      .poison = poison,
-                                      .dry = dry}));
+                                      .dry = dry,
+                                      .paging = paging}));
 }
 
 std::vector<paging::Visit> to_visits(const Int32Array& rows) {
@@ -220,7 +243,10 @@ void bind_paging(py::module_& module) {
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
            py::arg("poison") = false, py::arg("explicit_host_memory") = false,
-           py::arg("dry") = false)
+           py::arg("dry") = false, py::arg("own_alone") = py::none(),
+           py::arg("prefetch") = py::none(), py::arg("store_streams") = py::none(),
+           py::arg("load_streams") = py::none(), py::arg("growth_threads") = py::none(),
+           py::arg("growth_populates") = py::none())
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
@@ -300,9 +326,9 @@ void bind_paging(py::module_& module) {
           },
           py::arg("visit"))
       .def(
-          "in_place",
+          "own_alone",
           [](SharedManager& self, int32_t visit, int64_t begin, int64_t end) {
-            return self.with([&](PageManager& m) { return m.in_place(visit, begin, end); });
+            return self.with([&](PageManager& m) { return m.own_alone(visit, begin, end); });
           },
           py::arg("visit"), py::arg("begin"), py::arg("end"))
       .def(

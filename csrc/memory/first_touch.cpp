@@ -16,9 +16,9 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kStretch = int64_t{2} << 20;  // a huge page
 
-void take(std::byte* begin, int64_t bytes) {
+void take(std::byte* begin, int64_t bytes, [[maybe_unused]] bool populate) {
 #ifdef MADV_POPULATE_WRITE
-  if (madvise(begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
+  if (populate && madvise(begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
 #endif
   for (int64_t at = 0; at < bytes; at += kPage) {
     *static_cast<volatile std::byte*>(begin + at) = std::byte{0};
@@ -27,11 +27,11 @@ void take(std::byte* begin, int64_t bytes) {
 
 }  // namespace
 
-void take_pages(std::byte* begin, int64_t bytes, int threads) {
+void take_pages(std::byte* begin, int64_t bytes, int threads, bool populate) {
   std::atomic<int64_t> next = 0;
   const auto work = [&] {
     for (int64_t at = next.fetch_add(kStretch); at < bytes; at = next.fetch_add(kStretch)) {
-      take(begin + at, std::min(kStretch, bytes - at));
+      take(begin + at, std::min(kStretch, bytes - at), populate);
     }
   };
   const int64_t useful = std::min<int64_t>(threads, ceil_div(bytes, kStretch));

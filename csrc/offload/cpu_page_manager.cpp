@@ -30,9 +30,8 @@ std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerO
       .delay_seed = options.copy_delay_seed,
       .dry = options.dry,
   });
-  return std::make_unique<paging::PageManager>(
-      std::move(device), std::move(host), std::move(engine),
-      paging::PageManagerOptions{.disabled_wait = options.disabled_wait, .poison = options.poison});
+  return std::make_unique<paging::PageManager>(std::move(device), std::move(host),
+                                               std::move(engine), options.paging);
 }
 
 }  // namespace oomb::offload

@@ -15,9 +15,8 @@ struct CpuPageManagerOptions {
   int64_t host_slots = 0;
   std::optional<uint64_t> copy_delay_seed = std::nullopt;
   std::optional<uint64_t> shuffle_seed = std::nullopt;
-  std::optional<paging::Wait> disabled_wait = std::nullopt;
-  bool poison = false;
   bool dry = false;  // pages hold nothing
+  paging::PageManagerOptions paging = {};
 };
 
 // The page manager of a machine without a GPU.

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <span>
 
 #include "memory/slot_pool.h"
+#include "paging/load_pace.h"
 
 namespace oomb::paging {
 
@@ -64,6 +66,14 @@ class CopyEngine {
 
   // Events made so far; they are reused, so this stays small.
   virtual int64_t events_created() const { return 0; }
+
+  // Where loads are not measured, nothing is known.
+  virtual LoadPace load_pace() { return {}; }
+  // The clock of the host, in seconds.
+  virtual double now() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
 
   // Time that compute stood still for pages since the last reset.
   virtual double exposed_seconds() = 0;

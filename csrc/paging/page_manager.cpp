@@ -1,17 +1,12 @@
 #include "paging/page_manager.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "common/error.h"
 
 namespace oomb::paging {
 
 namespace {
-
-// What the sweep of a layer reads at long contexts (keys, values and their gradients), loaded while
-// the layer before it computes; more would only take room from pages that stay.
-constexpr int64_t kStreamBytes = int64_t{512} << 20;
 
 using Growth = memory::SlotPool::Growth;
 
@@ -43,49 +38,28 @@ int64_t PageManager::smallest_device_slots(int64_t batch, int64_t grad_slots, bo
 void PageManager::begin_call(CallPlan plan) {
   if (closed_) throw Error("the page manager is closed");
   if (active_) throw Error("the page manager is in use: another call has begun and not ended");
-  expect(plan.num_layers > 0, "num_layers", "at least 1", plan.num_layers);
-  expect(!plan.pages_per_sequence.empty(), "pages_per_sequence", "one number per sequence", "none");
-  expect(plan.grad_slots == 1 || plan.grad_slots == 2, "grad_slots", "1 or 2", plan.grad_slots);
-  expect(plan.wave_pages > 0, "wave_pages", "at least 1", plan.wave_pages);
+  plan.check();
+  const bool backward = plan.has_gradients();
   space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
-  bool backward = false;
-  for (const Visit& visit : plan.visits) {
-    expect(visit.layer >= 0 && visit.layer < plan.num_layers, "visits", "a layer of the model",
-           visit.layer);
-    expect(visit.kind >= VisitKind::kRead && visit.kind <= VisitKind::kReadGradient, "visits",
-           "kind 0, 1 or 2", static_cast<int>(visit.kind));
-    expect(0 <= visit.first && visit.first <= visit.last && visit.last <= space_.max_pages(),
-           "visits", concat("pages within 0 .. ", space_.max_pages()),
-           concat(visit.first, " .. ", visit.last));
-    backward |= visit.kind != VisitKind::kRead;
-  }
   schedule_ = Schedule(space_, std::move(plan.visits));
-  exact_ = plan.exact;
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
   smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
   if (device_slots() < smallest_slots_) throw_out_of_memory(smallest_slots_);
-  // What does not fit streams through two buffers inside the pool: a wave brings at most
-  // stream_slots_ slots of pages that were not resident, and as much is loaded ahead while its
-  // kernels run.
-  //     |  pages that stay             | this wave's | next wave's |
-  stream_slots_ = std::min(device_slots() / 8, kStreamBytes / slot_bytes());
-  stream_slots_ = std::max(stream_slots_, smallest_slots_);
-  if (device_slots() < 3 * smallest_slots_) stream_slots_ = 0;  // page by page, nothing ahead
   total_slots_ = 0;
   for (int64_t b = 0; b < space_.batch(); ++b) {
     total_slots_ += space_.num_layers() * space_.pages_of(b);
   }
   create_slots_ = 0;
   now_ = -1;
-  next_visit_ = 0;
-  next_page_ = 0;
   hits_ = misses_ = 0;
   device_.resource->reset();
   host_.resource->reset();
   engine_->reset_statistics();
   tiers_.begin(space_, schedule_, grad_slots_,
-               exact_ ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
+               plan.exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
+  prefetcher_.begin(space_, schedule_,
+                    PrefetchWindow(device_slots(), slot_bytes(), smallest_slots_), plan.exact);
   engine_->reset_tables(tiers_.tables().size());
   active_ = true;
   prepare_host();
@@ -131,39 +105,13 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
          concat("a range within 0 .. ", space_.max_pages()), concat(begin, " .. ", end));
 }
 
-// A visitor may return false to stop.
-template <typename Visitor>
-void PageManager::for_each_position(std::span<const int64_t> list, bool listed, int64_t begin,
-                                    int64_t end, Visitor visitor) const {
-  const auto goes_on = [&visitor](int64_t position) {
-    if constexpr (std::is_void_v<std::invoke_result_t<Visitor, int64_t>>) {
-      visitor(position);
-      return true;
-    } else {
-      return visitor(position);
-    }
-  };
-  if (listed) {
-    for (const int64_t position : schedule_.pages_between(list, begin, end)) {
-      if (!goes_on(position)) return;
-    }
-    return;
-  }
-  for (int64_t page = begin; page < end; ++page) {
-    for (int64_t b = 0; b < space_.batch(); ++b) {
-      if (page < space_.pages_of(b) && !goes_on(b * space_.max_pages() + page)) return;
-    }
-  }
-}
-
 // Pages of the visit within [begin, end), KV and gradient.
 void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
   check_visit(visit);
   const Visit& what = schedule_[visit];
   check_range(what.layer, begin, end);
   gathered_.clear();
-  const bool listed = schedule_.has_pages(visit);
-  for_each_position(schedule_.pages(visit), listed, begin, end, [&](int64_t position) {
+  schedule_.for_each_position(visit, begin, end, [&](int64_t position) {
     if (what.touches(PageKind::kKeyValue)) {
       gathered_.push_back(space_.index(PageKind::kKeyValue, what.layer, position));
     }
@@ -220,7 +168,7 @@ void PageManager::create(int32_t layer, int64_t begin, int64_t end, void* stream
   use(stream);
   tiers_.poll();
   fresh_.clear();
-  for_each_position({}, false, begin, end, [&](int64_t position) {
+  space_.for_each_position(begin, end, [&](int64_t position) {
     const PageIndex index = space_.index(PageKind::kKeyValue, layer, position);
     if (tiers_[index].state != Residency::kFree) throw Error("a page was created twice");
     fresh_.push_back(index);
@@ -236,7 +184,7 @@ void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream
   check_range(layer, begin, end);
   use(stream);
   const Ticket written = engine_->mark_compute();
-  for_each_position({}, false, begin, end, [&](int64_t position) {
+  space_.for_each_position(begin, end, [&](int64_t position) {
     tiers_.unpin(space_.index(PageKind::kKeyValue, layer, position), written, true, now_);
   });
   store_ahead();
@@ -244,7 +192,7 @@ void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream
 
 void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
   check_range(layer, begin, end);
-  for_each_position({}, false, begin, end, [&](int64_t position) {
+  space_.for_each_position(begin, end, [&](int64_t position) {
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
     if (!tiers_[index].wanted) total_slots_ += grad_slots_;
     tiers_.want(index);
@@ -257,7 +205,7 @@ void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool 
   check_range(layer, begin, end);
   use(stream);
   Ticket read = 0;
-  for_each_position({}, false, begin, end, [&](int64_t position) {
+  space_.for_each_position(begin, end, [&](int64_t position) {
     if (kv) tiers_.drop(space_.index(PageKind::kKeyValue, layer, position));
     if (!grads) return;
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
@@ -282,8 +230,8 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
     tiers_.reserve(smallest_slots_, Growth::kMissing);
   }
   const int64_t room = usable_slots() - tiers_.pinned_slots();
-  const int64_t limit = std::max(room - stream_slots_, std::min(room, smallest_slots_));
-  const int64_t missing_limit = stream_slots_ > 0 ? stream_slots_ : limit;
+  const int64_t limit = std::max(room - prefetcher_.window(), std::min(room, smallest_slots_));
+  const int64_t missing_limit = prefetcher_.window() > 0 ? prefetcher_.window() : limit;
 
   std::vector<std::pair<int64_t, int64_t>> result;
   int64_t first = begin;
@@ -312,13 +260,15 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   return result;
 }
 
-// A gradient page that is not there yet will be made in place.
-bool PageManager::in_place(int32_t visit, int64_t begin, int64_t end) {
+// A gradient page that is nowhere will be made in place.
+bool PageManager::own_alone(int32_t visit, int64_t begin, int64_t end) {
   gather(visit, begin, end);
-  tiers_.poll();
-  return std::none_of(gathered_.begin(), gathered_.end(), [this](PageIndex index) {
+  if (options_.own_alone == OwnAlone::kAlways) return true;
+  const bool in_flight = options_.own_alone == OwnAlone::kInFlight;
+  if (in_flight) tiers_.poll();
+  return std::any_of(gathered_.begin(), gathered_.end(), [&](PageIndex index) {
     const Residency state = tiers_[index].state;
-    return state == Residency::kHostOnly || state == Residency::kLoading;
+    return state == Residency::kHostOnly || (in_flight && state == Residency::kLoading);
   });
 }
 
@@ -328,7 +278,7 @@ void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, void* strea
   tiers_.poll();
   advance(visit);
   acquire_gathered(schedule_[visit].kind == VisitKind::kAccumulate);
-  prefetch(visit, end);
+  prefetch(end);
 }
 
 // Pins what was gathered, loading what is missing; all of it or nothing.
@@ -387,7 +337,7 @@ void PageManager::release(int32_t visit, int64_t begin, int64_t end, void* strea
   }
   tiers_.poll();
   store_ahead();
-  prefetch(now_, schedule_[visit].first);
+  prefetch(schedule_[visit].first);
 }
 
 void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream) {
@@ -399,17 +349,22 @@ void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, v
     advance(visit);
   }
   gathered_.clear();
-  for_each_position({}, false, begin, end, [&](int64_t position) {
+  space_.for_each_position(begin, end, [&](int64_t position) {
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
     if (tiers_[index].state != Residency::kFree) gathered_.push_back(index);
   });
   acquire_gathered(false);
-  prefetch(now_, end);
+  prefetch(end);
 }
 
 // Time moves on: pages filed under visits that are over get their next use.
 void PageManager::advance(int32_t visit) {
-  now_ = std::max(now_, visit);
+  if (visit > now_) {
+    if (options_.measured_prefetch) {
+      prefetcher_.advance(visit - now_, engine_->now(), engine_->load_pace());
+    }
+    now_ = visit;
+  }
   for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;
        past = tiers_.nearest_visit()) {
     for (const PageIndex index : tiers_.filed_under(past)) tiers_.requeue(index, now_ - 1);
@@ -459,63 +414,15 @@ void PageManager::throw_out_of_memory(int64_t slots) const {
       (pinned + slots) * bytes, device_slots() * bytes);
 }
 
-// Loads what comes next in the access order, as long as that costs no page that is needed earlier.
-void PageManager::prefetch(int32_t visit, int64_t page) {
-  constexpr int32_t kVisitsAhead = 4;
+void PageManager::prefetch(int64_t page) {
   if (host_.pool->taken_slots() == 0) return;  // nothing has ever left the device
-  if (std::pair(next_visit_, next_page_) < std::pair(visit, page)) {
-    next_visit_ = visit;
-    next_page_ = page;
-  }
-  const int32_t last = std::min(schedule_.size() - 1, now_ + kVisitsAhead);
-  try {
-    while (next_visit_ <= last && prefetch_visit()) {
-      ++next_visit_;
-      next_page_ = 0;
-    }
-  } catch (const OutOfMemory&) {
-    // A tier could not grow. What was acquired stands; the next acquire that needs room will say
-    // so.
-  }
-}
-
-// Goes on with the visit at the cursor. False when it must stop before the visit's end.
-bool PageManager::prefetch_visit() {
-  const Visit& visit = schedule_[next_visit_];
-  const bool listed = schedule_.has_pages(next_visit_);
-  if (!exact_ && !listed) return true;  // a guess is not worth a copy
-  missing_.clear();
-  const int64_t budget = stream_slots_ - tiers_.ahead_slots();
-  int64_t slots = 0;
-  int64_t stop = -1;
-  const auto consider = [&](PageKind kind, int64_t position) {
-    const PageIndex index = space_.index(kind, visit.layer, position);
-    if (!visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return true;
-    if (slots + tiers_.slots_of(index) > budget ||
-        !tiers_.make_room(slots + tiers_.slots_of(index), next_visit_)) {
-      stop = space_.page(index);
-      return false;
-    }
-    slots += tiers_.slots_of(index);
-    missing_.push_back(index);
-    return true;
-  };
-  const int64_t first = std::max<int64_t>(visit.first, next_page_);
-  for_each_position(
-      listed ? schedule_.pages(next_visit_) : std::span<const int64_t>(), listed,
-      listed ? next_page_ : first, listed ? space_.max_pages() : visit.last, [&](int64_t position) {
-        return consider(PageKind::kKeyValue, position) && consider(PageKind::kGradient, position);
-      });
-  tiers_.load(missing_, next_visit_ - 1, true);
-  if (stop < 0) return true;
-  next_page_ = stop;
-  return false;
+  prefetcher_.run(now_, page);
 }
 
 // The next wave's new pages and the next chunk's should find slots that need no store any more.
 void PageManager::store_ahead() {
   if (total_slots_ <= usable_slots()) return;  // nothing will ever have to go
-  tiers_.store_ahead(std::min(stream_slots_ + create_slots_, usable_slots() / 2));
+  tiers_.store_ahead(std::min(prefetcher_.window() + create_slots_, usable_slots() / 2));
 }
 
 // --- What is going on ---------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "memory/slot_pool.h"
 #include "memory/statistics_resource.h"
+#include "paging/call_plan.h"
 #include "paging/copy_engine.h"
 #include "paging/page_space.h"
+#include "paging/prefetcher.h"
 #include "paging/schedule.h"
 #include "paging/tiers.h"
 
@@ -23,19 +24,20 @@ struct TierPool {
   memory::StatisticsResource* resource = nullptr;  // inside the pool
 };
 
+// When the kernel on the chunk's own keys gets a launch in front of the first wave's, to run while
+// pages are on their way. Two launches write and read the state that passes between them.
+enum class OwnAlone : uint8_t {
+  kAlways,
+  kInFlight,  // a page of the wave has still to arrive
+  kHostOnly,  // a page of the wave was not foreseen: its load has not been issued
+};
+
 struct PageManagerOptions {
   std::optional<Wait> disabled_wait = std::nullopt;  // tests only
   bool poison = false;                               // fill freed slots with NaN
   bool keep_host_memory = false;  // between calls; pinned memory is slow to get back
-};
-
-struct CallPlan {
-  int64_t num_layers = 0;
-  std::vector<int32_t> pages_per_sequence;
-  int grad_slots = 1;         // slots of one gradient page
-  std::vector<Visit> visits;  // the access order
-  bool exact = true;       // ranges say what is used; false: an upper bound until set_visit_pages
-  int64_t wave_pages = 1;  // waves end at multiples of this: kernels take so many pages at once
+  OwnAlone own_alone = OwnAlone::kAlways;
+  bool measured_prefetch = false;  // its depth from the engine's load_pace(); false: fixed
 };
 
 struct PageStatistics {
@@ -83,8 +85,9 @@ class PageManager {
 
   // Cuts the visit's range into waves [begin, end), each of which can be acquired at once.
   std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit);
-  // Whether kernels would find the wave's pages without waiting for any load.
-  bool in_place(int32_t visit, int64_t begin, int64_t end);
+  // Whether the chunk's own keys shall have a launch of their own in front of the visit's first
+  // wave, before it is acquired.
+  bool own_alone(int32_t visit, int64_t begin, int64_t end);
   void acquire(int32_t visit, int64_t begin, int64_t end, void* stream);
   void release(int32_t visit, int64_t begin, int64_t end, void* stream);
 
@@ -108,10 +111,6 @@ class PageManager {
   void check_integrity() const;
 
  private:
-  // Positions a call names: an ordered list, or the range of pages in every sequence.
-  template <typename Visitor>
-  void for_each_position(std::span<const int64_t> list, bool listed, int64_t begin, int64_t end,
-                         Visitor visitor) const;
   void gather(int32_t visit, int64_t begin, int64_t end);
   int64_t slots_not_on_device() const;
   void check_call() const;
@@ -121,8 +120,7 @@ class PageManager {
   void advance(int32_t visit);
   void acquire_gathered(bool will_write);
   void require_room(int64_t slots);
-  void prefetch(int32_t visit, int64_t page);
-  bool prefetch_visit();
+  void prefetch(int64_t page);
   void store_ahead();
   void prepare_host();
   [[noreturn]] void throw_out_of_memory(int64_t slots) const;
@@ -137,17 +135,14 @@ class PageManager {
   bool closed_ = false;
   PageSpace space_;
   Schedule schedule_;
-  bool exact_ = true;
+  Prefetcher prefetcher_{tiers_};
   int grad_slots_ = 1;
   int64_t smallest_slots_ = 0;
   int64_t wave_pages_ = 1;
   int64_t total_slots_ = 0;   // if every page that may exist did
-  int64_t stream_slots_ = 0;  // see begin_call
   int64_t create_slots_ = 0;  // most slots that one create has taken
 
-  int32_t now_ = 0;         // the visit under way
-  int32_t next_visit_ = 0;  // where prefetching goes on: visit and logical page
-  int64_t next_page_ = 0;
+  int32_t now_ = 0;  // the visit under way
   int64_t hits_ = 0;
   int64_t misses_ = 0;
   std::vector<PageIndex> gathered_, missing_, fresh_, pinned_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,28 @@ class PageSpace {
 
   int64_t position(PageIndex index) const { return index % positions(); }
   int64_t page(PageIndex index) const { return index % max_pages_; }
+
+  // Positions of pages [begin, end) of every sequence by page, then sequence: the order of waves. A
+  // visitor that returns false stops it; the result says whether it got to the end.
+  template <typename Visitor>
+  bool for_each_position(int64_t begin, int64_t end, Visitor visitor) const {
+    for (int64_t page = begin; page < end; ++page) {
+      for (int64_t b = 0; b < batch(); ++b) {
+        if (page < pages_of(b) && !visit(visitor, b * max_pages_ + page)) return false;
+      }
+    }
+    return true;
+  }
+
+  template <typename Visitor>
+  static bool visit(Visitor& visitor, int64_t position) {
+    if constexpr (std::is_void_v<std::invoke_result_t<Visitor, int64_t>>) {
+      visitor(position);
+      return true;
+    } else {
+      return visitor(position);
+    }
+  }
 
   PageId id(PageIndex index) const {
     const int64_t row = index / positions();

@@ -7,7 +7,8 @@
 namespace oomb::paging {
 
 Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
-    : visits_(std::move(visits)),
+    : space_(space),
+      visits_(std::move(visits)),
       listed_(visits_.size(), false),
       lists_(visits_.size()),
       of_layer_(static_cast<size_t>(space.num_layers())),

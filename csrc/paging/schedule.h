@@ -51,6 +51,16 @@ class Schedule {
   std::span<const int64_t> pages_between(std::span<const int64_t> positions, int64_t begin,
                                          int64_t end) const;
 
+  // What a visit touches of pages [begin, end), as PageSpace::for_each_position.
+  template <typename Visitor>
+  bool for_each_position(int32_t visit, int64_t begin, int64_t end, Visitor visitor) const {
+    if (!has_pages(visit)) return space_.for_each_position(begin, end, visitor);
+    for (const int64_t position : pages_between(pages(visit), begin, end)) {
+      if (!PageSpace::visit(visitor, position)) return false;
+    }
+    return true;
+  }
+
   // The visit at which pages expected at `visit`, which has got a list that they are not in, are
   // expected next: the layer's next one that reads KV pages, if it has no list and its range holds
   // that of `visit`. Else -1: they part.
@@ -65,6 +75,7 @@ class Schedule {
   int32_t next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
   std::vector<int32_t>& uses_of(int32_t layer, int64_t position);
 
+  PageSpace space_;
   std::vector<Visit> visits_;
   std::vector<bool> listed_;
   std::vector<std::vector<int64_t>> lists_;              // per visit

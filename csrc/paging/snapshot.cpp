@@ -36,6 +36,10 @@ std::string PageManager::snapshot() const {
   out << ", ";
   write_pool(out, "host", *host_.pool);
   out << ", \"events\": " << engine_->events_created();
+  if (const LoadPace pace = engine_->load_pace(); pace.known()) {
+    out << ", \"loads\": {\"batch_seconds\": " << pace.batch_seconds()
+        << ", \"slot_seconds\": " << pace.slot_seconds() << "}";
+  }
   if (!active_) {
     out << "}";
     return out.str();
@@ -49,7 +53,8 @@ std::string PageManager::snapshot() const {
     ++all[state];
   }
   out << ", \"visit\": " << now_ << ", \"visits\": " << schedule_.size()
-      << ", \"pinned_slots\": " << tiers_.pinned_slots() << ", \"stream_slots\": " << stream_slots_
+      << ", \"pinned_slots\": " << tiers_.pinned_slots()
+      << ", \"stream_slots\": " << prefetcher_.window()
       << ", \"ahead_slots\": " << tiers_.ahead_slots()
       << ", \"in_flight\": {\"loads\": " << tiers_.in_flight_loads()
       << ", \"stores\": " << tiers_.in_flight_stores() << "}, \"pages\": ";

@@ -90,16 +90,32 @@ struct GradientPage {
     }
   }
 
-  // Two neighbouring elements, the first of them even. Not for kFloat64.
-  __device__ void add_pair(int64_t element, float x, float y) const {
+  // A thread's part of a row of a product: for n < kPairs, values(n), a float2, is added to
+  // elements first + 8 * n and the one after. All loads come first, so that the row waits for one
+  // flight. `first` is even. Not for kFloat64.
+  template <int kPairs, typename Values>
+  __device__ __forceinline__ void add_pairs(int64_t first, const Values& values) const {
     if (data == nullptr) return;
     if (dtype == DType::kFloat32) {
-      float2* place = reinterpret_cast<float2*>(static_cast<float*>(data) + element);
-      const float2 sum = *place;
-      *place = make_float2(sum.x + x, sum.y + y);
+      float2* place = static_cast<float2*>(data) + first / 2;
+      float2 old[kPairs];
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) old[n] = place[4 * n];
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        const float2 value = values(n);
+        place[4 * n] = make_float2(old[n].x + value.x, old[n].y + value.y);
+      }
     } else {
-      uint32_t* place = reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(data) + element);
-      *place = added_pair(*place, x, y, element);
+      uint32_t* place = static_cast<uint32_t*>(data) + first / 2;
+      uint32_t old[kPairs];
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) old[n] = place[4 * n];
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        const float2 value = values(n);
+        place[4 * n] = added_pair(old[n], value.x, value.y, first + 8 * n);
+      }
     }
   }
 

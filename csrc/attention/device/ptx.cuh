@@ -47,6 +47,15 @@ __device__ inline float2 load_pair(uint32_t shared) {
   return pair;
 }
 
+__device__ inline void store_word(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
+}
+
+// Added by the L2; nothing comes back.
+__device__ inline void add_to(float* place, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(place), "f"(value) : "memory");
+}
+
 // Four 8x8 matrices; lane t gives the address of row t % 8 of matrix t / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

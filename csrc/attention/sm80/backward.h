@@ -16,4 +16,7 @@ void dq_float16(const BackwardParams& params);
 void dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
 void dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
 
+void one_pass_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
+void one_pass_float16(const BackwardParams& params, const BackwardPlan& plan);
+
 }  // namespace oomb::attention::sm80

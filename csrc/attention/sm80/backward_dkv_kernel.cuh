@@ -19,6 +19,8 @@
 
 namespace oomb::attention::sm80 {
 
+constexpr int kKeys = 64;  // of a block
+
 template <int kDim>
 struct KeyPass {
   using Tile = device::Tile<kDim>;
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
   using Pass = KeyPass<kDim>;
   using Tile = device::Tile<kDim>;
   extern __shared__ __align__(1024) char shared_memory[];
-  __shared__ QuerySteps steps;
+  __shared__ QuerySteps<kKeys> steps;
   __shared__ KeyPlace place;
   const uint32_t shared = device::shared_address(shared_memory);
 
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
   __syncthreads();
 
   const auto start_copies = [&](int index) {
-    const QueryStep& step = steps.ring[index % 4];
+    const QueryStep& step = steps.ring[index % steps.kRing];
     if (step.rows == 0) return;
     const int offset = index % 2 * Pass::kStageBytes;
     load_rows<kDim, kQueries>(shared + offset, static_cast<const T*>(step.q), p.q_strides.token,
@@ -116,8 +118,9 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
     const int row = threadIdx.x % kQueries;
     const bool is_lse = threadIdx.x < kQueries;
     const bool inside = row < step.rows;
+    const auto* source = static_cast<const float*>(is_lse ? p.lse : p.delta) + step.row;
     copy_word(shared_memory + offset + (is_lse ? Pass::kLse : Pass::kDelta) + row * 4,
-              (is_lse ? step.lse : step.delta) + (inside ? row : 0), inside);
+              source + (inside ? row : 0), inside);
   };
   start_copies(0);
   device::commit_copies();
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
 
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
   const float scale = static_cast<float>(p.scale) * kLog2E;
-  for (int index = 0; steps.ring[index % 4].rows > 0; ++index) {
+  for (int index = 0; steps.ring[index % steps.kRing].rows > 0; ++index) {
     device::wait_copies<0>();
     __syncthreads();
     start_copies(index + 1);
@@ -162,9 +165,9 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
         device::multiply<T>(dp[0], values[i], b[0], b[1]);
         device::multiply<T>(dp[1], values[i], b[2], b[3]);
       }
-      if (steps.ring[index % 4].masked) {
+      if (steps.ring[index % steps.kRing].masked) {
         const int key = steps.key_first + warp * 16 + lane / 4;
-        const int query = steps.ring[index % 4].first + part * 16 + (lane % 4) * 2;
+        const int query = steps.ring[index % steps.kRing].first + part * 16 + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -242,11 +245,11 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
     const int row = place.row0 + warp * 16 + r * 8 + lane / 4;
     if (place.page * page_size + row >= steps.key_end) continue;
     const int64_t element = (int64_t{block.head} * page_size + row) * kDim + column;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      dk_page.add_pair(element + n * 8, dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-      dv_page.add_pair(element + n * 8, dv[n][2 * r], dv[n][2 * r + 1]);
-    }
+    dk_page.add_pairs<kDim / 8>(element, [&](int n) {
+      return make_float2(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
+    });
+    dv_page.add_pairs<kDim / 8>(element,
+                                [&](int n) { return make_float2(dv[n][2 * r], dv[n][2 * r + 1]); });
   }
 }
 

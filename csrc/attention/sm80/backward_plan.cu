@@ -1,5 +1,7 @@
 #include "attention/device/visibility.cuh"
 #include "attention/sm80/backward_plan.h"
+#include "attention/sm80/block_place.cuh"
+#include "attention/sm80/one_pass.h"
 #include "common/cuda_check.h"
 #include "common/math.h"
 
@@ -62,7 +64,9 @@ __global__ void __launch_bounds__(1024)
     for (int64_t w = 0; w < plan.words; ++w) degree += __popc(blocks[index * plan.words + w]);
     if (degree == 0) return -1;
     const int64_t entry = blockIdx.y * p.past.table_stride + p.past.page_begin + index;
-    if (p.grads.dkv_table[entry * 2] < 0 && p.grads.dkv_table[entry * 2 + 1] < 0) return -1;
+    if (!plan.in_one_pass && p.grads.dkv_table[entry * 2] < 0 &&
+        p.grads.dkv_table[entry * 2 + 1] < 0)
+      return -1;
     return static_cast<int>((plan.query_blocks - degree) * kClasses / plan.query_blocks);
   };
 
@@ -89,6 +93,13 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
+// One thread per row of the chunk and head.
+__global__ void __launch_bounds__(256) lse_kernel(const float* lse, float* scaled, int64_t rows) {
+  const int64_t row = blockIdx.x * int64_t{256} + threadIdx.x;
+  if (row >= rows) return;
+  scaled[row] = lse[row] == -INFINITY ? INFINITY : lse[row] * kLog2E;
+}
+
 }  // namespace
 
 BackwardPlan::BackwardPlan(const BackwardParams& params, void* workspace) {
@@ -105,7 +116,9 @@ BackwardPlan::BackwardPlan(const BackwardParams& params, void* workspace) {
   if (visibility.window > 0 || visibility.first_key != nullptr || visibility.num_keys != nullptr) {
     ranges = reinterpret_cast<RowRange*>(take(batch * query_tiles, sizeof(RowRange)));
   }
-  if (params.past.selection != nullptr && pages > 0 && params.grads.dkv_table != nullptr) {
+  in_one_pass = one_pass(params);
+  const bool wanted = in_one_pass || params.grads.dkv_table != nullptr;
+  if (params.past.selection != nullptr && pages > 0 && wanted) {
     const int64_t lists = batch * params.past.selection_heads;
     words = ceil_div(query_blocks, 32);
     const int64_t listed = query_blocks * params.past.budget;
@@ -113,6 +126,18 @@ BackwardPlan::BackwardPlan(const BackwardParams& params, void* workspace) {
     blocks = reinterpret_cast<uint32_t*>(take(lists * pages * words, sizeof(uint32_t)));
     work = reinterpret_cast<int32_t*>(take(lists * capacity, sizeof(int32_t)));
     counts = reinterpret_cast<int32_t*>(take(lists, sizeof(int32_t)));
+  }
+  if (!in_one_pass) return;
+  const int64_t rows = batch * params.shape.query_heads * params.shape.chunk;
+  lse = reinterpret_cast<float*>(take(rows, sizeof(float)));
+  if (params.deterministic) {
+    next_unit = reinterpret_cast<int32_t*>(take(1, sizeof(int32_t)));
+    turns = reinterpret_cast<int32_t*>(
+        take(batch * params.shape.query_heads * query_tiles, sizeof(int32_t)));
+  }
+  dq = static_cast<float*>(params.dq_acc);
+  if (dq == nullptr) {
+    dq = reinterpret_cast<float*>(take(rows * params.shape.head_dim, sizeof(float)));
   }
 }
 
@@ -134,6 +159,19 @@ void make_plan(const BackwardParams& params, const BackwardPlan& plan) {
     check_launch("attention_backward page lists (sm80)");
     collect_kernel<<<dim3(lists, batch), 1024, 0, stream>>>(params, plan);
     check_launch("attention_backward work list (sm80)");
+  }
+  if (!plan.in_one_pass) return;
+  const int64_t heads = batch * params.shape.query_heads, rows = heads * params.shape.chunk;
+  lse_kernel<<<ceil_div(rows, 256), 256, 0, stream>>>(static_cast<const float*>(params.lse),
+                                                      plan.lse, rows);
+  check_launch("attention_backward lse (sm80)");
+  const auto clear = [stream](void* place, int64_t size) {
+    check_cuda(cudaMemsetAsync(place, 0, size, stream), "cudaMemsetAsync");
+  };
+  if (params.first_wave) clear(plan.dq, rows * params.shape.head_dim * sizeof(float));
+  if (plan.turns != nullptr) {
+    clear(plan.next_unit, sizeof(int32_t));
+    clear(plan.turns, heads * plan.query_tiles * sizeof(int32_t));
   }
 }
 

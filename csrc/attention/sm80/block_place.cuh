@@ -16,4 +16,11 @@ struct BlockPlace {
   }
 };
 
+// Likewise the thread's number.
+__device__ inline int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 }  // namespace oomb::attention::sm80

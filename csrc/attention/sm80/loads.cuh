@@ -10,16 +10,17 @@
 namespace oomb::attention::sm80 {
 
 // kRows rows of a [.., stride] matrix; rows from `valid` on become zeros.
-template <int kDim, int kRows, typename T>
-__device__ inline void load_rows(uint32_t tile, const T* source, int64_t stride, int valid) {
+template <int kDim, int kRows, int kCopyThreads = kThreads, typename T>
+__device__ inline void load_rows(uint32_t tile, const T* source, int64_t stride, int valid,
+                                 int thread = threadIdx.x) {
   using Tile = device::Tile<kDim>;
-  constexpr int kCopies = kRows * Tile::kPieces / kThreads;
-  static_assert(kRows * Tile::kPieces % kThreads == 0);
-  if constexpr (kThreads % Tile::kPieces == 0) {
+  constexpr int kCopies = kRows * Tile::kPieces / kCopyThreads;
+  static_assert(kRows * Tile::kPieces % kCopyThreads == 0);
+  if constexpr (kCopyThreads % Tile::kPieces == 0) {
     // A thread always copies the same piece of a row, so that only the row moves.
-    constexpr int kStep = kThreads / Tile::kPieces;
+    constexpr int kStep = kCopyThreads / Tile::kPieces;
     static_assert(kStep % 8 == 0);
-    const int row = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+    const int row = thread / Tile::kPieces, piece = thread % Tile::kPieces;
     const uint32_t target = tile + Tile::offset(row, piece);
     const T* from = source + row * stride + piece * 8;
     if (valid >= kRows) {
@@ -39,7 +40,7 @@ __device__ inline void load_rows(uint32_t tile, const T* source, int64_t stride,
   } else {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int index = i * kThreads + threadIdx.x;
+      const int index = i * kCopyThreads + thread;
       const int row = index / Tile::kPieces, piece = index % Tile::kPieces;
       const bool inside = row < valid;
       device::copy_async(tile + Tile::offset(row, piece),

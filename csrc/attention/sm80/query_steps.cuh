@@ -1,8 +1,8 @@
 #pragma once
 
-// The sequence of (query tile, head) steps that a tile of keys goes through in the dK, dV pass:
-// query tiles ascending, and for each the heads of the group. Walked as key_tiles.cuh walks keys:
-// by one thread, two steps ahead, with its state in shared memory.
+// The sequence of (query tile, head) steps that a tile of keys goes through: query tiles ascending,
+// and for each the heads of the group. Walked as key_tiles.cuh walks keys: by one thread, two steps
+// ahead, with its state in shared memory.
 
 #include <cstdint>
 
@@ -11,19 +11,22 @@
 
 namespace oomb::attention::sm80 {
 
-constexpr int kKeys = 64;     // of a block
 constexpr int kQueries = 64;  // of one step
 
 struct QueryStep {
   const void *q, *d_o;
-  const float *lse, *delta;
-  int first;   // query of the chunk
-  int rows;    // that exist; 0: no more steps
-  int masked;  // some query does not see all of the keys
+  int64_t row;   // its first row of what is laid out [B, Hq, C]
+  int first;     // query of the chunk
+  int rows;      // that exist; 0: no more steps
+  int masked;    // some query does not see all of the keys
+  int dq_tile;   // of the [B, Hq, query tiles]
+  int dq_order;  // parts of this tile's dQ that come before this one, where the order is fixed
 };
 
+template <int kKeys>  // of a block
 struct QuerySteps {
-  QueryStep ring[4];
+  static constexpr int kRing = 8;  // one in use, two ahead, two whose dQ is still under way
+  QueryStep ring[kRing];
 
   int batch, kv_head;
   int key_first;  // the block's keys [key_first, key_first + kKeys), numbered as in the sequence
@@ -50,7 +53,7 @@ struct QuerySteps {
   }
 
   __device__ void describe(const BackwardParams& p, const BackwardPlan& plan, int index) {
-    QueryStep& step = ring[index % 4];
+    QueryStep& step = ring[index % kRing];
     const int group = static_cast<int>(p.shape.query_heads / p.shape.kv_heads);
     const int num_tiles = static_cast<int>(plan.query_tiles);
     if (++head == group) {
@@ -74,15 +77,29 @@ struct QuerySteps {
                (batch * p.do_strides.batch + query_head * p.do_strides.head +
                 step.first * p.do_strides.token) *
                    kElementBytes;
-    const int64_t row = (batch * p.shape.query_heads + query_head) * p.shape.chunk + step.first;
-    step.lse = static_cast<const float*>(p.lse) + row;
-    step.delta = static_cast<const float*>(p.delta) + row;
+    const int heads_before = batch * static_cast<int>(p.shape.query_heads) + query_head;
+    step.row = heads_before * p.shape.chunk + step.first;
+    step.dq_tile = heads_before * num_tiles + tile;
+    step.dq_order = dq_order(p, range);
   }
 
  private:
   __device__ RowRange range_of(const BackwardParams& p, const BackwardPlan& plan) const {
     if (plan.ranges != nullptr) return plan.ranges[batch * plan.query_tiles + tile];
     return RowRange{0, 0, static_cast<int>(p.past.num_tokens) + tile * kQueries + 1, 0};
+  }
+
+  // Of the key tiles that the query tile sees in this wave, how many come before this one: the
+  // chunk's own from the diagonal back to the first, then the past's from the first on.
+  __device__ int dq_order(const BackwardParams& p, const RowRange& range) const {
+    const int num_past = static_cast<int>(p.past.num_tokens);
+    const int last_own = tile * kQueries / kKeys;
+    if (key_first >= num_past) return last_own - (key_first - num_past) / kKeys;
+    const int first_own = max(range.first_begin - num_past, 0) / kKeys;
+    const int own = p.own_chunk ? max(last_own - first_own + 1, 0) : 0;
+    const int tiles_per_page = static_cast<int>(p.shape.page_size) / kKeys;
+    const int begin = static_cast<int>(p.past.page_begin) * tiles_per_page;
+    return own + key_first / kKeys - max(begin, range.first_begin / kKeys);
   }
 
   __device__ bool sees(const BackwardParams& p, const BackwardPlan& plan) const {

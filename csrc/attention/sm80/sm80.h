@@ -3,8 +3,10 @@
 // Attention with the tensor-core instructions of sm_80 (mma.sync, cp.async, ldmatrix), for every
 // GPU since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens.
 //
-// The backward is two passes without atomics: dQ with the queries in registers, then dK and dV with
-// the keys in registers, where one thread block owns 64 keys and loops over the heads of the group.
+// The backward is one pass of five products where that gives what was asked for (one_pass.h): a
+// thread block owns 128 keys, loops over the heads of the group, and adds dQ up in memory. Else it
+// is two passes of seven without sums in memory: dK and dV with the keys in registers, then dQ with
+// the queries in registers.
 
 #include <cstdint>
 

@@ -57,6 +57,10 @@ void backward(const BackwardParams& params) {
   const bool half = params.dtype == DType::kFloat16;
   if (params.first_wave) half ? delta_float16(params) : delta_bfloat16(params);
   make_plan(params, plan);
+  if (plan.in_one_pass) {
+    half ? one_pass_float16(params, plan) : one_pass_bfloat16(params, plan);
+    return;
+  }
   half ? dkv_float16(params, plan) : dkv_bfloat16(params, plan);
   half ? dq_float16(params) : dq_bfloat16(params);
 }

@@ -15,6 +15,10 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
+// Of the L2 (50 MB), for what blocks at work together read and add to again and again: queries, dO
+// and dQ of one kv head's group, 8 bytes an element.
+constexpr int64_t kStripeBytes = int64_t{32} << 20;
+
 // Hands out pieces of one allocation; with a null base it only adds up.
 class Arena {
  public:
@@ -62,10 +66,10 @@ void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
 
 // The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait
 // for each other within a head trail by about two steps, so that a head keeps no more blocks busy
-// than half its query tiles. With lists nothing waits.
+// than half its query tiles.
 int64_t heads_together(const BackwardParams& params) {
   const Shape& shape = params.shape;
-  if (params.past.selection != nullptr) return 1;
+  if (!adds_in_order(params)) return 1;
   const int64_t heads = shape.batch * shape.kv_heads;
   const int64_t steps = ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
   int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), steps));
@@ -73,14 +77,39 @@ int64_t heads_together(const BackwardParams& params) {
   return together;
 }
 
+Tiling plan_tiling(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  const PastPages& past = params.past;
+  Tiling tiling;
+  if (past.selection != nullptr) tiling.key_rows = static_cast<int32_t>(shape.page_size);
+  if (has_past(params)) {
+    const int64_t end = ceil_div(past.page_end * shape.page_size, tiling.key_rows);
+    tiling.tile_begin = static_cast<int32_t>(past.page_begin * shape.page_size / tiling.key_rows);
+    tiling.past_tiles = static_cast<int32_t>(end) - tiling.tile_begin;
+  }
+  const int64_t row_bytes = 8 * (shape.query_heads / shape.kv_heads) * shape.head_dim;
+  const int64_t stripes = std::max<int64_t>(ceil_div(shape.chunk * row_bytes, kStripeBytes), 1);
+  const int64_t blocks = ceil_div(shape.chunk, tiling.key_rows);
+  int64_t stripe_blocks = std::max<int64_t>(blocks, 1);
+  if (past.selection != nullptr) {
+    tiling.own_descends = true;
+  } else if (!params.deterministic && (stripes == 1 || params.grads.dtype == DType::kFloat32)) {
+    // Pages in bf16 would be rounded once per stripe.
+    stripe_blocks = ceil_div(stripe_blocks, stripes);
+    tiling.own_descends = true;
+    tiling.sums_stay = true;
+  }
+  tiling.stripe_blocks = static_cast<int32_t>(stripe_blocks);
+  tiling.stripes = static_cast<int32_t>(ceil_div(blocks, stripe_blocks));
+  return tiling;
+}
+
 BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
   const int64_t heads = shape.batch * shape.query_heads;
   const int64_t tiles = ceil_div(shape.chunk, kQueryRows);
-  const int64_t past_tiles = has_past(params) ? last_key_tile(past, shape.page_size) -
-                                                    first_key_tile(past, shape.page_size)
-                                              : 0;
+  const Tiling tiling = plan_tiling(params);
   Arena arena(base);
   BackwardWorkspace workspace;
   workspace.lse = arena.take<float>(heads * tiles * kQueryRows);
@@ -93,22 +122,21 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
   workspace.next_unit = arena.take<int32_t>(1);
   workspace.num_units = arena.take<int32_t>(1);
+  workspace.empty_rows = arena.take<int32_t>(shape.batch * tiles);
   if (past.selection != nullptr && has_past(params)) {
-    workspace.lists_together = std::min(heads_together(params), past.selection_heads);
-    workspace.segments = shape.batch * past.selection_heads / workspace.lists_together;
-    workspace.segment_entries = past_tiles * workspace.lists_together;
+    workspace.list_tiles = tiling.past_tiles;
     workspace.reader_words = ceil_div(ceil_div(shape.chunk, shape.page_size), 32);
-    const int64_t entries = workspace.segments * workspace.segment_entries;
-    workspace.readers = arena.take<uint32_t>(entries * workspace.reader_words);
-    workspace.halves = arena.take<uint32_t>(entries);
+    const int64_t lists = shape.batch * past.selection_heads;
+    workspace.readers = arena.take<uint32_t>(lists * workspace.list_tiles * workspace.reader_words);
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
-    workspace.active = arena.take<int32_t>(entries);
-    workspace.active_begin = arena.take<int32_t>(workspace.segments + 1);
+    workspace.active = arena.take<int32_t>(lists * workspace.list_tiles);
+    workspace.active_begin = arena.take<int32_t>(lists + 1);
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
-  const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, kKeyRows) : 0;
-  workspace.max_units = (own_tiles + past_tiles) * shape.batch * shape.kv_heads;
+  const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, tiling.key_rows) : 0;
+  workspace.max_units =
+      (own_tiles + tiling.past_tiles * tiling.stripes) * shape.batch * shape.kv_heads;
   workspace.units = arena.take<Unit>(workspace.max_units);
   workspace.bytes = arena.used();
   return workspace;
@@ -136,33 +164,32 @@ void backward(const BackwardParams& params) {
   expect(params.workspace_bytes >= workspace.bytes, "workspace",
          concat("at least ", workspace.bytes, " bytes"), params.workspace_bytes);
   BackwardKernelArgs args;
+  args.tiling = plan_tiling(params);
   args.params = params;
   args.workspace = workspace;
   args.q = make_token_map("q", params.q, params.q_strides, shape.batch, shape.query_heads,
                           shape.chunk, shape.head_dim, kQueryRows);
   args.d_o = make_token_map("d_o", params.d_o, params.do_strides, shape.batch, shape.query_heads,
                             shape.chunk, shape.head_dim, kQueryRows);
-  set_key_maps(args, kKeyRows, static_cast<int>(shape.page_size));
+  set_key_maps(args, args.tiling.key_rows, static_cast<int>(shape.page_size));
   float* sum = params.dq_acc != nullptr ? static_cast<float*>(params.dq_acc) : workspace.dq;
   args.dq = args.q;
   if (!queries_apart(params)) {
     args.dq = make_sum_map("dq_acc", sum, shape.batch * shape.query_heads, shape.chunk,
                            shape.head_dim, kQueryRows);
   }
-  args.own_tiles = params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, kKeyRows)) : 0;
-  args.tile_begin = 0;
-  args.tile_end = 0;
+  args.own_tiles =
+      params.own_chunk ? static_cast<int32_t>(ceil_div(shape.chunk, args.tiling.key_rows)) : 0;
   args.pool_rows_per_slot = 0;
   if (has_past(params)) {
     args.pool_rows_per_slot = static_cast<int32_t>(pool_rows_per_slot(params.past, shape));
-    args.tile_begin = static_cast<int32_t>(first_key_tile(params.past, shape.page_size));
-    args.tile_end = static_cast<int32_t>(last_key_tile(params.past, shape.page_size));
   }
   args.heads_together = static_cast<int32_t>(heads_together(params));
   args.query_tiles = static_cast<int32_t>(ceil_div(shape.chunk, kQueryRows));
   args.group = static_cast<int32_t>(shape.query_heads / shape.kv_heads);
   args.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634);
   launch_backward_prepare(args);
+  launch_backward_units(args);
   const int blocks = num_multiprocessors();
   if (shape.head_dim == 64) {
     launch_backward_d64(args, blocks);

@@ -5,7 +5,11 @@
 // One fused pass. A unit of work is one key tile (128 rows: a page of 128, or the pages 2j and
 // 2j + 1 of 64) of one kv head. A thread block keeps the unit's K and V in shared memory, walks the
 // query tiles that see it for all heads of the group, and accumulates dK and dV in registers: every
-// gradient page has one writer. dQ is added up in fp32 in memory by the copy engine.
+// gradient page has one writer (but see stripes). dQ is added up in fp32 in memory by the copy
+// engine.
+//
+// With lists of pages of 64 a key tile is one such page, as its neighbour has other readers, and a
+// thread block has two units at work.
 //
 // dQ and determinism. Each query tile has a counter. A unit adds its part when the counter has
 // reached its rank, and then raises it, so the order of the sum is fixed:
@@ -17,6 +21,14 @@
 //   block 0   unit 0  | tile 0 | tile 1 | tile 2 | tile 3 | ...
 //   block 1   unit 1           | tile 0 | tile 1 | tile 2 | ...
 //   block 2   unit 2                    | tile 0 | tile 1 | ...
+//
+// Where no order binds dQ, units are arranged so that what blocks side by side read and add to lies
+// in the L2:
+//   dense   a head's queries come in stripes that fit; within one, every past tile is a unit, and
+//           its gradient page is added to once per stripe. dQ is kept in the L2 by priority.
+//   lists   own tiles come first, head by head and the longest first; past tiles follow, ascending.
+// Either way own tiles walk from the last query block, which all of them see: walked from their
+// diagonals, blocks side by side would read different queries.
 
 #include <cuda.h>
 
@@ -26,7 +38,6 @@
 
 namespace oomb::attention::sm90 {
 
-inline constexpr int kKeyRows = 128;         // of a unit
 inline constexpr int kQueryRows = 64;        // of a query tile
 inline constexpr int kQueryKernelKeys = 64;  // of a stage of the query kernel
 
@@ -38,6 +49,7 @@ struct alignas(32) QueryTile {
   int32_t last_own;
   int32_t first_past;  // first past tile seen
   int32_t past_rank;   // plus a past tile's number: the parts of dQ that come before it in a wave
+  int32_t empty_rows;  // 1: some row of some head sees nothing
 };
 
 // A unit of work.
@@ -45,11 +57,12 @@ struct Unit {
   int32_t own;  // own chunk or past; -1: no more units
   int32_t batch;
   int32_t kv_head;
-  int32_t tile;       // of 128 rows: of the chunk if own, else of the past
-  int32_t list;       // lists: selection head
-  int32_t entry;      // lists: of its readers
+  int32_t tile;         // key tile: of the chunk if own, else of the past
+  int32_t entry;        // lists: of its readers
+  int32_t block_begin;  // query blocks that may see it
+  int32_t block_end;
   int32_t key_begin;  // first key, in the sequence
-  int32_t row_begin;  // rows of the tile that exist, for some query
+  int32_t row_begin;  // rows of the tile that some query may see
   int32_t row_end;
 };
 
@@ -63,19 +76,16 @@ struct BackwardWorkspace {
   int32_t* counters = nullptr;       // [B Hq, Tc, 2]: parts added to each half of a dQ tile
   int32_t* next_unit = nullptr;      // the units handed out so far
   int32_t* num_units = nullptr;
-  Unit* units = nullptr;  // in the order in which they are handed out
+  int32_t* empty_rows = nullptr;  // [B, Tc], becomes QueryTile::empty_rows
+  Unit* units = nullptr;          // in the order in which they are handed out
   int64_t max_units = 0;
 
-  // Lists, for entry ((b, s / m), j, s % m): s a selection head, m of them alternate. The first
-  // dimension is a segment, whose units come one after the other.
-  uint32_t* readers = nullptr;      // [entries, reader_words], bit i: query block i lists j
-  uint32_t* halves = nullptr;       // [entries], bits 0 and 1: some block lists those 64 rows
-  int32_t* active = nullptr;        // the entries with any reader, ascending
-  int32_t* active_begin = nullptr;  // [segments + 1], where a segment's entries begin in `active`
+  // Lists, for entry (b, s, j).
+  uint32_t* readers = nullptr;  // [entries, reader_words], bit i: query block i lists j
   int64_t reader_words = 0;
-  int64_t segments = 0;
-  int64_t segment_entries = 0;  // of one segment: tiles of the wave times m
-  int64_t lists_together = 0;   // m
+  int64_t list_tiles = 0;     // past key tiles of the wave
+  int32_t* active = nullptr;  // the tiles of (b, s) with any reader, ascending, list after list
+  int32_t* active_begin = nullptr;  // [B S + 1], where those of (b, s) begin
 
   int64_t zeroed_offset = 0;  // counters .. readers are zeroed before a launch
   int64_t zeroed_bytes = 0;
@@ -85,23 +95,26 @@ struct BackwardWorkspace {
 // Lays the workspace out at `base` (null: only sizes it).
 BackwardWorkspace plan_workspace(const BackwardParams& params, void* base);
 
-// The wave's past key tiles.
-inline int64_t first_key_tile(const PastPages& past, int64_t page_size) {
-  return past.page_begin * page_size / kKeyRows;
-}
-inline int64_t last_key_tile(const PastPages& past, int64_t page_size) {
-  return past.page_end > past.page_begin ? (past.page_end * page_size + kKeyRows - 1) / kKeyRows
-                                         : first_key_tile(past, page_size);
-}
+// Key tiles and query blocks (of as many rows), and how units go through them.
+struct Tiling {
+  int32_t key_rows = 128;  // or 64
+  int32_t tile_begin = 0;  // past key tiles of the wave
+  int32_t past_tiles = 0;
+  int32_t stripes = 1;  // of query blocks; a past key tile is one unit per stripe
+  int32_t stripe_blocks = 0;
+  bool own_descends = false;  // own tiles walk the query blocks from the last one
+  bool sums_stay = false;     // dQ keeps its priority in the L2
+};
+
+Tiling plan_tiling(const BackwardParams& params);
 
 struct BackwardKernelArgs {
   CUtensorMap q, d_o, k, v, pool, dq;
   BackwardParams params;
   BackwardWorkspace workspace;
+  Tiling tiling;
   int32_t pool_rows_per_slot;
-  int32_t own_tiles;   // 0 where the wave leaves the own chunk out
-  int32_t tile_begin;  // past key tiles
-  int32_t tile_end;
+  int32_t own_tiles;  // 0 where the wave leaves the own chunk out
   int32_t heads_together;
   int32_t query_tiles;  // of 64 rows
   int32_t group;        // query heads per kv head
@@ -110,7 +123,12 @@ struct BackwardKernelArgs {
 
 // Whether dQ comes from the query kernel (backward_query.cuh).
 inline bool queries_apart(const BackwardParams& params) {
-  return params.deterministic && params.past.selection != nullptr;
+  return params.past.selection != nullptr && (params.deterministic || params.shape.page_size == 64);
+}
+
+// Whether units add to dQ in a fixed order.
+inline bool adds_in_order(const BackwardParams& params) {
+  return params.deterministic && !queries_apart(params);
 }
 
 // (Batch, kv head) pairs whose units alternate; those of the others come after.
@@ -122,8 +140,9 @@ void launch_backward_d128(const BackwardKernelArgs& args, int blocks);
 void launch_backward_query_d64(const BackwardKernelArgs& args);
 void launch_backward_query_d128(const BackwardKernelArgs& args);
 
-// Before it: delta, lse, bounds and page readers; zeroed counters and sums. After it: dq.
+// Before it: delta, lse and bounds, zeroed counters and sums; then units. After it: dq.
 void launch_backward_prepare(const BackwardKernelArgs& args);
+void launch_backward_units(const BackwardKernelArgs& args);
 void launch_backward_finish(const BackwardParams& params, const BackwardWorkspace& workspace);
 
 }  // namespace oomb::attention::sm90

@@ -1,5 +1,5 @@
-// What surrounds the backward's main kernel: delta and lse, bounds of query tiles, the readers of
-// each key tile, and dQ's conversion. All memory-bound and small beside the main kernel.
+// What surrounds the backward's main kernel: delta and lse, bounds of query tiles, and dQ's
+// conversion. All memory-bound and small beside the main kernel.
 
 #include <cuda_bf16.h>
 
@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool empty = lse == -INFINITY;  // 2^(s - inf) = 0: the row contributes nothing
     workspace.lse[index] = empty ? INFINITY : lse * 1.4426950408889634f;
     workspace.delta[index] = empty ? 0.0f : delta;
+    if (empty) workspace.empty_rows[batch * (padded / kQueryRows) + row / kQueryRows] = 1;
   }
 }
 
@@ -95,170 +96,19 @@ __global__ void __launch_bounds__(32)
   QueryTile tile;
   tile.lower_min = __reduce_min_sync(0xffffffff, low);
   tile.lower_max = __reduce_max_sync(0xffffffff, high);
-  tile.first_own = max(0, tile.lower_min - past_tokens) / kKeyRows;
-  tile.last_own = static_cast<int>(blockIdx.x) * kQueryRows / kKeyRows;
+  const int key_rows = args.tiling.key_rows;
+  tile.first_own = max(0, tile.lower_min - past_tokens) / key_rows;
+  tile.last_own = static_cast<int>(blockIdx.x) * kQueryRows / key_rows;
   if (params.visibility.num_keys != nullptr) {
     const int own_keys = params.visibility.num_keys[batch] - past_tokens;
-    tile.last_own = min(tile.last_own, (own_keys + kKeyRows - 1) / kKeyRows - 1);
+    tile.last_own = min(tile.last_own, (own_keys + key_rows - 1) / key_rows - 1);
   }
-  tile.first_past = tile.lower_min / kKeyRows;
+  tile.first_past = tile.lower_min / key_rows;
   const int own_parts = args.own_tiles > 0 ? max(0, tile.last_own - tile.first_own + 1) : 0;
-  tile.past_rank = own_parts - max(args.tile_begin, tile.first_past);
-  if (threadIdx.x == 0) args.workspace.query_tiles[batch * gridDim.x + blockIdx.x] = tile;
-}
-
-// One thread per list entry: sets the query block's bit at the key tile.
-__global__ void __launch_bounds__(kThreads)
-    readers_kernel(const BackwardParams params, const BackwardWorkspace workspace) {
-  const PastPages& past = params.past;
-  const int64_t blocks = ceil_div(params.shape.chunk, params.shape.page_size);
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= params.shape.batch * blocks * past.selection_heads * past.budget) return;
-  const int64_t page = past.selection[index];
-  if (page < past.page_begin || page >= past.page_end) return;
-  const int64_t row = index / past.budget;
-  const int64_t list = row % past.selection_heads;
-  const int64_t block = row / past.selection_heads % blocks;
-  const int64_t batch = row / past.selection_heads / blocks;
-  const int64_t tile = page * params.shape.page_size / kKeyRows -
-                       past.page_begin * params.shape.page_size / kKeyRows;
-  const int64_t together = workspace.lists_together;
-  const int64_t segment = batch * (past.selection_heads / together) + list / together;
-  const int64_t entry = segment * workspace.segment_entries + tile * together + list % together;
-  atomicOr(workspace.readers + entry * workspace.reader_words + block / 32, 1u << block % 32);
-  atomicOr(workspace.halves + entry, params.shape.page_size == kKeyRows ? 3u : 1u << (page & 1));
-}
-
-// One block: the entries with readers, in ascending order.
-__global__ void __launch_bounds__(1024) active_kernel(const BackwardWorkspace workspace) {
-  const int64_t entries = workspace.segments * workspace.segment_entries;
-  __shared__ int warp_counts[32];
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  int total = 0;
-  for (int64_t begin = 0; begin < entries; begin += 1024) {
-    const int64_t entry = begin + threadIdx.x;
-    uint32_t any = 0;
-    if (entry < entries) {
-      for (int64_t i = 0; i < workspace.reader_words; ++i) {
-        any |= workspace.readers[entry * workspace.reader_words + i];
-      }
-    }
-    const uint32_t ballot = __ballot_sync(0xffffffff, any != 0);
-    if (lane == 0) warp_counts[warp] = __popc(ballot);
-    __syncthreads();
-    int before = total;
-    for (int i = 0; i < 32; ++i) {
-      if (i < warp) before += warp_counts[i];
-      total += warp_counts[i];
-    }
-    const int place = before + __popc(ballot & ((1u << lane) - 1));
-    if (any != 0) workspace.active[place] = static_cast<int32_t>(entry);
-    if (entry < entries && entry % workspace.segment_entries == 0) {
-      workspace.active_begin[entry / workspace.segment_entries] = place;
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) workspace.active_begin[workspace.segments] = total;
-}
-
-// The index-th unit of the lists: false past the last one. tile counts the own tiles first.
-__device__ bool place_listed(const BackwardKernelArgs& args, int index, Unit& unit, int& head,
-                             int& tile) {
-  const BackwardWorkspace& workspace = args.workspace;
-  const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
-  const int lists = static_cast<int>(args.params.past.selection_heads);
-  const int lists_together = static_cast<int>(workspace.lists_together);
-  const int heads_per_list = kv_heads / lists;
-  for (int segment = 0; segment < workspace.segments; ++segment) {
-    const int begin = workspace.active_begin[segment];
-    const int entries = workspace.active_begin[segment + 1] - begin;
-    if (index >= entries * heads_per_list) {
-      index -= entries * heads_per_list;
-      continue;
-    }
-    // One list for all heads: the segment once for every group of heads.
-    const int heads_together = lists == 1 ? args.heads_together : 1;
-    const int group_units = entries * heads_together;
-    const int entry = workspace.active[begin + index % group_units / heads_together];
-    const int in_segment = entry - segment * static_cast<int>(workspace.segment_entries);
-    const int groups = lists / lists_together;
-    unit.entry = entry;
-    unit.list = segment % groups * lists_together + in_segment % lists_together;
-    tile = args.own_tiles + in_segment / lists_together;
-    head = segment / groups * kv_heads +
-           (lists == 1 ? index / group_units * heads_together + index % heads_together : unit.list);
-    return true;
-  }
-  return false;
-}
-
-// One thread per unit, in the order in which units are handed out.
-__global__ void __launch_bounds__(kThreads)
-    units_kernel(const __grid_constant__ BackwardKernelArgs args) {
-  const Shape& shape = args.params.shape;
-  const PastPages& past = args.params.past;
-  const int kv_heads = static_cast<int>(shape.kv_heads);
-  const int heads = static_cast<int>(shape.batch) * kv_heads;
-  const int index = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  if (index >= args.workspace.max_units) return;
-
-  Unit unit{};
-  int head = 0;  // batch * Hkv + kv head
-  int tile = 0;  // own tiles first
-  if (past.selection == nullptr) {
-    const int units_of_heads =
-        (args.own_tiles + args.tile_end - args.tile_begin) * args.heads_together;
-    head = index / units_of_heads * args.heads_together + index % args.heads_together;
-    tile = index % units_of_heads / args.heads_together;
-    if (index == 0) *args.workspace.num_units = static_cast<int>(args.workspace.max_units);
-  } else {
-    // Own tiles of all heads, then the lists.
-    const int own_units = args.own_tiles * heads;
-    if (index == 0) {
-      int listed = 0;
-      if (args.workspace.segments > 0) {
-        listed = args.workspace.active_begin[args.workspace.segments] *
-                 static_cast<int>(kv_heads / past.selection_heads);
-      }
-      *args.workspace.num_units = own_units + listed;
-    }
-    if (index < own_units) {
-      head = index % heads;
-      tile = index / heads;
-    } else if (!place_listed(args, index - own_units, unit, head, tile)) {
-      return;
-    }
-  }
-  unit.batch = head / kv_heads;
-  unit.kv_head = head % kv_heads;
-  if (tile < args.own_tiles) {
-    unit.own = 1;
-    unit.tile = args.own_tiles - 1 - tile;
-    unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * kKeyRows;
-    unit.row_begin = 0;
-    unit.row_end = min(kKeyRows, static_cast<int>(shape.chunk) - unit.tile * kKeyRows);
-  } else {
-    const int page_size = static_cast<int>(shape.page_size);
-    const int wave_begin = static_cast<int>(past.page_begin) * page_size;
-    const int wave_end =
-        min(static_cast<int>(past.page_end) * page_size, static_cast<int>(past.num_tokens));
-    unit.own = 0;
-    unit.tile = args.tile_begin + tile - args.own_tiles;
-    unit.key_begin = unit.tile * kKeyRows;
-    unit.row_begin = max(0, wave_begin - unit.key_begin);
-    unit.row_end = min(kKeyRows, wave_end - unit.key_begin);
-    if (past.selection != nullptr) {
-      // A page of 64 that nobody lists is neither read nor given a gradient: it may be elsewhere.
-      const uint32_t halves = args.workspace.halves[unit.entry];
-      if (halves == 1) unit.row_end = min(unit.row_end, kKeyRows / 2);
-      if (halves == 2) unit.row_begin = max(unit.row_begin, kKeyRows / 2);
-    }
-  }
-  if (args.params.visibility.num_keys != nullptr) {
-    unit.row_end = min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
-  }
-  args.workspace.units[index] = unit;
+  tile.past_rank = own_parts - max(args.tiling.tile_begin, tile.first_past);
+  const int64_t index = batch * gridDim.x + blockIdx.x;
+  tile.empty_rows = args.workspace.empty_rows[index];
+  if (threadIdx.x == 0) args.workspace.query_tiles[index] = tile;
 }
 
 // dq = bf16(scale * sum), four elements per thread.
@@ -290,7 +140,6 @@ void launch_backward_prepare(const BackwardKernelArgs& args) {
   const BackwardWorkspace& workspace = args.workspace;
   const auto stream = static_cast<cudaStream_t>(params.stream);
   const Shape& shape = params.shape;
-  const PastPages& past = params.past;
   check_cuda(cudaMemsetAsync(reinterpret_cast<char*>(params.workspace) + workspace.zeroed_offset, 0,
                              workspace.zeroed_bytes, stream),
              "cudaMemsetAsync");
@@ -312,19 +161,6 @@ void launch_backward_prepare(const BackwardKernelArgs& args) {
   const dim3 tiles(static_cast<uint32_t>(ceil_div(shape.chunk, kQueryRows)),
                    static_cast<uint32_t>(shape.batch));
   query_tiles_kernel<<<tiles, 32, 0, stream>>>(args);
-  if (workspace.readers != nullptr) {
-    const int64_t listed =
-        shape.batch * ceil_div(shape.chunk, shape.page_size) * past.selection_heads * past.budget;
-    if (listed > 0) {
-      readers_kernel<<<static_cast<uint32_t>(ceil_div(listed, kThreads)), kThreads, 0, stream>>>(
-          params, workspace);
-    }
-    active_kernel<<<1, 1024, 0, stream>>>(workspace);
-  }
-  if (workspace.max_units > 0) {
-    units_kernel<<<static_cast<uint32_t>(ceil_div(workspace.max_units, kThreads)), kThreads, 0,
-                   stream>>>(args);
-  }
   check_launch("attention backward, preparation");
 }
 

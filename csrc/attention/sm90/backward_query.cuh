@@ -1,9 +1,10 @@
 #pragma once
 
-// dQ where it cannot be summed on the way: with page lists, in deterministic mode. Units of the
-// main kernel that are at work together share query blocks in no useful order, so that adding dQ up
-// in a fixed order would make them wait for each other. Instead this kernel walks a query block's
-// own list once more, as the forward does, and recomputes S and dP:
+// dQ where it is not summed on the way: with page lists, in deterministic mode and with pages of
+// 64. Units of the main kernel that are at work together share query blocks in no useful order, so
+// that adding dQ up in a fixed order would make them wait for each other; and with units of 64 keys
+// the sums would cost twice the traffic. Instead this kernel walks a query block's own list once
+// more, as the forward does, and recomputes S and dP:
 //
 //   S  = Q K^T     64 queries x 64 keys
 //   dP = dO V^T    the same, while S becomes P
@@ -21,6 +22,7 @@
 #include <cstdint>
 
 #include "attention/sm90/backward_plan.h"
+#include "attention/sm90/hidden_rows.cuh"
 #include "attention/sm90/ptx/backward_ops.h"
 #include "attention/sm90/ptx/barrier.h"
 #include "attention/sm90/ptx/tma.h"
@@ -51,6 +53,7 @@ struct QueryShared {
   KeyInfo keys[kQueryKernelStages];
   uint64_t full[kQueryKernelStages], empty[kQueryKernelStages];
   uint64_t q_full;
+  uint64_t settled;  // see hidden_rows.cuh
 };
 
 // What a warpgroup works on.
@@ -84,7 +87,7 @@ struct QueryUnit {
   }
 };
 
-// Loads queries once, then keys and values. One thread.
+// Loads queries once, then keys and values. One warp; its lanes walk together and lane 0 issues.
 template <int kDim>
 __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDim>& shared) {
   const BackwardParams& params = args.params;
@@ -94,10 +97,11 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
   const int chunk = static_cast<int>(params.shape.chunk);
   const int page_size = static_cast<int>(params.shape.page_size);
   const int past_tokens = static_cast<int>(past.num_tokens);
+  const bool leads = threadIdx.x == 0;
 
-  barrier_arrive_expect(&shared.q_full, sizeof(shared.q) + sizeof(shared.d_o));
+  if (leads) barrier_arrive_expect(&shared.q_full, sizeof(shared.q) + sizeof(shared.d_o));
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 2 && leads; ++i) {
     // What does not exist arrives as zeros.
     const QueryUnit& half = i == 0 ? unit : other;
     const int row = half.valid ? half.tile * kQueryRows : chunk;
@@ -119,18 +123,38 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
   if (params.visibility.num_keys != nullptr) num_keys = params.visibility.num_keys[unit.batch];
 
   int step = 0;
-  const auto next_stage = [&](int key_begin, int row_begin, int row_end, bool masked) {
+  uint32_t settled = 0;
+  // Fills a stage with the keys [key_begin + row_begin, key_begin + row_end); `rows` of the tile
+  // are there, the others arrive as zeros. copy(to, is K, barrier, first column) is called by one
+  // lane.
+  const auto put = [&](int key_begin, int row_end, int rows, bool masked, const auto& copy) {
     const int stage = step % kQueryKernelStages;
     barrier_wait(&shared.empty[stage], (step / kQueryKernelStages & 1) ^ 1);
     ++step;
-    KeyInfo& info = shared.keys[stage];
-    info.key_begin = key_begin;
-    info.row_begin = row_begin;
-    info.row_end = row_end;
-    info.masked = masked || row_begin > 0 || row_end < kQueryKernelKeys || lower_max > key_begin;
-    return stage;
+    const int row_begin = max(0, lower_min - key_begin);
+    const bool hides = row_begin > 0 || row_end < rows;
+    if (leads) {
+      KeyInfo& info = shared.keys[stage];
+      info.key_begin = key_begin;
+      info.row_begin = row_begin;
+      info.row_end = row_end;
+      info.masked = masked || row_begin > 0 || row_end < kQueryKernelKeys || lower_max > key_begin;
+      uint64_t* barrier = hides ? &shared.settled : &shared.full[stage];
+      barrier_arrive_expect(barrier, 2 * sizeof(shared.k[0]));
+#pragma unroll 1
+      for (int d = 0; d < kDim; d += 64) {
+        copy(shared.k[stage] + d * 64, true, barrier, d);
+        copy(shared.v[stage] + d * 64, false, barrier, d);
+      }
+    }
+    if (hides) {
+      barrier_wait(&shared.settled, settled & 1);
+      ++settled;
+      zero_rows_outside<kQueryKernelKeys, kDim>(shared.k[stage], row_begin, row_end);
+      zero_rows_outside<kQueryKernelKeys, kDim>(shared.v[stage], row_begin, row_end);
+      if (leads) barrier_arrive(&shared.full[stage]);
+    }
   };
-  constexpr uint32_t kBytes = 2 * sizeof(shared.k[0]);
 
   if (args.own_tiles > 0) {
     const int first = max(0, lower_min - past_tokens) / kQueryKernelKeys;
@@ -138,20 +162,17 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
 #pragma unroll 1
     for (int tile = first; tile <= last; ++tile) {
       const int row = tile * kQueryKernelKeys;
-      const int row_end = min(kQueryKernelKeys, min(chunk, num_keys - past_tokens) - row);
+      const int rows = min(kQueryKernelKeys, chunk - row);
+      const int row_end = min(rows, num_keys - past_tokens - row);
       if (row_end <= 0) break;
-      const int stage = next_stage(past_tokens + row, 0, row_end, tile >= unit.tile);
-      barrier_arrive_expect(&shared.full[stage], kBytes);
-      for (int d = 0; d < kDim; d += 64) {
-        tma_load_4d(shared.k[stage] + d * 64, args.k, &shared.full[stage], d, row, unit.kv_head,
-                    unit.batch);
-        tma_load_4d(shared.v[stage] + d * 64, args.v, &shared.full[stage], d, row, unit.kv_head,
-                    unit.batch);
-      }
+      put(past_tokens + row, row_end, rows, tile >= unit.tile,
+          [&](void* to, bool is_key, uint64_t* barrier, int d) {
+            tma_load_4d(to, is_key ? args.k : args.v, barrier, d, row, unit.kv_head, unit.batch);
+          });
     }
   }
 
-  if (args.tile_end > args.tile_begin) {
+  if (args.tiling.past_tiles > 0) {
     const int lists = static_cast<int>(past.selection_heads);
     const int blocks = (chunk + page_size - 1) / page_size;
     const int64_t list = (static_cast<int64_t>(unit.batch) * blocks + unit.block) * lists +
@@ -164,6 +185,7 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
       const int page = pages[i];
       if (page < 0 || page >= past.page_end) break;
       if (page < past.page_begin) continue;
+      if ((page + 1) * page_size <= lower_min) continue;
       const int slot = past.block_table[unit.batch * past.table_stride + page];
       if (slot < 0) __trap();  // a page that is not resident must never be read as zeros
 #pragma unroll 1
@@ -171,20 +193,21 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
         const int key_begin = page * page_size + row;
         const int row_end = min(kQueryKernelKeys, tokens - key_begin);
         if (row_end <= 0) break;
-        const int stage = next_stage(key_begin, 0, row_end, false);
         const int k_row = slot * args.pool_rows_per_slot + unit.kv_head * page_size + row;
         const int v_row = k_row + static_cast<int>(params.shape.kv_heads) * page_size;
-        barrier_arrive_expect(&shared.full[stage], kBytes);
-#pragma unroll 1
-        for (int d = 0; d < kDim; d += 64) {
-          tma_load_2d(shared.k[stage] + d * 64, args.pool, &shared.full[stage], d, k_row);
-          tma_load_2d(shared.v[stage] + d * 64, args.pool, &shared.full[stage], d, v_row);
-        }
+        put(key_begin, row_end, kQueryKernelKeys, false,
+            [&](void* to, bool is_key, uint64_t* barrier, int d) {
+              tma_load_2d(to, args.pool, barrier, d, is_key ? k_row : v_row);
+            });
       }
     }
   }
-  const int stage = next_stage(-1, 0, 0, false);
-  barrier_arrive(&shared.full[stage]);
+  const int stage = step % kQueryKernelStages;
+  barrier_wait(&shared.empty[stage], (step / kQueryKernelStages & 1) ^ 1);
+  if (leads) {
+    shared.keys[stage].key_begin = -1;
+    barrier_arrive(&shared.full[stage]);
+  }
 }
 
 template <int kDim>
@@ -233,6 +256,15 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
       load_pair_if(resumes, sum + 8 * j, dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
+    }
+  }
+
+  if (!valid) {  // leaves the tensor cores to the other one
+    for (int step = 0;; ++step) {
+      const int stage = step % kQueryKernelStages;
+      barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
+      if (shared.keys[stage].key_begin < 0) return;
+      if (lane == 0) barrier_arrive(&shared.empty[stage]);
     }
   }
 
@@ -312,7 +344,6 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
   }
   wgmma_wait<0>();
 
-  if (!valid) return;
   const float scale = static_cast<float>(params.scale);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -321,10 +352,12 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     if (params.last_wave) {
       auto* target = static_cast<__nv_bfloat16*>(params.dq) + unit.batch * params.dq_strides.batch +
                      unit.head * params.dq_strides.head + r * params.dq_strides.token + column0;
+      // The q and d_o of a row that sees nothing may hold anything.
+      const bool seeing = lse[i] != INFINITY;
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         *reinterpret_cast<uint32_t*>(target + 8 * j) =
-            pack_bf16(dq[4 * j + 2 * i] * scale, dq[4 * j + 2 * i + 1] * scale);
+            seeing ? pack_bf16(dq[4 * j + 2 * i] * scale, dq[4 * j + 2 * i + 1] * scale) : 0;
       }
     } else {
       float* sum = static_cast<float*>(params.dq_acc) +
@@ -346,6 +379,7 @@ __global__ void __launch_bounds__(kQueryKernelThreads, 1)
   const int warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.settled, 1);
     for (int i = 0; i < kQueryKernelStages; ++i) {
       barrier_init(&shared.full[i], 1);
       barrier_init(&shared.empty[i], 8);  // a lane of each computing warp
@@ -355,7 +389,7 @@ __global__ void __launch_bounds__(kQueryKernelThreads, 1)
   __syncthreads();
   if (warpgroup == 0) {
     registers_shrink<40>();
-    if (threadIdx.x == 0) load_keys<kDim>(args, shared);
+    if (threadIdx.x < 32) load_keys<kDim>(args, shared);
   } else {
     registers_grow<232>();
     // The same in all lanes, also to the compiler.

@@ -21,7 +21,11 @@ struct PinnedOptions {
   // the driver: small pieces let kernel launches through in between.
   int64_t piece_bytes = int64_t{128} << 20;
   int64_t slot_bytes = 1;  // no slot lies across two pieces
-  int touch_threads = 16;
+  int touch_threads = 16;  // while somebody waits for the memory
+  // While nobody does, kernels are launched beside: how many threads touch then, and whether the
+  // system populates their stretches, which is faster and holds its locks for longer.
+  int growth_threads = 16;
+  bool growth_populates = false;
   bool huge_pages = true;
   // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
   // the head room read now is not the last word.
@@ -55,9 +59,9 @@ class PinnedResource final : public MemoryResource {
 
  private:
   void run();
-  double add_piece(int64_t begin, bool touch_next);
+  double add_piece(int64_t begin, bool hurry, bool touch_next);
   int64_t piece_at(int64_t begin) const;
-  void touch_piece(int64_t begin);
+  void touch_piece(int64_t begin, bool hurry);
   double register_piece(int64_t begin);  // seconds it took
   void give_back_from(int64_t begin);
   void stop_thread();

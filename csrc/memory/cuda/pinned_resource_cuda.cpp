@@ -157,12 +157,13 @@ void PinnedResource::run() {
     if (stop_) return;
     const int64_t begin = ready_;
     const int64_t bytes = piece_at(begin);
-    const bool touch_next = hurry_ && begin + bytes < target_;
+    const bool hurry = hurry_;
+    const bool touch_next = hurry && begin + bytes < target_;
     lock.unlock();
     std::exception_ptr failure;
     double seconds = 0;
     try {
-      seconds = add_piece(begin, touch_next);
+      seconds = add_piece(begin, hurry, touch_next);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -183,15 +184,17 @@ int64_t PinnedResource::piece_at(int64_t begin) const {
   return std::min(piece_, capacity_ - begin);
 }
 
-double PinnedResource::add_piece(int64_t begin, bool touch_next) {
+double PinnedResource::add_piece(int64_t begin, bool hurry, bool touch_next) {
   try {
     if (touching_.valid()) {
       touching_.get();
     } else {
-      touch_piece(begin);
+      touch_piece(begin, hurry);
     }
     const int64_t next = begin + piece_at(begin);
-    if (touch_next) touching_ = std::async(std::launch::async, [this, next] { touch_piece(next); });
+    if (touch_next) {
+      touching_ = std::async(std::launch::async, [this, next] { touch_piece(next, true); });
+    }
     return register_piece(begin);
   } catch (...) {
     if (touching_.valid()) touching_.wait();
@@ -209,7 +212,7 @@ void PinnedResource::give_back_from(int64_t begin) {
   touched_ = begin;
 }
 
-void PinnedResource::touch_piece(int64_t begin) {
+void PinnedResource::touch_piece(int64_t begin, bool hurry) {
   const int64_t bytes = piece_at(begin);
   std::byte* piece = base_ + begin;
   require_head_room(bytes, begin, options_.explicit_size);
@@ -221,7 +224,8 @@ void PinnedResource::touch_piece(int64_t begin) {
   prefer_node(piece, bytes, numa_node_);
   if (options_.huge_pages) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
   const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  take_pages(piece, bytes, std::min(options_.touch_threads, cores));
+  const int threads = hurry ? options_.touch_threads : options_.growth_threads;
+  take_pages(piece, bytes, std::min(threads, cores), hurry || options_.growth_populates);
 }
 
 double PinnedResource::register_piece(int64_t begin) {

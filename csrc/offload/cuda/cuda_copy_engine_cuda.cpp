@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <random>
 #include <utility>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "offload/cuda/cuda_lane.h"
 #include "offload/cuda/event_pool.h"
 #include "offload/cuda/slot_kernels.h"
+#include "offload/cuda/stopwatch.h"
 
 namespace oomb::offload {
 
@@ -24,7 +24,6 @@ using paging::Ticket;
 // More batches than this in a lane keep the caller waiting: descriptors of queued copies take
 // memory of the driver, and a queue of this length hides every latency.
 constexpr int64_t kBatchesInFlight = 64;
-constexpr size_t kMeasuresInFlight = 256;
 constexpr int64_t kSlotsInRow = 4;  // may become one copy, so they go to the same stream
 constexpr uint64_t kMaxDelayCycles = 400'000;
 
@@ -35,10 +34,6 @@ class CudaCopyEngine final : public paging::CopyEngine {
 
   ~CudaCopyEngine() override {
     for (CudaLane* lane : {&compute_, &store_, &load_}) lane->abandon();
-    for (const Measure& measure : measures_) {
-      timers_.give_back(measure.begin);
-      timers_.give_back(measure.end);
-    }
     cudaFree(tables_);
   }
 
@@ -53,7 +48,15 @@ class CudaCopyEngine final : public paging::CopyEngine {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
     distribute(which, pages);
-    for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
+    const auto spread = [&] {
+      for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
+    };
+    // Beyond the waits that come before it in the stream: what the link takes.
+    if (which == Lane::kLoad && options_.measure_loads) {
+      loads_.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
+    } else {
+      spread();
+    }
     return target.mark();
   }
 
@@ -109,25 +112,12 @@ class CudaCopyEngine final : public paging::CopyEngine {
   void wait(Lane waiter, Lane awaited, Ticket ticket) override {
     const std::span<const cudaEvent_t> events = lane(awaited).events_of(ticket);
     if (events.empty()) return;
-    if (waiter != Lane::kCompute || measures_.size() >= kMeasuresInFlight) {
-      lane(waiter).wait(events);
-      harvest();
-      return;
+    const auto wait_for_them = [&] { lane(waiter).wait(events); };
+    if (waiter == Lane::kCompute) {
+      waits_.around(compute_stream(), 0, wait_for_them);
+    } else {
+      wait_for_them();
     }
-    // The time between two events around the wait is time in which compute stood still.
-    Measure measure = {timers_.take(), nullptr};
-    try {
-      measure.end = timers_.take();
-      cuda_call("cudaEventRecord",
-                [&] { return cudaEventRecord(measure.begin, compute_stream()); });
-      compute_.wait(events);
-      cuda_call("cudaEventRecord", [&] { return cudaEventRecord(measure.end, compute_stream()); });
-    } catch (...) {
-      timers_.give_back(measure.begin);
-      if (measure.end != nullptr) timers_.give_back(measure.end);
-      throw;
-    }
-    measures_.push_back(measure);
     harvest();
   }
 
@@ -146,8 +136,14 @@ class CudaCopyEngine final : public paging::CopyEngine {
     }
   }
 
-  int64_t events_created() const override { return events_.created() + timers_.created(); }
+  int64_t events_created() const override {
+    return events_.created() + waits_.events_created() + loads_.events_created();
+  }
 
+  paging::LoadPace load_pace() override {
+    harvest();
+    return pace_;
+  }
   double exposed_seconds() override {
     harvest();
     return exposed_seconds_;
@@ -158,11 +154,6 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
  private:
-  struct Measure {
-    cudaEvent_t begin;
-    cudaEvent_t end;
-  };
-
   cudaStream_t compute_stream() const { return compute_.streams()[0]; }
   CudaLane& lane(Lane which) {
     return which == Lane::kCompute ? compute_ : which == Lane::kStore ? store_ : load_;
@@ -206,29 +197,22 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void harvest() {
-    while (!measures_.empty() && cudaEventQuery(measures_.front().end) == cudaSuccess) {
-      float milliseconds = 0;
-      const Measure measure = measures_.front();
-      if (cudaEventElapsedTime(&milliseconds, measure.begin, measure.end) == cudaSuccess) {
-        exposed_seconds_ += milliseconds * 1e-3;
-      }
-      timers_.give_back(measure.begin);
-      timers_.give_back(measure.end);
-      measures_.pop_front();
-    }
+    waits_.harvest([this](int64_t, double seconds) { exposed_seconds_ += seconds; });
+    loads_.harvest([this](int64_t slots, double seconds) { pace_.add(slots, seconds); });
   }
 
   CudaCopyOptions options_;
   bool batched_ = options_.batched;
   std::mt19937_64 random_;
   EventPool events_{false};
-  EventPool timers_{true};
+  Stopwatch waits_;  // of compute for pages
+  Stopwatch loads_;
   CudaLane compute_{events_, 0};
   CudaLane store_{events_, options_.store_streams};
   CudaLane load_{events_, options_.load_streams};
   std::array<CopyBatch, CudaLane::kMaxStreams> batches_;  // per stream of the lane in use
   std::vector<paging::TableChange> last_changes_;
-  std::deque<Measure> measures_;
+  paging::LoadPace pace_;
   double exposed_seconds_ = 0;
   int32_t* tables_ = nullptr;
   int64_t table_capacity_ = 0;

@@ -4,6 +4,8 @@
 #include <memory>
 #include <optional>
 
+#include "memory/cuda/pinned_resource.h"
+#include "offload/cuda/cuda_copy_engine.h"
 #include "paging/page_manager.h"
 
 namespace oomb::offload {
@@ -16,8 +18,11 @@ struct CudaPageManagerOptions {
   bool explicit_host_memory = false;  // host_slots was asked for by name, see PinnedOptions
   std::optional<uint64_t> copy_delay_seed = std::nullopt;
   std::optional<uint64_t> shuffle_seed = std::nullopt;
-  std::optional<paging::Wait> disabled_wait = std::nullopt;
-  bool poison = false;
+  int store_streams = CudaCopyOptions{}.store_streams;
+  int load_streams = CudaCopyOptions{}.load_streams;
+  int growth_threads = memory::PinnedOptions{}.growth_threads;
+  bool growth_populates = memory::PinnedOptions{}.growth_populates;
+  paging::PageManagerOptions paging = {};  // all but keep_host_memory, which is on
 };
 
 // The page manager of one GPU and page-locked host memory.

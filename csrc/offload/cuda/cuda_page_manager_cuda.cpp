@@ -2,8 +2,6 @@
 
 #include "memory/cuda/cuda_call.h"
 #include "memory/cuda/device_resource.h"
-#include "memory/cuda/pinned_resource.h"
-#include "offload/cuda/cuda_copy_engine.h"
 #include "offload/cuda/cuda_page_manager.h"
 #include "offload/tier_pool.h"
 
@@ -33,6 +31,8 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                          .device = options.device,
                          .capacity = options.host_slots * options.slot_bytes,
                          .slot_bytes = options.slot_bytes,
+                         .growth_threads = options.growth_threads,
+                         .growth_populates = options.growth_populates,
                          .explicit_size = options.explicit_host_memory,
                      }),
                      slots);
@@ -40,12 +40,14 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                                        .device_base = device.pool->base(),
                                        .host_base = host.pool->base(),
                                        .slot_bytes = options.slot_bytes,
+                                       .store_streams = options.store_streams,
+                                       .load_streams = options.load_streams,
+                                       .measure_loads = options.paging.measured_prefetch,
                                        .delay_seed = options.copy_delay_seed});
-  return std::make_unique<paging::PageManager>(
-      std::move(device), std::move(host), std::move(engine),
-      paging::PageManagerOptions{.disabled_wait = options.disabled_wait,
-                                 .poison = options.poison,
-                                 .keep_host_memory = true});
+  paging::PageManagerOptions paging = options.paging;
+  paging.keep_host_memory = true;
+  return std::make_unique<paging::PageManager>(std::move(device), std::move(host),
+                                               std::move(engine), paging);
 }
 
 }  // namespace oomb::offload

@@ -16,9 +16,9 @@ from oomb.cli.bench_picture import draw
 from oomb.cli.bench_rivals import fastest_steps, measure_rivals, memory_of
 from oomb.cli.bench_step import FORMULA, SELECTORS, Row, StepBench, slopes
 from oomb.cli.bench_tables import print_rivals, print_steps
-from oomb.cli.lengths import parse_length
 from oomb.cli.machine import format_bytes
 from oomb.engine.plan import Plan
+from oomb.lengths import parse_length
 from oomb.testing.shapes import SHAPES, random_model
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomb.cli.lengths import parse_length
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
 from oomb.errors import UnsupportedModelError
+from oomb.lengths import parse_length
 from oomb.monitor.units import bytes_text, count_text, seconds_text
 from oomb.plan import GPUS, OPTIMIZERS, Prediction, Recommendation, recommend
 from oomb.testing.shapes import SHAPES

@@ -247,8 +247,8 @@ class ChunkAttention:
     def _launches(self, visit: int) -> list[_Launch]:
         """The kernels of a visit: its waves, the chunk's own keys in front of the first.
 
-        They get a launch of their own where the first wave's pages are still in flight. How a visit
-        is parted changes no bit.
+        They get a launch of their own where pages of that wave have to be fetched first. How a
+        visit is parted changes no bit.
         """
         waves = [] if visit < 0 else self.pages.manager.waves(visit)
         parts: list[Wave | None] = list(waves)
@@ -260,7 +260,7 @@ class ChunkAttention:
         ]
 
     def _own_alone(self, visit: int, wave: Wave) -> bool:
-        return self.pages.spilled and not self.pages.manager.in_place(visit, *wave)
+        return self.pages.spilled and self.pages.manager.own_alone(visit, *wave)
 
     @contextmanager
     def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:

@@ -167,6 +167,14 @@ class ResumableTrainer(transformers.Trainer):
             restore_random_state(self._resumed["epoch_random"], self.args.device)
         self._epoch_random = random_state(self.args.device)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Says nothing about tied weights, which lie in the file once."""
+        absent = load_result.missing_keys
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded = {id(parameter) for name, parameter in named.items() if name not in absent}
+        absent = [name for name in absent if id(named.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=absent))
+
     def _load_best_model(self) -> None:
         self._signals.check()
         CheckpointStore.verified(str(self.state.best_model_checkpoint))

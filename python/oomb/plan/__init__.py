@@ -1,5 +1,6 @@
 """What a training step will take, before any weight is loaded."""
 
+from oomb.plan.choices import UNIFORM, Choices
 from oomb.plan.duration import Duration
 from oomb.plan.machine import GPUS, Gpu, Machine
 from oomb.plan.optimizers import OPTIMIZERS
@@ -11,6 +12,8 @@ from oomb.plan.record import write_measured, write_plan
 __all__ = [
     "GPUS",
     "OPTIMIZERS",
+    "UNIFORM",
+    "Choices",
     "Duration",
     "Gpu",
     "Machine",

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from oomb import _C
+from oomb.config import TopKPages
 from oomb.engine.layout import Chunks, Order, call_order
 from oomb.engine.tiers import Caps
 from oomb.hf.model import LayerShape
 from oomb.plan.pages import PageCall
+from oomb.plan.timeline import Phase, Visit
 
 # Longer calls run with coarser pages, and with some of their layers.
 _PAGE_VISITS = 1_000_000
 _VISITS = 4_000
 _SLACK = 1.0  # of host memory: with few layers more has to move at once than in a real call
-_FRESH = 0.35  # share of a block's pages that the block before has not chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunResult:
+    """Peak of the host tier and copies, in bytes.
+
+    Attributes:
+        visits: in order; each stands for ``layers_each`` layers.
+    """
+
+    host_peak_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    visits: tuple[Visit, ...]
+    layers_each: float
 
 
 class DryRun:
@@ -33,13 +52,15 @@ class DryRun:
         self._exact = call.selection is None
         smallest = call.smallest_slots
         scale = factor * self._layers_each
+        self._slot_bytes = round(call.layout.slot_bytes * scale)
         self._manager = _C.PageManager(
             device="cpu",
             dry=True,
-            slot_bytes=round(call.layout.slot_bytes * scale),
+            slot_bytes=self._slot_bytes,
             device_slots=max(round(caps.device_slots / scale), smallest),
             host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
         )
+        self._timeline: list[Visit] = []
         self._announced: set[tuple[int, int]] = set()  # (chunk, layer)
         self._random = np.random.default_rng(0)
 
@@ -55,8 +76,8 @@ class DryRun:
             paired=self._paired,
         )
 
-    def run(self) -> tuple[int, int, int]:
-        """Bytes of the host tier at its peak, bytes loaded, bytes stored."""
+    def run(self) -> DryRunResult:
+        """Runs the call; once per object."""
         call, chunks, manager = self._call, self._chunks, self._manager
         pages = chunks.first_page(call.filled)
         manager.begin_call(
@@ -77,7 +98,13 @@ class DryRun:
         finally:
             manager.end_call()
             manager.close()
-        return stats["host_peak_bytes"], stats["h2d_bytes"], stats["d2h_bytes"]
+        return DryRunResult(
+            host_peak_bytes=stats["host_peak_bytes"],
+            h2d_bytes=stats["h2d_bytes"],
+            d2h_bytes=stats["d2h_bytes"],
+            visits=tuple(self._timeline),
+            layers_each=self._layers_each,
+        )
 
     def _own(self, chunk: int) -> tuple[int, int]:
         return self._chunks.first_page(chunk), self._chunks.first_page(chunk + 1)
@@ -90,7 +117,7 @@ class DryRun:
                 self._create(chunk, 0)
             for layer in range(last):
                 for chunk in turns:  # while one attends, the other's pages are on their way
-                    self._visit(int(self._order.fill[chunk, layer]), chunk, layer)
+                    self._visit("fill", int(self._order.fill[chunk, layer]), chunk, layer)
                     self._create(chunk, layer + 1)
 
     def _create(self, chunk: int, layer: int) -> None:
@@ -105,16 +132,26 @@ class DryRun:
         layers = range(len(self._shapes))
         for chunk in reversed(self._call.swept):
             for layer in layers:
-                self._visit(int(self._order.read[chunk, layer]), chunk, layer)
+                self._visit("read", int(self._order.read[chunk, layer]), chunk, layer)
             for layer in reversed(layers):
-                self._visit(int(self._order.accumulate[chunk, layer]), chunk, layer)
+                visit = int(self._order.accumulate[chunk, layer])
+                self._visit("accumulate", visit, chunk, layer)
                 self._end_own(chunk, layer)
 
-    def _visit(self, visit: int, chunk: int, layer: int) -> None:
+    def _visit(self, phase: Phase, visit: int, chunk: int, layer: int) -> None:
         self._announce(chunk, layer)
+        before = self._manager.stats()
         for begin, end in self._manager.waves(visit):
             self._manager.acquire(visit, begin, end)
             self._manager.release(visit, begin, end)
+        after = self._manager.stats()
+        loaded, stored, missed = (
+            after[name] - before[name] for name in ("h2d_bytes", "d2h_bytes", "misses")
+        )
+        page = self._slot_bytes
+        if phase == "accumulate":
+            page = page * (1 + self._call.layout.grad_slots) // 2
+        self._timeline.append(Visit(phase, chunk, loaded, stored, min(loaded, missed * page)))
 
     def _announce(self, chunk: int, layer: int) -> None:
         """Name the pages that a chunk's blocks choose, by a guess; unless they see all."""
@@ -125,21 +162,20 @@ class DryRun:
         if past * self._factor <= rule.budget or (chunk, layer) in self._announced:
             return
         self._announced.add((chunk, layer))
-        listed = self._guess(past, rule.budget)
+        listed = self._guess(past, rule)
         for table in (self._order.fill, self._order.read, self._order.accumulate):
             visit = int(table[chunk, layer])
             if visit >= 0:
                 self._manager.set_visit_pages(visit, listed)
 
-    def _guess(self, past: int, budget: int) -> npt.NDArray[np.int64]:
-        """Blocks share more than half of their pages with the one before."""
-        blocks = self._call.chunks.first_page(1)
-        draws = budget + int((blocks - 1) * _FRESH * budget)
-        draws = -(-draws // self._factor)  # as large a part of the past with coarser pages
-        max_pages = self._chunks.first_page(self._call.filled)
+    def _guess(self, past: int, rule: TopKPages) -> npt.NDArray[np.int64]:
+        """Pages of the dry run that stand for the chosen ones."""
+        call, max_pages = self._call, self._chunks.first_page(self._call.filled)
+        share = call.chosen_share(past * self._factor)
         pages = [
-            b * max_pages + np.unique(self._random.integers(past, size=draws))
-            for b in range(self._call.batch)
+            sequence * max_pages
+            + call.choices.draw(self._random, rule, past * self._factor, share, self._factor)
+            for sequence in range(call.batch)
         ]
         return np.concatenate(pages).astype(np.int64)
 
@@ -161,7 +197,10 @@ def _some_layers(call: PageCall) -> tuple[LayerShape, ...]:
     """As many of the layers as a dry run has time for, windows among them as in the whole."""
     total, chunks = len(call.shapes), call.filled + 2 * len(call.swept)
     windowed = sum(1 for shape in call.shapes if shape.window)
-    for number in range(max(4, _VISITS // max(1, chunks)), total):
+    enough = _VISITS // max(1, chunks)
+    if call.selection is not None:  # coarser pages would blur what is chosen
+        enough = min(enough, _PAGE_VISITS // max(1, _page_visits(call)))
+    for number in range(max(4, enough), total):
         some = call.shapes[:number]
         if sum(1 for shape in some if shape.window) * total == windowed * number:
             return some
@@ -171,7 +210,16 @@ def _some_layers(call: PageCall) -> tuple[LayerShape, ...]:
 def _coarseness(call: PageCall, num_layers: int) -> int:
     """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short."""
     per_chunk = call.chunks.first_page(1)
-    past = [call.chunks.first_page(c) for c in range(call.filled)]
-    visits = num_layers * (sum(past) + 2 * sum(map(call.chunks.first_page, call.swept)))
+    visits = num_layers * _page_visits(call)
     divisors = [d for d in range(1, per_chunk + 1) if per_chunk % d == 0]
-    return next((d for d in divisors if visits * call.batch <= d * _PAGE_VISITS), per_chunk)
+    return next((d for d in divisors if visits <= d * _PAGE_VISITS), per_chunk)
+
+
+def _page_visits(call: PageCall) -> int:
+    """Pages that a layer's visits name, all together."""
+
+    def named(chunks: Iterable[int]) -> float:
+        past = map(call.chunks.first_page, chunks)
+        return sum(pages * call.chosen_share(pages) for pages in past)
+
+    return int(call.batch * (named(range(call.filled)) + 2 * named(call.swept)))

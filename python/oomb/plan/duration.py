@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from oomb.hf.model import LayerShape
+from oomb.plan.dry_run import DryRunResult
+from oomb.plan.host_time import host_seconds
 from oomb.plan.meter import Work
 from oomb.plan.pages import PageCall
 from oomb.plan.pools import PoolUse
 from oomb.plan.rates import Rates
+from oomb.plan.timeline import Phase, waiting_seconds
 from oomb.plan.trace import Trace
 
 
@@ -19,7 +25,7 @@ class Duration:
         matrix: matrix products outside attention.
         elementwise: everything else that torch computes.
         attention: attention's kernels.
-        copies: copies between the tiers beyond what the rest hides.
+        copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
         fill: seconds of the fill, of the total.
         basis: ``"measured"`` or ``"datasheet"``, the origin of the rates.
@@ -38,7 +44,9 @@ class Duration:
         return self.matrix + self.elementwise + self.attention + self.copies + self.starting
 
 
-def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> Duration:
+def duration_of(
+    call: PageCall, trace: Trace, pools: PoolUse, rates: Rates, *, recompute: bool
+) -> Duration:
     """Time of a call whose chunks cost what ``trace`` says."""
     fills, sweeps = float(call.filled), float(len(call.swept))
     last = call.chunks.span(call.chunks.number - 1)
@@ -46,53 +54,76 @@ def duration_of(call: PageCall, trace: Trace, pools: PoolUse, rates: Rates) -> D
     if call.chunks.number - 1 in call.swept:  # the last chunk is as long as the text leaves it
         sweeps = sweeps - 1 + (last[1] - last[0]) / per_chunk
 
-    def seconds(work: Work, kept_bytes: int) -> tuple[float, float, float]:
-        matrix = work.flops / rates.matrix
+    def seconds(work: Work, kept_bytes: int) -> tuple[float, float]:
         rest = work.moved_bytes / rates.traffic + kept_bytes / rates.fresh
-        start = work.operations * rates.operation
-        hidden = matrix + rest if call.device_type == "cuda" else 0.0
-        return matrix, rest, max(0.0, start - hidden)
+        return work.flops / rates.matrix, rest
 
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
-    fill_attention = _attention(call, rates, range(call.filled), backward=False)
-    attention = fill_attention + _attention(call, rates, call.swept, backward=True)
-    matrix, elementwise, starting = (
-        fills * f + sweeps * s for f, s in zip(fill, sweep, strict=True)
-    )
-    computing = matrix + elementwise + attention
-    copying = max(pools.h2d_bytes, pools.d2h_bytes) / rates.link
+    fill_attention = _forward(call, rates, range(call.filled), call.shapes[:-1])
+    sweep_attention = _forward(call, rates, call.swept, call.shapes)
+    sweep_attention += _backward(call, rates, call.swept, call.shapes)
+    filling = fills * sum(fill) + fill_attention
+    sweeping = sweeps * sum(sweep) + sweep_attention
+    copies, spilled = 0.0, pools.dry_run is not None
+    if pools.dry_run is not None:
+        copies = _waiting(call, rates, pools.dry_run, sum(fill), sum(sweep))
+    of_fill, of_sweep = host_seconds(call, trace, rates, recompute=recompute, spilled=spilled)
+    starting = [fills * of_fill, len(call.swept) * of_sweep]
+    if call.device_type == "cuda":  # while earlier kernels run
+        starting = [max(0.0, starting[0] - filling), max(0.0, starting[1] - sweeping)]
     return Duration(
-        matrix=matrix,
-        elementwise=elementwise,
-        attention=attention,
-        copies=max(0.0, copying - 0.9 * computing) if copying else 0.0,
-        starting=starting,
-        fill=fills * sum(fill) + fill_attention,
+        matrix=fills * fill[0] + sweeps * sweep[0],
+        elementwise=fills * fill[1] + sweeps * sweep[1],
+        attention=fill_attention + sweep_attention,
+        copies=copies,
+        starting=sum(starting),
+        fill=filling + starting[0],
         basis=rates.basis,
     )
 
 
-def _attention(
-    call: PageCall, rates: Rates, chunks: range | tuple[int, ...], *, backward: bool
+def _waiting(
+    call: PageCall, rates: Rates, dry_run: DryRunResult, fill: float, sweep: float
 ) -> float:
-    """Seconds of attention in a sweep of ``chunks``, or in their fill, which skips the last layer.
+    """Time that kernels wait for copies; ``fill`` and ``sweep`` of a chunk without attention."""
+    layers = len(call.shapes)
 
-    A window's keys are masked for some of a chunk's queries, as the chunk's own are.
+    @cache
+    def computing(phase: Phase, chunk: int) -> float:
+        attention = _backward if phase == "accumulate" else _forward
+        own = {"fill": fill, "read": sweep / 3, "accumulate": 2 * sweep / 3}[phase]
+        of_layer = (own + attention(call, rates, (chunk,), call.shapes)) / layers
+        return of_layer * dry_run.layers_each
+
+    return waiting_seconds(
+        dry_run.visits,
+        lambda visit: computing(visit.phase, visit.chunk),
+        link=rates.link,
+        latency=rates.latency * dry_run.layers_each,
+        paired=call.selection is not None,
+    )
+
+
+Swept = range | tuple[int, ...]
+
+
+def _forward(call: PageCall, rates: Rates, chunks: Swept, shapes: Sequence[LayerShape]) -> float:
+    """Seconds of attention of ``chunks`` in layers of ``shapes``."""
+    own, past = _pairs(call, chunks, shapes)
+    return 4.0 * (own / rates.own_forward + past / rates.past_forward)
+
+
+def _backward(call: PageCall, rates: Rates, chunks: Swept, shapes: Sequence[LayerShape]) -> float:
+    own, past = _pairs(call, chunks, shapes)
+    return 10.0 * (own / rates.own_backward + past / rates.past_backward)
+
+
+def _pairs(call: PageCall, chunks: Swept, shapes: Sequence[LayerShape]) -> tuple[float, float]:
+    """Sum over layers, heads and chunks of (query, key) pairs times head_dim.
+
+    First those whose keys are partly masked, in the chunk itself or in a window; then earlier ones.
     """
-    own, past = _pairs(call, chunks, skip_last_layer=not backward)
-    seconds = 4.0 * (own / rates.own_forward + past / rates.past_forward)
-    if backward:
-        seconds += 10.0 * (own / rates.own_backward + past / rates.past_backward)
-    return seconds
-
-
-def _pairs(
-    call: PageCall, chunks: range | tuple[int, ...], *, skip_last_layer: bool
-) -> tuple[float, float]:
-    """Sum over layers, heads and chunks of (query, key) pairs times head_dim: keys of the chunk
-    itself (or in a window), and earlier ones."""
-    shapes = call.shapes[:-1] if skip_last_layer else call.shapes
     budget = call.selection.budget * call.chunks.page_size if call.selection else None
     totals = [0.0, 0.0]
     for window in {shape.window for shape in shapes}:

@@ -12,6 +12,7 @@ from oomb.engine.layout import Chunks
 from oomb.engine.plan import slots_of_call
 from oomb.engine.tiers import PageLayout, wave_pages
 from oomb.hf.model import LayerShape
+from oomb.plan.choices import Choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class PageCall:
         chunks: of the call.
         swept: chunks that receive gradient, ascending; those before the last of them are filled.
         selection: the rule of page-sparse attention, None: dense.
+        choices: what it is taken to choose.
     """
 
     chunks: Chunks
@@ -31,6 +33,7 @@ class PageCall:
     batch: int
     device_type: str
     selection: TopKPages | None
+    choices: Choices
 
     @property
     def filled(self) -> int:
@@ -57,6 +60,14 @@ class PageCall:
     @property
     def wave_pages(self) -> int:
         return wave_pages(torch.device(self.device_type), self.chunks.page_size)
+
+    def chosen_share(self, past: int) -> float:
+        """Part of ``past`` pages that one layer of a chunk reads."""
+        rule = self.selection
+        if rule is None or past <= rule.budget:
+            return 1.0
+        heads = 1 if rule.share == "all_heads" else self.layout.kv_heads
+        return self.choices.share(rule, past, self.chunks.first_page(1), heads)
 
     @property
     def summary_bytes(self) -> int:

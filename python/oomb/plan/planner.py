@@ -12,6 +12,7 @@ from oomb.engine.layout import Chunks
 from oomb.engine.tiers import Caps, PageLayout
 from oomb.errors import OutOfMemoryError
 from oomb.plan.bare import bare_model
+from oomb.plan.choices import Choices
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
@@ -65,6 +66,7 @@ class Planner:
         timed: bool = True,
         dry_run: bool = True,
         step: int | None = None,
+        choices: Choices | None = None,
     ) -> Prediction:
         """One step on ``batch_size`` sequences of ``num_tokens`` tokens, after the first.
 
@@ -75,6 +77,8 @@ class Planner:
             timed: predict seconds too; on this machine that measures for about a second.
             dry_run: where pages move between the tiers, run the page manager on the call to see
                 the host tier's peak and the copies; False: the least that the host tier must hold.
+            choices: what page-sparse attention is taken to choose; None: the defaults of
+                :class:`Choices`.
             step: number of the call whose draw of ``SampledChunks`` is meant; None: of the first
                 eight the one with the most pages.
 
@@ -90,7 +94,7 @@ class Planner:
             use = optimizer_use(optimizer, tracer.trainable)
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
         free = self.machine.device_bytes - tracer.parameter_bytes - kept
-        call = self.pages(num_tokens, config, batch_size, step)
+        call = self.pages(num_tokens, config, batch_size, step, choices)
         recompute = self._recompute(config, call, free)
         beside = call.summary_bytes + call.list_bytes + batch_size * num_tokens * _INPUT_BYTES
 
@@ -109,7 +113,8 @@ class Planner:
         duration: Duration | None = None
         if timed:
             rates = self._rates(config, call)
-            duration = None if rates is None else duration_of(call, trace, pools, rates)
+            if rates is not None:
+                duration = duration_of(call, trace, pools, rates, recompute=recompute)
         prediction = Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
@@ -133,7 +138,12 @@ class Planner:
         return replace(prediction, shortage=_shortage(prediction) or shortage)
 
     def pages(
-        self, num_tokens: int, config: Config, batch_size: int, step: int | None = None
+        self,
+        num_tokens: int,
+        config: Config,
+        batch_size: int,
+        step: int | None = None,
+        choices: Choices | None = None,
     ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
         first = self.tracer.shapes[0]
@@ -153,6 +163,7 @@ class Planner:
             batch=batch_size,
             device_type=self.machine.device_type,
             selection=rule if isinstance(rule, TopKPages) else None,
+            choices=choices or Choices(),
         )
 
     # Parts ----------------------------------------------------------------------------------------
@@ -191,7 +202,7 @@ class Planner:
         if not machine.local:
             if machine.gpu is None:
                 return None
-            return datasheet_rates(machine.gpu, tracer.shapes[0], call.selection)
+            return datasheet_rates(machine.gpu, tracer.shapes[0], call.layout, call.selection)
         outer, inner = tracer.largest_product
         return measured_rates(
             machine,
@@ -201,6 +212,7 @@ class Planner:
             inner=inner,
             dtype=tracer.dtype,
             chunk=min(call.chunks.chunk_size, call.chunks.tokens),
+            batch=call.batch,
             selection=call.selection,
         )
 

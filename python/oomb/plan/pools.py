@@ -8,7 +8,7 @@ import numpy as np
 
 from oomb.engine.layout import first_page_in_window
 from oomb.engine.tiers import Caps
-from oomb.plan.dry_run import DryRun
+from oomb.plan.dry_run import DryRun, DryRunResult
 from oomb.plan.pages import PageCall
 
 # Bytes by which a pool grows: (device tier, host tier).
@@ -18,12 +18,17 @@ _UNITS = {"cpu": 2**16, "cuda": 2**21}  # and what it is a multiple of
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """Peaks of both pools in one call, and copies between them; bytes."""
+    """Peaks of both pools in one call, and copies between them; bytes.
+
+    Attributes:
+        dry_run: what the copies were counted in; None: nothing moves, or it was not asked for.
+    """
 
     device_peak_bytes: int
     host_peak_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    dry_run: DryRunResult | None = None
 
 
 def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
@@ -45,15 +50,17 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     peak = slots_at_once(call)
     if peak > caps.device_slots and not dry_run:
         return least_pools(call, caps.device_slots)
-    host = h2d = d2h = 0
-    if peak > caps.device_slots:
-        host, h2d, d2h = DryRun(call, caps).run()
-        host = min(host, caps.host_capacity * slot)
+    device = committed(min(peak, caps.device_slots) * slot, 0, caps.device_slots)
+    if peak <= caps.device_slots:
+        return PoolUse(device_peak_bytes=device, host_peak_bytes=0, h2d_bytes=0, d2h_bytes=0)
+    ran = DryRun(call, caps).run()
+    host = min(ran.host_peak_bytes, caps.host_capacity * slot)
     return PoolUse(
-        device_peak_bytes=committed(min(peak, caps.device_slots) * slot, 0, caps.device_slots),
+        device_peak_bytes=device,
         host_peak_bytes=committed(host, 1, caps.host_capacity),
-        h2d_bytes=h2d,
-        d2h_bytes=d2h,
+        h2d_bytes=ran.h2d_bytes,
+        d2h_bytes=ran.d2h_bytes,
+        dry_run=ran,
     )
 
 

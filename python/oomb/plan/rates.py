@@ -29,7 +29,8 @@ class Rates:
         fresh: bytes/s at which memory is first touched that the process did not have before; what
             a chunk keeps goes back to the system after it. Infinite on a GPU, where torch keeps it.
         link: bytes/s between the tiers, each way.
-        operation: seconds that starting an operation takes.
+        latency: seconds that attention waits for copies at least, where some are under way.
+        operation: seconds that starting an operation takes, Python's part included.
         basis: ``"measured"`` on this device, or ``"datasheet"``.
     """
 
@@ -41,6 +42,7 @@ class Rates:
     own_backward: float
     fresh: float
     link: float
+    latency: float
     operation: float
     basis: str
 
@@ -51,13 +53,18 @@ _DENSE = {"past_forward": 0.63, "past_backward": 0.52}
 _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
-_CUDA_OPERATION = 8e-6
+_ROUNDED = 0.8  # over the past, backward, into bf16 gradient pages
+_CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
 _QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) -> Rates:
+def datasheet_rates(
+    gpu: Gpu, shape: LayerShape, layout: PageLayout, selection: TopKPages | None
+) -> Rates:
     """Rates of a GPU that is not here."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
+    if layout.grad_dtype == torch.bfloat16:
+        shares["past_backward"] *= _ROUNDED
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
         matrix=_SHARE_MATRIX * gpu.flops,
@@ -65,6 +72,7 @@ def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) ->
         **{name: share * flops for name, share in shares.items()},
         fresh=math.inf,
         link=_SHARE_LINK * gpu.link_bytes_per_second,
+        latency=_CUDA_LATENCY,
         operation=_CUDA_OPERATION,
         basis="datasheet",
     )
@@ -85,6 +93,7 @@ def measured_rates(
     inner: int,
     dtype: torch.dtype,
     chunk: int,
+    batch: int,
     selection: TopKPages | None,
 ) -> Rates:
     """Rates of this machine's device for a model's shapes; measured once per process.
@@ -92,19 +101,22 @@ def measured_rates(
     Args:
         hidden, inner: sizes of the largest matrix product of a layer.
         chunk: tokens of a chunk; on a CPU fewer are run.
+        batch: sequences; small ones leave parts of a GPU idle.
     """
-    key = (clock, machine.device_type, shape, layout, hidden, inner, dtype, chunk, selection)
+    key = (clock, machine.device_type, shape, layout, hidden, inner, dtype, chunk, batch, selection)
     if key not in _measured:
         device = torch.device(machine.device_type)
         rows = chunk if device.type == "cuda" else min(chunk, 512)
         on_gpu = device.type == "cuda"
         with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.enable_grad():
+            sequences = batch if on_gpu else 1
             _measured[key] = Rates(
-                matrix=_matrix_rate(device, rows, hidden, inner, dtype),
-                traffic=_traffic_rate(device, rows, inner, dtype),
-                **_attention_rates(device, shape, layout, rows, selection),
+                matrix=_matrix_rate(device, sequences * rows, hidden, inner, dtype),
+                traffic=_traffic_rate(device, sequences * rows, inner, dtype),
+                **_attention_rates(device, shape, layout, rows, sequences, selection),
                 fresh=math.inf if on_gpu else _fresh_rate(),
                 link=_link_rate(device),
+                latency=_CUDA_LATENCY if on_gpu else 0.0,
                 operation=_CUDA_OPERATION if on_gpu else _operation_seconds(),
                 basis="measured",
             )
@@ -198,6 +210,7 @@ def _attention_rates(
     shape: LayerShape,
     layout: PageLayout,
     rows: int,
+    batch: int,
     selection: TopKPages | None,
 ) -> dict[str, float]:
     """FLOP/s on the chunk alone, and on what a past long beside it adds."""
@@ -210,16 +223,16 @@ def _attention_rates(
     def values(*size: int, dtype: torch.dtype = layout.dtype) -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=device)
 
-    q = values(1, heads, rows, dim).requires_grad_()
-    k, v = (values(1, kv_heads, rows, dim).requires_grad_() for _ in range(2))
-    kv_pages = values(pages, 2, kv_heads, page, dim)
-    dkv_pages = values(pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
-    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    q = values(batch, heads, rows, dim).requires_grad_()
+    k, v = (values(batch, kv_heads, rows, dim).requires_grad_() for _ in range(2))
+    kv_pages = values(batch * pages, 2, kv_heads, page, dim)
+    dkv_pages = values(batch * pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
     lists = None
     if selection is not None and selection.budget < pages:
         seen = selection.budget
         listed = 1 if selection.share == "all_heads" else kv_heads
-        rank = torch.rand(1, blocks, listed, pages, device=device)
+        rank = torch.rand(batch, blocks, listed, pages, device=device)
         lists = rank.topk(seen, dim=-1)[1].sort(dim=-1)[0].to(torch.int32)
 
     def seconds(past_pages: int) -> tuple[float, float]:
@@ -241,7 +254,8 @@ def _attention_rates(
         return taken, _seconds(device, backward, 0.2)
 
     own, whole = seconds(0), seconds(pages)
-    own_pairs, past_pairs = heads * rows * (rows + 1) / 2, heads * rows * seen * page
+    own_pairs = batch * heads * rows * (rows + 1) / 2
+    past_pairs = batch * heads * rows * seen * page
     rates = {}
     for name, cost, alone, both in zip(("forward", "backward"), (4, 10), own, whole, strict=True):
         rates[f"own_{name}"] = cost * dim * own_pairs / alone

@@ -21,7 +21,7 @@ class TracedLoss(ChunkLoss):
 
     device_type = "cpu"
 
-    def _slice_rows(self, logit_bytes: int) -> int:
+    def _slice_rows(self, logit_bytes: int = 4) -> int:
         return slice_rows(self.device_type, self.vocab_size, logit_bytes)
 
     def _has_kernel(self) -> bool:

@@ -88,6 +88,8 @@ class Tracer:
     def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bare = shapes_only(model, self._mode)
+        # Parameters without memory are of another type.
+        self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
         self._fused = fused
         self._traces: dict[Setting, Trace] = {}
@@ -119,6 +121,12 @@ class Tracer:
                 trace = _extended(few, more, *self._samples, len(self.shapes))
             self._traces[setting] = trace
         return self._traces[setting]
+
+    def _plain_weight(self, causal: CausalModel) -> nn.Parameter | None:
+        if not self._head_is_plain:
+            return None
+        weight: nn.Parameter = causal.causal.get_output_embeddings().weight
+        return weight
 
     def _shortened(self, num_layers: int) -> CausalModel:
         """The same model with its first layers only; tensors are shared."""
@@ -153,7 +161,7 @@ class Tracer:
             counted={
                 chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
             },
-            weight=causal.head.plain_weight(),
+            weight=self._plain_weight(causal),
             sums=grads,
         )
         loss.device_type = self._device_type

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from oomb.lengths import parse_length
 from oomb.train.engine_settings import EngineSettings
 from oomb.train.errors import nearest
 from oomb.train.section import Section
@@ -13,6 +14,19 @@ from oomb.train.section import Section
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0)]
 Scalar = str | int | float | bool
+
+
+def _length(value: Any) -> Any:
+    """A number of tokens, also as text such as 128K."""
+    if not isinstance(value, str) or value.strip()[-1:].upper() not in ("K", "M"):
+        return value
+    try:
+        return parse_length("", value)
+    except ValueError as error:  # the field's name is put before it
+        raise ValueError(str(error).removeprefix(": ")) from None
+
+
+Tokens = Annotated[int, BeforeValidator(_length)]
 
 
 def _one_or_more(value: Any) -> Any:
@@ -212,8 +226,8 @@ class RunSettings(Section):
     lora: LoraSettings | None = None
     """Train adapters through peft. null: train every weight."""
     data: DataSettings
-    context: Annotated[int, Field(ge=2)]
-    """Tokens per sequence at most."""
+    context: Annotated[Tokens, Field(ge=2)]
+    """Tokens per sequence at most; `128K` is 131072, `1M` is 1048576."""
     engine: EngineSettings = EngineSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()

@@ -22,7 +22,9 @@ constexpr int64_t kDense = 0;
 constexpr int64_t kSparse = 64;  // pages per query block
 
 void expect_hidden(int64_t budget, double bound) {
-  TimedCall call({kLayers, kChunks, budget, /*device_share=*/0.2});
+  // A launch more where nothing is in flight would alone cost a dense step more than 1 %.
+  TimedCall call(
+      {kLayers, kChunks, budget, /*device_share=*/0.2, {}, {.own_alone = OwnAlone::kInFlight}});
   call.fill();
   call.sweep();
   const double ideal = call.ideal_seconds();
@@ -35,6 +37,35 @@ void expect_hidden(int64_t budget, double bound) {
 TEST(HiddenCopies, Dense) { expect_hidden(kDense, 0.01); }
 
 TEST(HiddenCopies, Sparse) { expect_hidden(kSparse, 0.05); }
+
+// Seconds of a call that measures its link, as a share of one that loads a fixed amount ahead.
+double measured_over_fixed(int64_t budget, const testing::CopyCosts& link) {
+  std::vector<double> seconds;
+  for (const bool measured : {true, false}) {
+    TimedCall call(
+        {kLayers, kChunks, budget, /*device_share=*/0.2, link, {.measured_prefetch = measured}});
+    call.fill();
+    call.sweep();
+    seconds.push_back(call.seconds());
+  }
+  return seconds[0] / seconds[1];
+}
+
+TEST(HiddenCopies, PrefetchDepthFollowsTheLink) {
+  const testing::CopyCosts usual = {};
+  testing::CopyCosts slow, fast, late;
+  slow.slot_seconds = 22e-6;   // 12 GB/s
+  fast.slot_seconds = 1.3e-6;  // 200 GB/s
+  late.batch_seconds = 1e-3;
+  EXPECT_LT(measured_over_fixed(kDense, usual), 0.998);
+  EXPECT_LT(measured_over_fixed(kDense, slow), 0.98);
+  EXPECT_LT(measured_over_fixed(kDense, fast), 1);
+  EXPECT_LT(measured_over_fixed(kDense, late), 0.995);
+  EXPECT_LT(measured_over_fixed(kSparse, usual), 0.985);
+  EXPECT_LT(measured_over_fixed(kSparse, slow), 1);
+  EXPECT_LT(measured_over_fixed(kSparse, fast), 1);
+  EXPECT_LT(measured_over_fixed(kSparse, late), 0.96);
+}
 
 TEST(HiddenCopies, NothingToHideWhenEverythingFits) {
   for (const int64_t budget : {kDense, kSparse}) {

@@ -13,7 +13,6 @@
 #include "common/error.h"
 #include "support/instant_copy_engine.h"
 #include "support/test_tiers.h"
-#include "support/timed_copy_engine.h"
 
 namespace oomb::paging {
 namespace {
@@ -29,8 +28,12 @@ std::unique_ptr<CopyEngine> instant(std::byte* device, std::byte* host, int64_t 
 }
 
 struct Fixture {
-  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024)
-      : tiers({.slot_bytes = kSlotBytes, .device_slots = device_slots, .host_slots = host_slots},
+  explicit Fixture(int64_t device_slots, int64_t host_slots = 1024,
+                   const PageManagerOptions& options = {})
+      : tiers({.slot_bytes = kSlotBytes,
+               .device_slots = device_slots,
+               .host_slots = host_slots,
+               .manager = options},
               instant),
         manager(*tiers.manager) {}
 
@@ -324,38 +327,39 @@ TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
 }
 
-TEST(PageManager, InPlaceMeansThatNoLoadIsAwaited) {
-  TestTiers tiers(
-      {.slot_bytes = kSlotBytes, .device_slots = 16, .host_slots = 32},
-      [](std::byte*, std::byte*, int64_t) { return std::make_unique<testing::TimedCopyEngine>(); });
-  PageManager& manager = *tiers.manager;
-  auto& engine = dynamic_cast<testing::TimedCopyEngine&>(*tiers.engine);
-  manager.begin_call(
+class OwnChunk : public ::testing::TestWithParam<OwnAlone> {};
+
+TEST_P(OwnChunk, IsLaunchedAloneWherePagesAreOnTheirWay) {
+  const bool always = GetParam() == OwnAlone::kAlways;
+  const bool in_flight = GetParam() != OwnAlone::kHostOnly;
+  Fixture f(16, 32, {.own_alone = GetParam()});
+  f.manager.begin_call(
       plan(1, {24}, {{0, VisitKind::kRead, 0, 24}, {0, VisitKind::kAccumulate, 0, 24}}));
-  manager.create_gradients(0, 0, 24);
-  for (int64_t page = 0; page < 24; ++page) {
-    manager.create(0, page, page + 1, nullptr);
-    manager.commit(0, page, page + 1, nullptr);
-  }
+  f.manager.create_gradients(0, 0, 24);
+  f.write(0, 0, 24);
   const auto on_device = [&](int64_t page) {
-    return manager.tables()[manager.tables().kv_entry(0) + page] >= 0;
+    return f.manager.tables()[f.manager.tables().kv_entry(0) + page] >= 0;
   };
   int64_t away = 0;
   while (on_device(away)) ++away;
   ASSERT_GT(away, 0);
-  EXPECT_TRUE(manager.in_place(0, 0, away));
-  EXPECT_TRUE(manager.in_place(1, 0, away)) << "gradients do not exist and will be made";
-  EXPECT_FALSE(manager.in_place(0, 0, away + 1));
-  manager.acquire(0, 0, away, nullptr);
-  manager.release(0, 0, away, nullptr);
-  ASSERT_TRUE(on_device(away)) << "loaded ahead";
-  EXPECT_FALSE(manager.in_place(0, away, away + 1)) << "but it has not arrived";
-  engine.let_host_wait_until(1);
-  EXPECT_TRUE(manager.in_place(0, away, away + 1));
-  EXPECT_FALSE(manager.in_place(0, away, 24));
-  manager.set_visit_pages(0, {away});
-  EXPECT_TRUE(manager.in_place(0, 0, 24)) << "only what is listed counts";
+  EXPECT_EQ(f.manager.own_alone(0, 0, away), always);
+  EXPECT_EQ(f.manager.own_alone(1, 0, away), always) << "gradients do not exist and will be made";
+  EXPECT_TRUE(f.manager.own_alone(0, 0, away + 1));
+  f.engine().finishing = false;
+  f.manager.acquire(0, 0, away, nullptr);
+  f.manager.release(0, 0, away, nullptr);
+  EXPECT_EQ(f.manager.own_alone(0, away, away + 1), in_flight) << "loaded ahead";
+  EXPECT_TRUE(f.manager.own_alone(0, away, 24));
+  f.manager.set_visit_pages(0, {away});
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), in_flight) << "only what is listed counts";
+  f.engine().finishing = true;
+  EXPECT_EQ(f.manager.own_alone(0, 0, 24), always) << "its load is over";
 }
+
+INSTANTIATE_TEST_SUITE_P(Rules, OwnChunk,
+                         ::testing::Values(OwnAlone::kAlways, OwnAlone::kInFlight,
+                                           OwnAlone::kHostOnly));
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
   Fixture f(5);

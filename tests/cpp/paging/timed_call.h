@@ -31,6 +31,7 @@ constexpr PhaseCost kForward = {3.24e-3, 15e-6, 0.9e-3};
 constexpr PhaseCost kBackward = {9.6e-3, 37.5e-6, 0.8e-3};
 constexpr double kLossSeconds = 30e-3;  // a chunk's logits, both ways
 constexpr double kLaunchSeconds = 20e-6;
+constexpr double kStateSeconds = 30e-6;      // to write and read what passes between two launches
 constexpr double kReadBackSeconds = 30e-6;   // page lists arrive at the host
 constexpr double kAnnounceSeconds = 100e-6;  // and in the schedule
 constexpr double kIssuedAhead = 0.5;         // at most: launch queues are bounded
@@ -44,6 +45,8 @@ struct CallShape {
   int32_t chunks;
   int64_t budget;       // pages per query block; 0: dense
   double device_share;  // of the slots that all pages and gradients take
+  testing::CopyCosts costs = {};
+  PageManagerOptions options = {};
 };
 
 // Drives a page manager as the engine does, over copies in virtual time. One layer's turn:
@@ -58,11 +61,11 @@ class TimedCall {
       : shape_(shape),
         turns_(static_cast<size_t>(shape.layers) * static_cast<size_t>(shape.chunks)) {
     const int64_t slots = int64_t{shape.layers} * past(last()) * (1 + kGradSlots);
-    auto engine = std::make_unique<testing::TimedCopyEngine>();
+    auto engine = std::make_unique<testing::TimedCopyEngine>(shape.costs);
     engine_ = engine.get();
     manager_ = std::make_unique<PageManager>(
         reserve(static_cast<int64_t>(static_cast<double>(slots) * shape.device_share)),
-        reserve(slots), std::move(engine), PageManagerOptions{});
+        reserve(slots), std::move(engine), shape.options);
     manager_->begin_call({.num_layers = shape.layers,
                           .pages_per_sequence = {past(last())},
                           .grad_slots = kGradSlots,
@@ -206,26 +209,37 @@ class TimedCall {
 
   void attend(int32_t chunk, int32_t layer, int32_t visit, const PhaseCost& cost) {
     engine_->spend_on_host(cost.host_seconds);
-    compute(0.1 * cost.fixed_seconds);
     const int64_t pages = past(chunk);
+    const double own_keys = 0.1 * cost.fixed_seconds;
     const double attention =
         cost.page_seconds *
         static_cast<double>(shape_.budget == 0 ? pages : std::min(pages, shape_.budget));
-    ideal_ += kLaunchSeconds + attention;
+    ideal_ += kLaunchSeconds + own_keys + attention;
     const std::optional<List>& list = turn(chunk, layer).pages;
     const auto waves = manager_->waves(visit);
+    bool started = false;
+    const auto launch = [&](double seconds) {
+      const bool goes_on = std::exchange(started, true);
+      engine_->compute(kLaunchSeconds + seconds + (goes_on ? kStateSeconds : own_keys));
+    };
+    if (waves.empty() || own_alone(visit, waves[0])) launch(0);
     int64_t covered = 0;
     for (const auto& [begin, end] : waves) {
       ASSERT_EQ(begin, covered);
       covered = end;
       expect_fit(list, begin, end, visit == turn(chunk, layer).backward);
       manager_->acquire(visit, begin, end, nullptr);
-      engine_->compute(kLaunchSeconds + attention / static_cast<double>(waves.size()));
+      launch(attention / static_cast<double>(waves.size()));
       manager_->release(visit, begin, end, nullptr);
     }
     ASSERT_EQ(covered, pages);
     compute(0.9 * cost.fixed_seconds);
     engine_->let_host_wait_until(engine_->compute_end() - kIssuedAhead);
+  }
+
+  // As the engine: never where the device tier has room for everything.
+  bool own_alone(int32_t visit, const std::pair<int64_t, int64_t>& wave) {
+    return shape_.device_share < 1 && manager_->own_alone(visit, wave.first, wave.second);
   }
 
   // The wave's pages, with their gradients in the backward pass.

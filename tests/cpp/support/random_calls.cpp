@@ -161,7 +161,7 @@ void RandomCalls::visit(const Step& step) {
   const int64_t slots = (step.end - step.begin) * space_.batch() * (1 + grad_slots_);
   if (slots <= manager.device_slots() && below(2) == 0) waves = {{step.begin, step.end}};
   for (const auto& [first, last] : waves) {
-    if (below(2) == 0) manager.in_place(step.visit, first, last);
+    if (below(2) == 0) manager.own_alone(step.visit, first, last);
     operate([&] { manager.acquire(step.visit, first, last, nullptr); });
     for_each(first, last, [&](int64_t position) {
       const auto& pages = step.list;

@@ -38,6 +38,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
     host_ += costs_.issue_seconds + costs_.record_seconds * slots;
     const double seconds = costs_.batch_seconds + costs_.slot_seconds * slots;
     copying_ += seconds;
+    if (lane == paging::Lane::kLoad) pace_.add(static_cast<int64_t>(pages.size()), seconds);
     return run(lane, seconds);
   }
 
@@ -64,6 +65,8 @@ class TimedCopyEngine final : public paging::CopyEngine {
   void drain() override {
     for (const Timeline& lane : lanes_) host_ = std::max(host_, lane.free);
   }
+  paging::LoadPace load_pace() override { return pace_; }
+  double now() const override { return host_; }
   double exposed_seconds() override { return exposed_; }
   void reset_statistics() override { exposed_ = 0; }
 
@@ -98,6 +101,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
   double host_ = 0;  // the host's own clock
   double exposed_ = 0;
   double copying_ = 0;
+  paging::LoadPace pace_;
   std::array<Timeline, paging::kNumLanes> lanes_;
 };
 

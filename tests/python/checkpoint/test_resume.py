@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import oomb
+from engine.models import make
 from oomb.hf import SFTTrainer, Trainer
 from oomb.train.checkpoint import CheckpointError
 from trainer.runs import CONFIG, arguments, logged, masked, model, packed, prompts, tokenizer
@@ -192,6 +194,26 @@ def test_the_newest_intact_one_is_used(tmp_path: Path, caplog: pytest.LogCapture
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert resumed.checkpoint_store().newest_intact().step == 4  # type: ignore[union-attr]
+
+
+def test_tied_weights_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in the file once; what really is missing is still said."""
+    said: list[str] = []
+    log = transformers.logging.get_logger("transformers.trainer")
+    monkeypatch.setattr(log, "warning", lambda text, *_: said.append(str(text)))
+
+    def tied(steps: int) -> Trainer:
+        settings = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=steps)
+        network = make("qwen3-tied", torch.float32)
+        return Trainer(network, settings, train_dataset=packed(), oomb_config=CONFIG)
+
+    tied(2).train()
+    resumed = tied(3)
+    resumed.train(resume_from_checkpoint=True)
+    assert "missing keys" not in str(said)
+    gone = _IncompatibleKeys(["lm_head.weight", "model.norm.weight"], [])
+    resumed._issue_warnings_after_load(gone)
+    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in str(said)
 
 
 def streamed(folder: Path, number: int) -> Trainer:

@@ -1,109 +1,140 @@
-"""A problem for the attention kernels: inputs in a page pool, the reference in float64, a run."""
+"""A paged attention problem: inputs in page pools, float64 references, PyTorch's own error."""
 
 import dataclasses
+import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomb import _C
 
+NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    head_dim: int = 128
-    page_size: int = 128
-    group: int = 7
-    chunk: int = 256
-    past: int = 0
     batch: int = 1
     kv_heads: int = 2
+    group: int = 3
+    chunk: int = 200
+    head_dim: int = 128
+    page_size: int = 128
+    past: int = 0
     lists: str = "dense"  # "dense", "shared": one list for all heads, "per_head": one per kv head
     budget: int = 3
     window: int = 0
     documents: bool = False
     padding: bool = False
-    packed: bool = False  # q, k, v as slices of one [batch, tokens, heads, dim] tensor
+    packed: bool = False  # q, k, v of the chunk as slices of one [batch, tokens, heads, dim] tensor
+    dtype: torch.dtype = torch.bfloat16
+    dkv_dtype: torch.dtype = torch.float32
+    deterministic: bool = True
     seed: int = 0
 
     @property
     def pages(self) -> int:
         return -(-self.past // self.page_size)
 
+    @property
+    def blocks(self) -> int:
+        return -(-self.chunk // self.page_size)
+
+    @property
+    def real(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+@dataclasses.dataclass
+class Result:
+    """What attention and its gradient give; dk and dv of past and chunk together."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 class Problem:
-    """Random inputs of a case. Pages lie in slots in a random order; spare slots hold NaN."""
+    """Random inputs. Pages lie in shuffled slots, spare slots and padding hold NaN."""
 
-    def __init__(self, case: Case, slot_seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.case = case
-        c = case
-        heads = c.kv_heads * c.group
+    def __init__(self, case: Case, slot_seed: int = 0, spare_slots: int = 3) -> None:
+        self.case = c = case
         generator = torch.Generator("cuda").manual_seed(c.seed)
 
-        def normal(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32)
-            return values.to(dtype)
+        def normal(heads: int, tokens: int) -> Tensor:
+            shape = (c.batch, tokens, heads, c.head_dim)
+            values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64)
+            return values.to(c.dtype).transpose(1, 2)
 
-        if c.packed:
-            qkv = normal(c.batch, c.chunk, heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
-            self.q, self.k, self.v = qkv.split([heads, c.kv_heads, c.kv_heads], dim=1)
-        else:
-            self.q = normal(c.batch, heads, c.chunk, c.head_dim)
-            self.k = normal(c.batch, c.kv_heads, c.chunk, c.head_dim)
-            self.v = normal(c.batch, c.kv_heads, c.chunk, c.head_dim)
+        heads = c.kv_heads * c.group
+        self.q, self.d_o = normal(heads, c.chunk), normal(heads, c.chunk)
+        self.k_all = normal(c.kv_heads, c.past + c.chunk)
+        self.v_all = normal(c.kv_heads, c.past + c.chunk)
+        self.d_lse = normal(heads, c.chunk)[..., 0].to(c.real).contiguous()
         self.scale = c.head_dim**-0.5
-
-        self.past_k = normal(c.batch, c.kv_heads, c.past, c.head_dim)
-        self.past_v = normal(c.batch, c.kv_heads, c.past, c.head_dim)
-        self._fill_pool(slot_seed, dtype)
-        self._choose_pages(generator)
-
-        rows = torch.arange(c.chunk, device="cuda", dtype=torch.int32)
         self.first_key = self.num_keys = None
-        total = c.past + c.chunk
         if c.documents:
+            rows = torch.arange(c.chunk, device="cuda")
             # Documents begin in the past, and in the chunk at a third and at two thirds.
-            starts = torch.zeros(c.batch, c.chunk, device="cuda", dtype=torch.int32)
-            for b in range(c.batch):
-                starts[b] = c.past // 3 + b
-                starts[b, rows >= c.chunk // 3] = c.past + c.chunk // 3
-                starts[b, rows >= 2 * c.chunk // 3] = c.past + 2 * c.chunk // 3
+            starts = torch.full((c.batch, c.chunk), c.past // 3, device="cuda", dtype=torch.int32)
+            starts += torch.arange(c.batch, device="cuda", dtype=torch.int32)[:, None]
+            starts[:, rows >= c.chunk // 3] = c.past + c.chunk // 3
+            starts[:, rows >= 2 * c.chunk // 3] = c.past + 2 * c.chunk // 3
             self.first_key = starts
         if c.padding:
-            lengths = [max(1, total - 37 * (b + 1)) for b in range(c.batch)]
+            lengths = [max(1, c.past + c.chunk - 37 * (b + 1)) for b in range(c.batch)]
             self.num_keys = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            for b, length in enumerate(lengths):
+                self.k_all[b, :, length:] = self.v_all[b, :, length:] = float("nan")
+        self.k, self.v = self.k_all[:, :, c.past :], self.v_all[:, :, c.past :]
+        if c.packed:
+            together = torch.cat([self.q, self.k, self.v], dim=1).transpose(1, 2).contiguous()
+            sizes = [heads, c.kv_heads, c.kv_heads]
+            self.q, self.k, self.v = together.transpose(1, 2).split(sizes, dim=1)
+        self._fill_pools(slot_seed, spare_slots)
+        self._choose_pages(generator)
 
-    def _fill_pool(self, slot_seed: int, dtype: torch.dtype) -> None:
+    def _fill_pools(self, slot_seed: int, spare_slots: int) -> None:
         c = self.case
-        slots = c.batch * c.pages + 3
-        shape = (slots, 2, c.kv_heads, c.page_size, c.head_dim)
-        self.pool = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
-        order = torch.randperm(slots, generator=torch.Generator().manual_seed(slot_seed))
-        self.block_table = torch.full((c.batch, max(c.pages, 1)), -1, dtype=torch.int32)
-        for b in range(c.batch):
-            for page in range(c.pages):
-                slot = int(order[b * c.pages + page])
-                self.block_table[b, page] = slot
-                begin, end = page * c.page_size, min((page + 1) * c.page_size, c.past)
-                self.pool[slot] = 0
-                self.pool[slot, 0, :, : end - begin] = self.past_k[b, :, begin:end]
-                self.pool[slot, 1, :, : end - begin] = self.past_v[b, :, begin:end]
-        self.block_table = self.block_table.cuda()
+        slots = c.batch * c.pages + spare_slots
+        tile = (c.kv_heads, c.page_size, c.head_dim)
+        self.pool = torch.full((slots, 2, *tile), float("nan"), device="cuda", dtype=c.dtype)
+        self.dkv_pool = torch.zeros(2 * slots, *tile, device="cuda", dtype=c.dkv_dtype)
+        shuffle = torch.Generator().manual_seed(slot_seed)
+        shape = (c.batch, c.pages)
+        order = torch.randperm(slots, generator=shuffle)[: c.batch * c.pages]
+        self.block_table = order.to(torch.int32).view(shape).cuda()
+        units = torch.randperm(2 * slots, generator=shuffle)[: 2 * c.batch * c.pages]
+        self.dkv_table = units.to(torch.int32).view(*shape, 2).contiguous().cuda()
+        for b, page in itertools.product(range(c.batch), range(c.pages)):
+            begin, end = page * c.page_size, min((page + 1) * c.page_size, c.past)
+            slot = self.pool[int(self.block_table[b, page])]
+            slot[:] = 0
+            slot[0, :, : end - begin] = self.k_all[b, :, begin:end]
+            slot[1, :, : end - begin] = self.v_all[b, :, begin:end]
 
     def _choose_pages(self, generator: torch.Generator) -> None:
         c = self.case
         self.selection = None
         if c.lists == "dense":
             return
-        heads = 1 if c.lists == "shared" else c.kv_heads
-        blocks = -(-c.chunk // c.page_size)
-        shape = (c.batch, blocks, heads)
+        shape = (c.batch, c.blocks, 1 if c.lists == "shared" else c.kv_heads)
+        self.selection = torch.full((*shape, c.budget), -1, device="cuda", dtype=torch.int32)
         count = min(c.budget, c.pages)
-        selection = torch.full((*shape, c.budget), -1, device="cuda", dtype=torch.int32)
         if count > 0:
             scores = torch.rand(*shape, c.pages, generator=generator, device="cuda")
             chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
-            selection[..., :count] = chosen.to(torch.int32)
-        self.selection = selection
+            self.selection[..., :count] = chosen.to(torch.int32)
 
     def visible(self) -> Tensor:
         """[batch, query heads, chunk, past + chunk]: may the row see the key."""
@@ -120,34 +151,41 @@ class Problem:
             seen &= (keys < self.num_keys[:, None, None])[:, None]
         if self.selection is not None and c.past > 0:
             listed = torch.zeros(*self.selection.shape[:3], c.pages + 1, device="cuda")
-            index = self.selection.long().clone()
-            index[index < 0] = c.pages
+            index = self.selection.long().masked_fill(self.selection < 0, c.pages)
             listed = listed.scatter(-1, index, 1.0).bool()[..., : c.pages]
             by_row = listed.repeat_interleave(c.page_size, dim=1)[:, : c.chunk]
             by_key = by_row.repeat_interleave(c.page_size, dim=3)[..., : c.past]
             seen[..., : c.past] &= by_key.transpose(1, 2)
         return seen.repeat_interleave(c.group, dim=1)
 
-    def all_keys(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of past and chunk, one per query head."""
-        k = torch.cat([self.past_k, self.k], dim=2).to(dtype)
-        v = torch.cat([self.past_v, self.v], dim=2).to(dtype)
-        group = self.case.group
-        return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    def dense(self, dtype: torch.dtype) -> Result:
+        """The same by plain torch in `dtype`, gradients by autograd."""
+        c = self.case
+        leaves = [self.q, self.k_all, self.v_all]
+        q, k, v = (t.nan_to_num(0.0).to(dtype).contiguous().requires_grad_() for t in leaves)
+        seen = self.visible()
+        scores = (q @ k.repeat_interleave(c.group, dim=1).transpose(-1, -2)) * self.scale
+        scores = scores.masked_fill(~seen, float("-inf"))
+        empty = ~seen.any(dim=-1, keepdim=True)
+        lse = torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1)
+        p = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+        o = p @ v.repeat_interleave(c.group, dim=1)
+        d_lse = self.d_lse.to(dtype).masked_fill(empty[..., 0], 0.0)
+        grads = torch.autograd.grad([o, lse], [q, k, v], [self.d_o.to(dtype), d_lse.to(lse.dtype)])
+        return Result(o.detach(), lse.detach().masked_fill(empty[..., 0], float("-inf")), *grads)
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        """o and lse in float64."""
-        k, v = self.all_keys(torch.float64)
+        """o and lse in float64, without the gradients that dense() needs room for."""
+        k, v = self._for_each_head(torch.float64)
         scores = (self.q.double() @ k.transpose(-1, -2)) * self.scale
         scores.masked_fill_(~self.visible(), float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)
-        empty = lse == float("-inf")
-        scores -= lse.masked_fill(empty, 0.0)[..., None]
+        scores -= lse.masked_fill(lse == float("-inf"), 0.0)[..., None]
         return scores.exp_() @ v, lse
 
-    def torch_bf16(self) -> Tensor:
-        """The same by PyTorch's own bf16 attention: the yardstick for errors."""
-        k, v = self.all_keys(torch.bfloat16)
+    def sdpa(self) -> Tensor:
+        """o by PyTorch's own fused attention: the yardstick for the forward's errors."""
+        k, v = self._for_each_head(self.case.dtype)
         seen = self.visible()
         empty = ~seen.any(dim=-1, keepdim=True)
         o = torch.nn.functional.scaled_dot_product_attention(
@@ -155,8 +193,13 @@ class Problem:
         )
         return o.masked_fill(empty, 0.0)
 
-    def arguments(self) -> dict[str, object]:
-        """Keyword arguments that all waves share."""
+    def _for_each_head(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (x.nan_to_num(0.0).to(dtype) for x in (self.k_all, self.v_all))
+        group = self.case.group
+        return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that forward and backward share in all waves."""
         c = self.case
         return dict(
             q=self.q,
@@ -176,31 +219,126 @@ class Problem:
             stream=torch.cuda.current_stream().cuda_stream,
         )
 
-    def forward(self, borders: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-        """o and lse by our kernels; past pages in waves that end at `borders`."""
-        q = self.q
-        o = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
-        lse = torch.full(q.shape[:3], float("nan"), device="cuda")
-        state = {}
-        if borders:
-            state = dict(
-                acc=torch.full(q.shape, float("nan"), device="cuda", dtype=torch.float32),
-                max=torch.full(q.shape[:3], float("nan"), device="cuda"),
-                sum=torch.full(q.shape[:3], float("nan"), device="cuda"),
-            )
-        ends = [*borders, self.case.pages]
-        begins = [0, *borders]
-        for wave, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            _C.attention_forward(
-                **self.arguments(),
-                **state,
-                o=o,
-                lse=lse,
+    def _waves(self, borders: tuple[int, ...]) -> list[dict[str, Any]]:
+        edges = [0, *borders, self.case.pages]
+        count = len(edges) - 1
+        return [
+            dict(
                 page_begin=begin,
                 page_end=end,
-                own_chunk=wave == 0,
-                first_wave=wave == 0,
-                last_wave=wave == len(ends) - 1,
+                own_chunk=i == 0,
+                first_wave=i == 0,
+                last_wave=i == count - 1,
             )
-        torch.cuda.synchronize()
+            for i, (begin, end) in enumerate(itertools.pairwise(edges))
+        ]
+
+    def forward(self, borders: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        c = self.case
+        o = torch.full_like(self.q, float("nan"))
+        rows = self.q.shape[:3]
+        lse = torch.full(rows, float("nan"), device="cuda", dtype=c.real)
+        state = dict(
+            acc=torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real),
+            max=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
+            sum=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
+        )
+        for wave in self._waves(borders):
+            _C.attention_forward(**self.arguments(), **state, **wave, o=o, lse=lse)
         return o, lse
+
+    def backward(
+        self, o: Tensor, lse: Tensor, borders: tuple[int, ...] = (), rounding_seed: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq and the chunk's dk, dv; the pages' are added to dkv_pool."""
+        c = self.case
+        dq = torch.full_like(self.q, float("nan"))
+        dk, dv = torch.full_like(self.k, float("nan")), torch.full_like(self.v, float("nan"))
+        dq_acc = torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real)
+        delta = torch.full(self.q.shape[:3], float("nan"), device="cuda", dtype=c.real)
+        for wave in self._waves(borders):
+            _C.attention_backward(
+                **self.arguments(),
+                **wave,
+                o=o,
+                d_o=self.d_o,
+                lse=lse,
+                d_lse=self.d_lse,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                dkv_pool=self.dkv_pool.data_ptr(),
+                dkv_unit_bytes=self.dkv_pool[0].numel() * self.dkv_pool.element_size(),
+                dkv_table=self.dkv_table if c.pages else None,
+                dkv_dtype=NAMES[c.dkv_dtype],
+                rounding_seed=rounding_seed,
+                deterministic=c.deterministic,
+                dq_acc=dq_acc,
+                delta=delta,
+                workspace=lambda size: torch.empty(size, device="cuda", dtype=torch.uint8),
+            )
+        return dq, dk, dv
+
+    def page_gradients(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of the past, gathered from the gradient pages."""
+        c = self.case
+        pages = self.dkv_pool[self.dkv_table.long()]  # [B, pages, 2, Hkv, P, D]
+        pages = (
+            pages.movedim(2, 0)
+            .transpose(2, 3)
+            .reshape(2, c.batch, c.kv_heads, c.pages * c.page_size, c.head_dim)
+        )
+        return pages[0, :, :, : c.past], pages[1, :, :, : c.past]
+
+    def run(self, borders: tuple[int, ...] = ()) -> Result:
+        """Ours. Gradient pages start at zero."""
+        self.dkv_pool.zero_()
+        o, lse = self.forward(borders)
+        dq, dk, dv = self.backward(o, lse, borders)
+        past_dk, past_dv = self.page_gradients()
+        return Result(
+            o,
+            lse,
+            dq,
+            torch.cat([past_dk.to(self.case.real), dk.to(self.case.real)], dim=2),
+            torch.cat([past_dv.to(self.case.real), dv.to(self.case.real)], dim=2),
+        )
+
+
+def check(case: Case) -> None:
+    """Against float64: for 16-bit types at most twice PyTorch's own error, else absolutely."""
+    problem = Problem(case)
+    ours = problem.run().tensors()
+    expected = problem.dense(torch.float64).tensors()
+    theirs = problem.dense(case.dtype).tensors()
+    for name, value in expected.items():
+        if name == "lse":
+            empty = value == float("-inf")
+            assert torch.equal(ours["lse"] == float("-inf"), empty)
+            assert (ours["o"][empty] == 0).all() and (ours["dq"][empty] == 0).all()
+            error = (ours["lse"].double() - value)[~empty].abs().max().item()
+            assert error <= (1e-12 if case.dtype == torch.float64 else 1e-3), f"lse: {error}"
+            continue
+        assert not ours[name].isnan().any(), f"{name} has NaN"
+        error = (ours[name].double() - value).abs().max().item()
+        largest = value.abs().max().item()
+        if case.dtype == torch.float64:
+            assert error <= 1e-11 * max(largest, 1.0), f"{name}: {error}"
+        elif case.dtype == torch.float32:
+            assert error <= 1e-5 * max(largest, 1.0), f"{name}: {error}"
+        else:
+            own = (theirs[name].double() - value).abs().max().item()
+            assert error <= 2 * own + 1e-6, f"{name}: error {error}, PyTorch's {own}"
+            x, y = ours[name].double().flatten(), value.flatten()
+            assert x @ y >= (1 - 1e-5) * x.norm() * y.norm(), (
+                f"{name}: {x @ y / x.norm() / y.norm()}"
+            )
+
+
+def check_bits(case: Case, borders: tuple[int, ...]) -> None:
+    """Neither waves, nor slots, nor a second run change a bit."""
+    problem = Problem(case)
+    once = problem.run().tensors()
+    for other in (problem.run(borders), problem.run(), Problem(case, slot_seed=7).run()):
+        for name, value in other.tensors().items():
+            assert torch.equal(value, once[name]), name

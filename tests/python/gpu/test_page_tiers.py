@@ -34,7 +34,10 @@ def stale(case: Case, player: Player | None = None) -> int:
 def test_no_stamp_is_stale_in_1000_random_schedules() -> None:
     player = Player()
     for seed in range(SCHEDULES):
-        case = Case(seed, switches={"shuffle_seed": seed} if seed % 2 else {})
+        switches: dict[str, object] = {"store_streams": 1 + seed // 2 % 2}
+        if seed % 2:
+            switches["shuffle_seed"] = seed
+        case = Case(seed, switches=switches)
         manager = case.manager()
         player.play(case, manager)
         if seed % 50 == 49:
@@ -43,11 +46,12 @@ def test_no_stamp_is_stale_in_1000_random_schedules() -> None:
     assert int(player.bad) == 0
 
 
-def test_no_stamp_is_stale_in_tight_places() -> None:
+@pytest.mark.parametrize("streams", [1, 2])
+def test_no_stamp_is_stale_in_tight_places(streams: int) -> None:
     for seed in range(100):
-        assert TightTier(seed, None).hand_on_host_slot() == 0
-        assert TightTier(seed, None).fetch_back_at_once() == 0
-        assert TightTier(seed, None).store_over_a_store() == 0
+        assert TightTier(seed, None, streams).hand_on_host_slot() == 0
+        assert TightTier(seed, None, streams).fetch_back_at_once() == 0
+        assert TightTier(seed, None, streams).store_over_a_store() == 0
 
 
 @pytest.mark.parametrize("wait", _C.page_waits())

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gradient_case import Case, Problem, check, check_bits
+from attention_case import Case, Problem, check, check_bits
 
 from oomb import _C
 

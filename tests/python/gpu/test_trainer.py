@@ -46,3 +46,21 @@ def test_resumed(precision: str, tmp_path: Path) -> None:
     whole = losses(Trainer, tmp_path / "run", **settings)
     path = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert losses(Trainer, tmp_path / "b", resume_from_checkpoint=str(path), **settings) == whole
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """Logits in slices give the stock trainer's metrics and predictions."""
+    found = []
+    for kind, own in ((transformers.Trainer, {}), (Trainer, {"oomb_config": CONFIG})):
+        trainer = kind(
+            model(),
+            arguments(tmp_path, use_cpu=False),
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
+            compute_metrics=lambda found: {"mean": float(found.predictions.mean())},
+            **own,
+        )
+        found.append(trainer.predict(packed(5)))
+    stock, ours = found
+    assert (ours.predictions == stock.predictions).all()
+    assert ours.metrics["test_mean"] == stock.metrics["test_mean"]
+    assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)

@@ -8,17 +8,18 @@
 #include <cstdint>
 
 #include "attention/sm90/ptx/barrier.h"
+#include "attention/sm90/ptx/tma.h"
 
 namespace oomb::attention::sm90 {
 
 // global[box] += shared[box] in fp32, done by the L2; parts of the box outside the tensor are left
 // out. Ordering as for the stores in tma.h.
 __device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap& map, const void* shared,
-                                                  int32_t x, int32_t y, int32_t z) {
+                                                  int32_t x, int32_t y, int32_t z, CacheHint hint) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
-      "[%1];" ::"l"(&map),
-      "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint "
+      "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&map),
+      "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z), "l"(static_cast<uint64_t>(hint))
       : "memory");
 }
 

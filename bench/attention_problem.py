@@ -1,0 +1,323 @@
+"""What the benchmarks of attention share: shapes, inputs, alternatives, timing, and the report.
+
+Forward FLOPs are 4 * query_heads * head_dim per visible (query, key) pair, the causal part of the
+chunk counted half; backward 2.5 times that. Medians of CUDA-event times; inputs are random. Not
+every SDPA backend has a causal mask for queries at the end of longer keys: SDPA runs unmasked over
+all keys, and all pairs it computes are counted, which flatters it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from oomb import _C
+
+Call = Callable[[], Any]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    chunk: int = 8192
+    past: int = 131072
+    budget: int | None = None  # pages per query block; None: all
+    query_heads: int = 28
+    kv_heads: int = 4
+    head_dim: int = 128
+    page_size: int = 128
+
+    @property
+    def flops(self) -> float:
+        seen = self.past if self.budget is None else min(self.past, self.budget * self.page_size)
+        pairs = self.chunk * seen + self.chunk * self.chunk / 2
+        return 4.0 * self.query_heads * self.head_dim * pairs
+
+    @property
+    def unmasked_flops(self) -> float:
+        return 4.0 * self.query_heads * self.head_dim * self.chunk * (self.past + self.chunk)
+
+    @property
+    def pages(self) -> int:
+        return self.past // self.page_size
+
+    def __str__(self) -> str:
+        what = "dense" if self.budget is None else f"{self.budget} pages"
+        return (
+            f"{what}, chunk {self.chunk}, past {self.past}, {self.query_heads}/{self.kv_heads} "
+            f"heads of {self.head_dim}, pages of {self.page_size}"
+        )
+
+
+HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk in (4096, 8192)]
+
+
+def headline(path: str | None) -> list[Shape]:
+    """The tables of docs/performance.md: that of Hopper, or of the path for other GPUs."""
+    if path is None:
+        return HEADLINE
+    return [dataclasses.replace(shape, head_dim=dim) for dim in (128, 64) for shape in HEADLINE]
+
+
+def grid() -> list[Shape]:
+    """One axis at a time around chunk 4096 after 131,072 tokens."""
+    middle = Shape(chunk=4096)
+    shapes = [dataclasses.replace(middle, budget=b) for b in (16, 32, 64, 128, 256)]
+    for budget in (None, 64):
+        around = dataclasses.replace(middle, budget=budget)
+        shapes += [dataclasses.replace(around, chunk=c) for c in (2048, 4096, 8192, 16384)]
+        pasts = (0, 16384, 1048576) if budget is None else (16384, 1048576)
+        shapes += [dataclasses.replace(around, past=n) for n in pasts]
+        shapes += [dataclasses.replace(around, query_heads=4 * g) for g in (1, 4, 8)]
+        shapes += [
+            dataclasses.replace(around, head_dim=d, page_size=p)
+            for d, p in ((64, 64), (64, 128), (128, 64))
+        ]
+    return list(dict.fromkeys(shapes))
+
+
+class Inputs:
+    """q, k, v and the past, as slots of a page pool and as the contiguous tensors others need."""
+
+    def __init__(self, shape: Shape) -> None:
+        s = shape
+        self.shape = shape
+        kwargs: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.q = torch.randn(1, s.query_heads, s.chunk, s.head_dim, **kwargs)
+        self.k = torch.randn(1, s.kv_heads, s.chunk, s.head_dim, **kwargs)
+        self.v = torch.randn_like(self.k)
+        slots = max(s.pages, 1)
+        self.pool = torch.randn(slots, 2, s.kv_heads, s.page_size, s.head_dim, **kwargs)
+        table = torch.randperm(slots, device="cuda").to(torch.int32)
+        self.block_table = table[None]
+        ordered = self.pool[table.long()][: s.pages].permute(1, 2, 0, 3, 4)
+        past = ordered.reshape(2, 1, s.kv_heads, s.past, s.head_dim)
+        self.all_k = torch.cat([past[0], self.k], dim=2)
+        self.all_v = torch.cat([past[1], self.v], dim=2)
+        self.selection: Tensor | None = None
+        if s.budget is not None and s.past > 0:
+            blocks = s.chunk // s.page_size
+            count = min(s.budget, s.pages)
+            scores = torch.rand(1, blocks, 1, s.pages, device="cuda")
+            chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+            self.selection = chosen.to(torch.int32)
+        self.o = torch.empty_like(self.q)
+        self.lse = torch.empty(self.q.shape[:3], device="cuda")
+
+    def past_arguments(self) -> dict[str, Any]:
+        s = self.shape
+        return {
+            "scale": s.head_dim**-0.5,
+            "page_size": s.page_size,
+            "kv_pool": self.pool.data_ptr(),
+            "kv_slot_bytes": self.pool[0].numel() * self.pool.element_size(),
+            "kv_num_slots": self.pool.shape[0],
+            "block_table": self.block_table,
+            "num_past": s.past,
+            "page_begin": 0,
+            "page_end": s.pages,
+            "selection": self.selection,
+            "stream": torch.cuda.current_stream().cuda_stream,
+        }
+
+
+def forward(inputs: Inputs) -> Callable[[], Tensor]:
+    """Ours."""
+    arguments = inputs.past_arguments()
+
+    def call() -> Tensor:
+        _C.attention_forward(
+            q=inputs.q, k=inputs.k, v=inputs.v, o=inputs.o, lse=inputs.lse, **arguments
+        )
+        return inputs.o
+
+    return call
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                inputs.q, inputs.all_k, inputs.all_v, enable_gqa=True
+            )
+
+    return call
+
+
+def flex(inputs: Inputs) -> Callable[[], Tensor]:
+    """FlexAttention over the same page lists and the causal chunk, keys contiguous."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    s = inputs.shape
+    block, past_blocks, blocks = s.page_size, s.pages, s.chunk // s.page_size
+    total = past_blocks + blocks
+    full = torch.zeros(blocks, total, device="cuda", dtype=torch.bool)
+    if inputs.selection is None:
+        full[:, :past_blocks] = True
+    else:
+        full[:, :past_blocks].scatter_(1, inputs.selection[0, :, 0].long(), True)
+    earlier = torch.ones(blocks, blocks, device="cuda").tril(-1).bool()
+    full[:, past_blocks:] = earlier
+    counts = full.sum(-1, dtype=torch.int32)
+    indices = full.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    diagonal = torch.zeros(blocks, total, device="cuda", dtype=torch.int32)
+    diagonal[:, 0] = past_blocks + torch.arange(blocks, device="cuda")
+
+    past = s.past
+
+    def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return row + past >= key
+
+    mask = BlockMask.from_kv_blocks(
+        torch.ones_like(counts)[None, None],
+        diagonal[None, None],
+        counts[None, None],
+        indices[None, None].contiguous(),
+        BLOCK_SIZE=(block, block),
+        mask_mod=causal,
+        seq_lengths=(s.chunk, s.past + s.chunk),
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> Tensor:
+        o = compiled(inputs.q, inputs.all_k, inputs.all_v, block_mask=mask, enable_gqa=True)
+        assert isinstance(o, Tensor)
+        return o
+
+    return call
+
+
+def alternatives(
+    inputs: Inputs, path: str | None, everything: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """Their forwards by name; FlashAttention-2 alone beside the path for other GPUs.
+
+    Not everything: without the one that is never the best, and FlexAttention, which compiles every
+    shape anew, only for the heads and pages in the middle of the grid.
+    """
+    if inputs.selection is None:
+        flash = {"flash2": sdpa(inputs, SDPBackend.FLASH_ATTENTION)}
+        cudnn = {"cudnn": sdpa(inputs, SDPBackend.CUDNN_ATTENTION)}
+        return flash if path else cudnn | (flash if everything else {})
+    s = inputs.shape
+    usual = s == Shape(chunk=s.chunk, past=s.past, budget=s.budget)
+    return {"flex": flex(inputs)} if not path and (everything or usual) else {}
+
+
+def median_ms(call: Call, repetitions: int, longest: float = 1.0) -> float:
+    """After a warm-up; at least three runs, and no more than fit into ``longest`` seconds."""
+    times = []
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    for run in range(1 + repetitions):
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if run > 0:
+            times.append(begin.elapsed_time(end))
+        if len(times) >= 3 and sum(times) > 1e3 * longest:
+            break
+    return statistics.median(times)
+
+
+def measure(
+    row: dict[str, Any], name: str, call: Callable[[], Call], flops: float, repetitions: int
+) -> float:
+    """Adds ``name``'s time and TFLOP/s, or why there are none; returns TFLOP/s or 0."""
+    try:
+        milliseconds = median_ms(call(), repetitions)
+    except (RuntimeError, AssertionError) as error:
+        row[f"{name}_error"] = str(error)[:200]
+        return 0.0
+    row[f"{name}_ms"] = milliseconds
+    row[f"{name}_tflops"] = flops / milliseconds / 1e9
+    return float(row[f"{name}_tflops"])
+
+
+def matmul_tflops(repetitions: int) -> float:
+    """The ceiling: a bf16 matrix product of 8192 cubed."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn_like(a)
+    return 2 * 8192**3 / median_ms(lambda: a @ b, repetitions) / 1e9
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "-")
+
+
+def write_json(path: Path | None, kind: str, result: dict[str, Any]) -> None:
+    """To ``path``; "-" for bench/results/<kind>-<device>-<date>.json."""
+    if path is None:
+        return
+    date = datetime.date.today().isoformat()
+    if str(path) == "-":
+        path = RESULTS / f"{kind}-{device_name()}-{date}.json"
+    head = {
+        "date": date,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    path.write_text(json.dumps(head | result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=doc.splitlines()[0])
+    result.add_argument("--grid", action="store_true", help="the grid of shapes")
+    result.add_argument("--path", choices=["sm80"], help="force the path for other GPUs")
+    result.add_argument("--repetitions", type=int, default=7)
+    result.add_argument("--seconds", type=float, help="begin no further shape after that long")
+    result.add_argument(
+        "--json", type=Path, help="write the rows there; -: bench/results, with the usual name"
+    )
+    return result
+
+
+def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[str, Any]]) -> None:
+    """Benches every shape that the options ask for; prints and writes the rows."""
+    begin = time.monotonic()
+    torch.manual_seed(0)
+    _C.force_attention(options.path)
+    ceiling = matmul_tflops(options.repetitions)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"matrix product {ceiling:.0f} TFLOP/s"
+    )
+    shapes = grid() if options.grid else headline(options.path)
+    rows = []
+    for index, shape in enumerate(shapes):
+        seconds = time.monotonic() - begin
+        if options.seconds is not None and seconds > options.seconds:
+            print(f"{seconds:.0f} s: left out the last {len(shapes) - index} shapes")
+            break
+        row = {"pass": kind, **dataclasses.asdict(shape), **bench(shape)}
+        rows.append(row)
+        figures = [f"{k[:-7]} {v:.0f}" for k, v in row.items() if k.endswith("_tflops")]
+        ratios = [f"{k} {v:.2f}" for k, v in row.items() if k.endswith("ratio")]
+        errors = [f"{k[:-6]}: {v}" for k, v in row.items() if k.endswith("_error")]
+        print(f"{kind} {shape}: " + "  ".join(figures + ratios + errors), flush=True)
+        torch.cuda.empty_cache()
+    name = "-".join(["attention", kind, *(["grid"] if options.grid else []), options.path or ""])
+    write_json(
+        options.json,
+        name.rstrip("-"),
+        {
+            "matmul_tflops": ceiling,
+            "path": options.path,
+            "seconds": time.monotonic() - begin,
+            "rows": rows,
+        },
+    )

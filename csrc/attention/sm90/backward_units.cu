@@ -1,0 +1,214 @@
+// The units of the backward's main kernel, in the order in which they are handed out.
+
+#include <cstdint>
+
+#include "attention/sm90/backward_plan.h"
+#include "common/cuda_check.h"
+#include "common/math.h"
+
+namespace oomb::attention::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One thread per list entry: sets the query block's bit at the key tile.
+__global__ void __launch_bounds__(kThreads)
+    readers_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  const Shape& shape = args.params.shape;
+  const PastPages& past = args.params.past;
+  const BackwardWorkspace& workspace = args.workspace;
+  const int64_t blocks = ceil_div(shape.chunk, shape.page_size);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= shape.batch * blocks * past.selection_heads * past.budget) return;
+  const int64_t page = past.selection[index];  // with lists a key tile is a page
+  if (page < past.page_begin || page >= past.page_end) return;
+  const int64_t row = index / past.budget;
+  const int64_t list = row % past.selection_heads;
+  const int64_t block = row / past.selection_heads % blocks;
+  const int64_t batch = row / past.selection_heads / blocks;
+  const int64_t entry =
+      (batch * past.selection_heads + list) * workspace.list_tiles + page - past.page_begin;
+  atomicOr(workspace.readers + entry * workspace.reader_words + block / 32, 1u << block % 32);
+}
+
+// One block: the tiles with readers, ascending, for each list.
+__global__ void __launch_bounds__(1024)
+    active_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  const BackwardWorkspace& workspace = args.workspace;
+  const int64_t lists = args.params.shape.batch * args.params.past.selection_heads;
+  const int64_t entries = lists * workspace.list_tiles;
+  __shared__ int warp_counts[32];
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  int total = 0;
+  for (int64_t begin = 0; begin < entries; begin += 1024) {
+    const int64_t entry = begin + threadIdx.x;
+    const int64_t tile = entry % workspace.list_tiles;
+    uint32_t any = 0;
+    if (entry < entries) {
+      for (int64_t i = 0; i < workspace.reader_words; ++i) {
+        any |= workspace.readers[entry * workspace.reader_words + i];
+      }
+    }
+    const uint32_t ballot = __ballot_sync(0xffffffff, any != 0);
+    if (lane == 0) warp_counts[warp] = __popc(ballot);
+    __syncthreads();
+    int before = total;
+    for (int i = 0; i < 32; ++i) {
+      if (i < warp) before += warp_counts[i];
+      total += warp_counts[i];
+    }
+    const int place = before + __popc(ballot & ((1u << lane) - 1));
+    if (any != 0) workspace.active[place] = static_cast<int32_t>(tile);
+    if (entry < entries && tile == 0) workspace.active_begin[entry / workspace.list_tiles] = place;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) workspace.active_begin[lists] = total;
+}
+
+// Where a unit lies.
+struct Place {
+  int head;        // batch * Hkv + kv head
+  int tile;        // own tiles first, the last one foremost
+  int stripe = 0;  // of a past tile
+  int entry = 0;   // of a listed tile's readers
+};
+
+// Every tile, head by head (or a few that alternate), and stripe by stripe in a head.
+__device__ Place place_dense(const BackwardKernelArgs& args, int index) {
+  const int past_tiles = args.tiling.past_tiles;
+  const int units = (args.own_tiles + past_tiles * args.tiling.stripes) * args.heads_together;
+  const int tile = index % units / args.heads_together;
+  const int stripe = tile < args.own_tiles ? 0 : (tile - args.own_tiles) / past_tiles;
+  return {.head = index / units * args.heads_together + index % args.heads_together,
+          .tile = tile - stripe * past_tiles,
+          .stripe = stripe};
+}
+
+__device__ int num_listed(const BackwardKernelArgs& args) {
+  const Shape& shape = args.params.shape;
+  const int64_t lists = args.params.past.selection_heads;
+  if (args.workspace.readers == nullptr) return 0;
+  return args.workspace.active_begin[shape.batch * lists] *
+         static_cast<int>(shape.kv_heads / lists);
+}
+
+// The index-th listed tile, head by head.
+__device__ Place place_listed(const BackwardKernelArgs& args, int index) {
+  const BackwardWorkspace& workspace = args.workspace;
+  const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
+  const int lists = static_cast<int>(args.params.past.selection_heads);
+  for (int head = 0;; ++head) {
+    const int list = head / (kv_heads / lists);  // of all sequences
+    const int begin = workspace.active_begin[list];
+    const int count = workspace.active_begin[list + 1] - begin;
+    if (index < count) {
+      const int tile = workspace.active[begin + index];
+      return {.head = head,
+              .tile = args.own_tiles + tile,
+              .entry = list * static_cast<int>(workspace.list_tiles) + tile};
+    }
+    index -= count;
+  }
+}
+
+// The first key that some row of the unit's query blocks sees: what lies before may hold anything.
+__device__ int first_seen(const BackwardKernelArgs& args, const Unit& unit) {
+  const Visibility& visibility = args.params.visibility;
+  if (visibility.first_key == nullptr && visibility.window == 0) return 0;
+  const bool listed = !unit.own && args.params.past.selection != nullptr;
+  const int tiles_per_block = args.tiling.key_rows / kQueryRows;
+  const uint32_t* readers = args.workspace.readers + unit.entry * args.workspace.reader_words;
+  const QueryTile* tiles = args.workspace.query_tiles + unit.batch * args.query_tiles;
+  const int end = min(unit.block_end * tiles_per_block, args.query_tiles);
+  int first = INT32_MAX;
+  for (int tile = unit.block_begin * tiles_per_block; tile < end; ++tile) {
+    const int block = tile / tiles_per_block;
+    if (listed && !(readers[block / 32] >> block % 32 & 1)) continue;
+    first = min(first, tiles[tile].lower_min);
+  }
+  return first;
+}
+
+// One thread per unit.
+__global__ void __launch_bounds__(kThreads)
+    units_kernel(const __grid_constant__ BackwardKernelArgs args) {
+  const Shape& shape = args.params.shape;
+  const PastPages& past = args.params.past;
+  const int kv_heads = static_cast<int>(shape.kv_heads);
+  const int heads = static_cast<int>(shape.batch) * kv_heads;
+  const int key_rows = args.tiling.key_rows;
+  const int blocks = (static_cast<int>(shape.chunk) + key_rows - 1) / key_rows;
+  const bool listed = past.selection != nullptr;
+  const int own_units = args.own_tiles * heads;  // with lists these come first
+  const int index = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (index >= args.workspace.max_units) return;
+  const int units =
+      listed ? own_units + num_listed(args) : static_cast<int>(args.workspace.max_units);
+  if (index == 0) *args.workspace.num_units = units;
+  if (index >= units) return;
+
+  Place place;
+  if (!listed) {
+    place = place_dense(args, index);
+  } else if (index < own_units) {
+    place = {.head = index / args.own_tiles, .tile = args.own_tiles - 1 - index % args.own_tiles};
+  } else {
+    place = place_listed(args, index - own_units);
+  }
+  Unit unit;
+  unit.batch = place.head / kv_heads;
+  unit.kv_head = place.head % kv_heads;
+  unit.entry = place.entry;
+  if (place.tile < args.own_tiles) {
+    unit.own = 1;
+    unit.tile = args.own_tiles - 1 - place.tile;
+    unit.block_begin = unit.tile;
+    unit.block_end = blocks;
+    unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * key_rows;
+    unit.row_begin = 0;
+    unit.row_end = min(key_rows, static_cast<int>(shape.chunk) - unit.tile * key_rows);
+  } else {
+    const int page_size = static_cast<int>(shape.page_size);
+    const int wave_begin = static_cast<int>(past.page_begin) * page_size;
+    const int wave_end =
+        min(static_cast<int>(past.page_end) * page_size, static_cast<int>(past.num_tokens));
+    unit.own = 0;
+    unit.tile = args.tiling.tile_begin + place.tile - args.own_tiles;
+    unit.block_begin = place.stripe * args.tiling.stripe_blocks;
+    unit.block_end = min(blocks, unit.block_begin + args.tiling.stripe_blocks);
+    unit.key_begin = unit.tile * key_rows;
+    unit.row_begin = max(0, wave_begin - unit.key_begin);
+    unit.row_end = min(key_rows, wave_end - unit.key_begin);
+  }
+  const int seen = first_seen(args, unit);
+  if (seen > unit.key_begin) unit.row_begin = max(unit.row_begin, seen - unit.key_begin);
+  if (args.params.visibility.num_keys != nullptr) {
+    unit.row_end = min(unit.row_end, args.params.visibility.num_keys[unit.batch] - unit.key_begin);
+  }
+  args.workspace.units[index] = unit;
+}
+
+}  // namespace
+
+void launch_backward_units(const BackwardKernelArgs& args) {
+  const Shape& shape = args.params.shape;
+  const PastPages& past = args.params.past;
+  const auto stream = static_cast<cudaStream_t>(args.params.stream);
+  if (args.workspace.readers != nullptr) {
+    const int64_t listed =
+        shape.batch * ceil_div(shape.chunk, shape.page_size) * past.selection_heads * past.budget;
+    if (listed > 0) {
+      readers_kernel<<<static_cast<uint32_t>(ceil_div(listed, kThreads)), kThreads, 0, stream>>>(
+          args);
+    }
+    active_kernel<<<1, 1024, 0, stream>>>(args);
+  }
+  if (args.workspace.max_units > 0) {
+    units_kernel<<<static_cast<uint32_t>(ceil_div(args.workspace.max_units, kThreads)), kThreads, 0,
+                   stream>>>(args);
+  }
+  check_launch("attention backward, units");
+}
+
+}  // namespace oomb::attention::sm90

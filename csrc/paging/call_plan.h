@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "paging/schedule.h"
+
+namespace oomb::paging {
+
+// What is known of a call before it starts.
+struct CallPlan {
+  int64_t num_layers = 0;
+  std::vector<int32_t> pages_per_sequence;
+  int grad_slots = 1;         // slots of one gradient page
+  std::vector<Visit> visits;  // the access order
+  bool exact = true;       // ranges say what is used; false: an upper bound until set_visit_pages
+  int64_t wave_pages = 1;  // waves end at multiples of this: kernels take so many pages at once
+
+  // Throws InvalidArgument.
+  void check() const;
+  bool has_gradients() const;
+};
+
+}  // namespace oomb::paging

@@ -1,0 +1,321 @@
+"""The tensor-core kernels, forced: those of Hopper and those for every GPU since sm_80."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_case import Case, Problem, check, check_bits
+
+from oomb import _C
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+pytestmark = pytest.mark.gpu
+on_sm80 = pytest.mark.parametrize("implementation", ["sm80"], indirect=True)
+lists_of_pages = pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
+dims_and_pages = pytest.mark.parametrize(
+    ("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128]))
+)
+in_both_orders = pytest.mark.parametrize(
+    "deterministic", [True, False], ids=["ordered", "any-order"]
+)
+
+
+@pytest.fixture(autouse=True, params=["sm90", "sm80"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    _C.force_attention(request.param)
+    yield request.param
+    _C.force_attention(None)
+
+
+def check_shapes(case: Case) -> None:
+    page = case.page_size
+    for group, chunk, past in [
+        (7, 192, 3 * page + 17),
+        (1, 77, page),
+        (4, 300, 1500),
+        (8, 1000, 2500),
+    ]:
+        check(dataclasses.replace(case, group=group, chunk=chunk, past=past, batch=2))
+
+
+@in_both_orders
+@lists_of_pages
+@dims_and_pages
+def test_shapes(head_dim: int, page_size: int, lists: str, deterministic: bool) -> None:
+    check_shapes(
+        Case(head_dim=head_dim, page_size=page_size, lists=lists, deterministic=deterministic)
+    )
+
+
+@on_sm80
+@in_both_orders
+@lists_of_pages
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), (96, BF16), (96, FP16), (128, FP16)])
+def test_shapes_of_sm80(
+    head_dim: int, page_size: int, lists: str, dtype: torch.dtype, deterministic: bool
+) -> None:
+    check_shapes(
+        Case(
+            head_dim=head_dim,
+            page_size=page_size,
+            lists=lists,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
+    )
+
+
+@in_both_orders
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("chunk", [1, 63, 64, 65, 128, 129, 1000])
+def test_no_past(head_dim: int, chunk: int, deterministic: bool) -> None:
+    check(Case(head_dim=head_dim, chunk=chunk, deterministic=deterministic))
+
+
+@in_both_orders
+@pytest.mark.parametrize("lists", ["dense", "per_head"])
+def test_long_past(lists: str, deterministic: bool) -> None:
+    check(
+        Case(
+            chunk=128,
+            past=65536,
+            kv_heads=1,
+            group=7,
+            lists=lists,
+            budget=40,
+            deterministic=deterministic,
+        )
+    )
+
+
+@in_both_orders
+@pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("lists", ["dense", "shared"])
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_long_chunk(
+    page_size: int, lists: str, dkv_dtype: torch.dtype, deterministic: bool
+) -> None:
+    """Dozens of key tiles of the chunk itself add to a row's dQ, dozens of queries to a page.
+
+    More queries than the L2 takes: Hopper's kernels go through them in two stripes where dQ has no
+    order and pages are fp32.
+    """
+    check(
+        Case(
+            page_size=page_size,
+            group=7,
+            kv_heads=1,
+            chunk=5000,
+            past=1000,
+            lists=lists,
+            budget=4,
+            dkv_dtype=dkv_dtype,
+            deterministic=deterministic,
+        )
+    )
+
+
+@in_both_orders
+@dims_and_pages
+@pytest.mark.parametrize("lists", ["dense", "per_head"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        dict(window=1),
+        dict(window=100),
+        dict(window=700),
+        dict(documents=True),
+        dict(padding=True),
+        dict(documents=True, padding=True, window=250),
+    ],
+    ids=str,
+)
+def test_masks(
+    head_dim: int, page_size: int, lists: str, limits: dict[str, int], deterministic: bool
+) -> None:
+    check(
+        Case(
+            head_dim=head_dim,
+            page_size=page_size,
+            chunk=450,
+            past=7 * page_size + 17,
+            batch=2,
+            lists=lists,
+            budget=4,
+            deterministic=deterministic,
+            **limits,  # type: ignore[arg-type]
+        )
+    )
+
+
+def test_rows_that_see_nothing() -> None:
+    """A sequence whose keys all end before the chunk's documents begin."""
+    problem = Problem(Case(chunk=200, past=300, documents=True, batch=2))
+    problem.num_keys = torch.full((2,), 300, device="cuda", dtype=torch.int32)
+    ours, expected = problem.run(), problem.dense(torch.float64)
+    empty = expected.lse == float("-inf")
+    assert empty.any() and not empty.all()
+    assert torch.equal(ours.lse == float("-inf"), empty)
+    assert (ours.o[empty] == 0).all() and (ours.dq[empty] == 0).all()
+    for name, value in expected.tensors().items():
+        if name != "lse":
+            assert (ours.tensors()[name].double() - value).abs().max().item() < 0.05, name
+
+
+@in_both_orders
+@pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
+@lists_of_pages
+def test_gradient_dtypes(lists: str, dkv_dtype: torch.dtype, deterministic: bool) -> None:
+    check(
+        Case(
+            chunk=300,
+            past=1500,
+            group=7,
+            batch=2,
+            lists=lists,
+            budget=5,
+            dkv_dtype=dkv_dtype,
+            deterministic=deterministic,
+        )
+    )
+
+
+def test_stochastic_rounding_is_unbiased_and_repeatable() -> None:
+    case = Case(chunk=256, past=256, dkv_dtype=BF16)
+    problem, exact = Problem(case), Problem(Case(chunk=256, past=256))
+    o, lse = problem.forward()
+    exact.backward(o, lse)
+    target = torch.stack(exact.page_gradients())
+    total = torch.zeros_like(target)
+    seeds = 64
+    for seed in range(seeds):
+        problem.dkv_pool.zero_()
+        problem.backward(o, lse, rounding_seed=seed)
+        total += torch.stack(problem.page_gradients()).float()
+    error = (total / seeds - target).abs().mean() / target.abs().mean()
+    nearest = (target.bfloat16().float() - target).abs().mean() / target.abs().mean()
+    assert error < 0.5 * nearest  # an average of 64 draws; a bias would stay
+    last = problem.dkv_pool.clone()
+    problem.dkv_pool.zero_()
+    problem.backward(o, lse, rounding_seed=seeds - 1)
+    assert torch.equal(problem.dkv_pool, last)
+    problem.dkv_pool.zero_()
+    problem.backward(o, lse, rounding_seed=0)
+    assert not torch.equal(problem.dkv_pool, last)
+
+
+def test_gradients_are_added() -> None:
+    problem = Problem(Case(chunk=200, past=300))
+    o, lse = problem.forward()
+    problem.backward(o, lse)
+    once = problem.dkv_pool.clone()
+    problem.backward(o, lse)
+    torch.testing.assert_close(problem.dkv_pool, 2 * once, rtol=1e-6, atol=1e-6)
+
+
+@in_both_orders
+@pytest.mark.parametrize("lists", ["dense", "shared"])
+def test_page_without_gradient(lists: str, deterministic: bool) -> None:
+    case = Case(chunk=200, past=600, lists=lists, budget=4, deterministic=deterministic)
+    full, partial = Problem(case), Problem(case)
+    partial.dkv_table[:, 2] = -1
+    expected = full.run()
+    o, lse = partial.forward()
+    dq, _, _ = partial.backward(o, lse)
+    if deterministic:
+        assert torch.equal(dq, expected.dq)
+    else:
+        torch.testing.assert_close(dq, expected.dq, rtol=2**-7, atol=1e-4)
+    for page in (0, 1, 3, 4):
+        units = full.dkv_table[0, page].long()
+        assert torch.equal(partial.dkv_pool[units], full.dkv_pool[units])
+    assert (partial.dkv_pool[full.dkv_table[0, 2].long()] == 0).all()
+
+
+# Waves may end at any of the kernels' key tiles: 128 tokens of dense attention on Hopper, a page
+# elsewhere.
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
+@lists_of_pages
+@dims_and_pages
+def test_bits(
+    implementation: str,
+    head_dim: int,
+    page_size: int,
+    lists: str,
+    dkv_dtype: torch.dtype,
+    documents: bool,
+) -> None:
+    case = Case(
+        head_dim=head_dim,
+        page_size=page_size,
+        group=7,
+        chunk=330,
+        past=11 * 128 + 5,
+        batch=2,
+        lists=lists,
+        budget=6,
+        dkv_dtype=dkv_dtype,
+        documents=documents,
+    )
+    pages = 128 // page_size if implementation == "sm90" and lists == "dense" else 1
+    for tiles in [(0,), (1,), (3, 4), (2, 2, 11)]:
+        check_bits(case, tuple(pages * tile for tile in tiles))
+
+
+def test_waves_in_any_order() -> None:
+    """All but dQ, whose sum is the same up to rounding."""
+    problem = Problem(Case(chunk=330, past=1400, lists="shared", budget=6, deterministic=False))
+    once, waves = problem.run().tensors(), problem.run((1, 5, 9)).tensors()
+    for name, value in once.items():
+        if name == "dq":
+            torch.testing.assert_close(waves[name], value, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(waves[name], value), name
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "chunk"), [(5, 1, 64), (8, 1, 130), (1, 7, 1024)])
+def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
+    """Blocks that wait for each other's dQ: more of them than run at once, of several heads."""
+    case = Case(kv_heads=kv_heads, group=group, chunk=chunk, past=40_000, head_dim=64)
+    check_bits(case, (7, 200))
+
+
+def test_full_list_equals_dense() -> None:
+    """All but dQ, which comes from another kernel."""
+    dense = Problem(Case(chunk=500, past=1300)).run().tensors()
+    listed = Problem(Case(chunk=500, past=1300, lists="shared", budget=11)).run().tensors()
+    for name, value in dense.items():
+        if name == "dq":
+            torch.testing.assert_close(listed[name], value, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(listed[name], value), name
+
+
+def test_pools_past_two_to_the_31_elements() -> None:
+    """Pages at both ends of pools of more than 8 GiB."""
+    problem = Problem(Case(chunk=256, past=600))
+    expected = problem.run().tensors()
+    kv, dkv = problem.pool, problem.dkv_pool
+    table, dkv_table = problem.block_table.clone(), problem.dkv_table.clone()
+    slots = 9 * 2**30 // kv[0].nbytes
+    units = 9 * 2**30 // dkv[0].nbytes
+    problem.pool = torch.empty(slots, *kv.shape[1:], device="cuda", dtype=kv.dtype)
+    problem.dkv_pool = torch.empty(units, *dkv.shape[1:], device="cuda", dtype=dkv.dtype)
+    for page in range(table.shape[1]):
+        slot = slots - 1 - page if page % 2 == 0 else page
+        problem.pool[slot] = kv[int(table[0, page])]
+        problem.block_table[0, page] = slot
+        for kind in range(2):
+            problem.dkv_table[0, page, kind] = (
+                units - 1 - 2 * page - kind if page % 2 else 2 * page + kind
+            )
+    for name, value in problem.run().tensors().items():
+        assert torch.equal(value, expected[name]), name
+    assert dkv_table.shape == problem.dkv_table.shape
