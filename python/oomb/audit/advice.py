@@ -56,9 +56,10 @@ def _about_sampling(sampled: Sequence[SampledAudit], tolerance: float) -> str:
     if free:
         best = min(free, key=lambda one: one.rule.keep * one.gradient.spread**2)
         steps = max(1, math.ceil((best.gradient.spread / tolerance) ** 2))
+        bring = "1 step brings" if steps == 1 else f"{steps:,} steps bring"
         sentences.append(
             f"Without a cap keep={best.rule.keep:g} averages out for the least work: a step's "
-            f"gradient is {best.gradient.error:.0%} off, and {steps:,} steps bring that to "
+            f"gradient is {best.gradient.error:.0%} off, and {bring} that to "
             f"{tolerance:.0%}."
         )
     if capped:

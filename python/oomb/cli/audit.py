@@ -19,7 +19,9 @@ _CHARACTERS_PER_TOKEN = 8  # read at first
 def audit(
     model: Annotated[str, typer.Argument(help="Folder of a model, or its name on the hub.")],
     text: Annotated[Path, typer.Argument(help="A text file, of the kind to train on.")],
-    context: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 16384,
+    context: Annotated[str, typer.Option(help="Tokens of the text to use: 16384, 16K, 1M.")] = (
+        "16K"
+    ),
     budget: Annotated[str, typer.Option(help="Pages per query block: 8,16,32; '' for none.")] = "",
     share: Annotated[str, typer.Option(help="all_heads or kv_head.")] = "all_heads",
     score: Annotated[str, typer.Option(help="block_mean or token_softmax.")] = "block_mean",
@@ -51,6 +53,7 @@ def audit(
     from oomb.audit import audit as run
     from oomb.cli.audit_tables import show
     from oomb.errors import Error
+    from oomb.lengths import parse_length
     from oomb.train.model import device_of, load_config, load_model, load_tokenizer
     from oomb.train.settings import ModelSettings
 
@@ -82,7 +85,8 @@ def audit(
             device=device,  # type: ignore[arg-type]
         )
         model_config = load_config(settings)
-        ids = _tokens(text, context, load_tokenizer(settings, model_config))
+        length = parse_length("--context", context)
+        ids = _tokens(text, length, load_tokenizer(settings, model_config))
         _check_length(ids.shape[1], chunk_size, model_config, text)
         network = load_model(settings, None, model_config)
         ids = ids.to(device_of(settings))
@@ -101,7 +105,7 @@ def audit(
             )
     except (OSError, ValueError, Error) as error:
         errors.print(f"oomb audit: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(1 if isinstance(error, Error) else 2) from None
     show(console, found)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +127,13 @@ def _tokens(path: Path, context: int, tokenizer: PreTrainedTokenizerBase) -> tor
 
     characters = _CHARACTERS_PER_TOKEN * context
     while True:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(characters)
+        try:
+            with path.open(encoding="utf-8") as file:
+                text = file.read(characters)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text: expected UTF-8 text, got {path}: {error.reason}") from None
+        except OSError as error:
+            raise ValueError(f"text: expected a file, got {path}: {error.strerror}") from None
         ids = tokenizer(text, verbose=False)["input_ids"]
         if len(ids) >= context or len(text) < characters:
             return torch.tensor([ids[:context]], dtype=torch.int64)

@@ -18,11 +18,18 @@ def show(console: Console, found: Audit) -> None:
     )
     if found.sparse:
         for table in (_budgets(found), *_layers(found)):
-            console.print(table, "")
+            _print(console, table)
     if found.sampled:
-        console.print(_sampled(found), "")
+        _print(console, _sampled(found))
     for sentence in found.advice:
         console.print(sentence, markup=False, highlight=False)
+
+
+def _print(console: Console, table: Table) -> None:
+    """With its title in one line, however narrow the table is."""
+    console.print(table.title, style="bold", highlight=False, soft_wrap=True)
+    table.title = None
+    console.print(table, "")
 
 
 def _budgets(found: Audit) -> Table:
@@ -94,7 +101,7 @@ def _bias(one: SampledAudit) -> str:
 
 
 def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table = Table(title=title, box=None, pad_edge=False)
     table.add_column(first, justify="right")
     return table
 

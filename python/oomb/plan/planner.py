@@ -202,7 +202,7 @@ class Planner:
         if not machine.local:
             if machine.gpu is None:
                 return None
-            return datasheet_rates(machine.gpu, tracer.shapes[0], call.layout, call.selection)
+            return datasheet_rates(machine.gpu, tracer.shapes[0], call.selection)
         outer, inner = tracer.largest_product
         return measured_rates(
             machine,

@@ -53,18 +53,13 @@ _DENSE = {"past_forward": 0.63, "past_backward": 0.52}
 _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
-_ROUNDED = 0.8  # over the past, backward, into bf16 gradient pages
 _CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
 _QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(
-    gpu: Gpu, shape: LayerShape, layout: PageLayout, selection: TopKPages | None
-) -> Rates:
+def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) -> Rates:
     """Rates of a GPU that is not here."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
-    if layout.grad_dtype == torch.bfloat16:
-        shares["past_backward"] *= _ROUNDED
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
         matrix=_SHARE_MATRIX * gpu.flops,

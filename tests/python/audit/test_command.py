@@ -83,6 +83,7 @@ def test_long_text_is_read_until_there_are_enough_tokens(folder: Path, tmp_path:
         (("--budget", "8", "--share", "none"), "share: expected 'all_heads' or 'kv_head'"),
         (("--budget", "8", "--page-size", "7"), "chunk_size: expected a multiple of page_size 7"),
         (("--budget", "8", "--chunk-size", "64"), "expected more tokens than a chunk's 64, got 60"),
+        (("--budget", "8", "--context", "1Q"), "--context: expected tokens such as 131072, 128K"),
         (("--budget", "8", "--host-memory", "much"), "host_memory: expected bytes or a size"),
     ],
 )
@@ -90,22 +91,30 @@ def test_bad_options_are_named(
     folder: Path, text: Path, options: tuple[str, ...], message: str
 ) -> None:
     result = run(folder, text, *options)
-    assert result.exit_code == 1 and message in result.output
+    assert result.exit_code == 2 and message in result.output
 
 
 def test_context_beyond_the_models_positions(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     path.write_text(WORDS * 9)
     result = run(folder, path, "--budget", "8", "--context", "600")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--context: expected at most the model's 512 positions, got 600" in result.output
 
 
 def test_missing_files_are_named(folder: Path, text: Path, tmp_path: Path) -> None:
     missing = run(folder, tmp_path / "none.txt", "--budget", "8")
-    assert missing.exit_code == 1 and "none.txt" in missing.output
+    assert missing.exit_code == 2
+    assert "text: expected a file, got " in missing.output and "none.txt" in missing.output
     missing = run(tmp_path / "no-model", text, "--budget", "8")
-    assert missing.exit_code == 1 and "no-model" in missing.output
+    assert missing.exit_code == 2 and "no-model" in missing.output
+
+
+def test_what_is_no_text(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bytes.txt"
+    path.write_bytes(b"abc\xff\xfe" * 100)
+    result = run(folder, path, "--budget", "8")
+    assert result.exit_code == 2 and "text: expected UTF-8 text, got " in result.output
 
 
 # What it recommends -------------------------------------------------------------------------------
