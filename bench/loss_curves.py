@@ -1,13 +1,15 @@
 """Held-out loss of a small model trained from scratch: ordinary, chunked, page-sparse, sampled.
 
     python bench/loss_curves.py --json curves.json --plot curves.png [--jobs 15] [--devices 3]
+    python bench/loss_curves.py --plot-only curves.json curves.png
+    python bench/loss_curves.py --table curves.json
 
 Every method sees the same text in the same order from the same weights, once per seed. The text is
 the source of Python's library, one token per byte; the loss is in nats per byte, of files that are
 not trained on, always under exact attention. On a GPU weights are fp32 under bf16 autocast.
 
 Runs are processes, several at a time on each GPU. Finished ones are kept in the JSON file, and a
-second call makes those that are missing.
+second call makes those that are missing. Picture and table (markdown) need nothing but that file.
 """
 
 from __future__ import annotations
@@ -227,23 +229,53 @@ class Runs:
             print(f"estimated duration: {rounds * of_run:.0f} s", flush=True)
 
 
+def gaps(record: dict[str, Any], method: str, base: str) -> dict[str, float]:
+    """Final loss of a method less that of another, for each seed that both have."""
+    ours, theirs = record["curves"][method], record["curves"][base]
+    return {seed: ours[seed][-1] - theirs[seed][-1] for seed in sorted(ours) if seed in theirs}
+
+
+def done(record: dict[str, Any]) -> list[str]:
+    return [method for method in METHODS if method in record["curves"]]
+
+
 def compare(record: dict[str, Any]) -> None:
     """Print final losses, and how far each method is from the first, per seed."""
-    curves = record["curves"]
-    base = next((m for m in METHODS if m in curves), None)
-    if base is None:
+    if not done(record):
         return
+    base = done(record)[0]
     print(f"\nfinal held-out loss, and its difference from {base!r}, per seed")
-    for method in (m for m in METHODS if m in curves):
-        runs = curves[method]
-        mean = statistics.fmean(run[-1] for run in runs.values())
-        gaps = {s: run[-1] - curves[base][s][-1] for s, run in runs.items() if s in curves[base]}
-        told = "  ".join(f"{gap:+.4f}" for _, gap in sorted(gaps.items()))
-        largest = max(map(abs, gaps.values()), default=0.0)
+    for method in done(record):
+        mean = statistics.fmean(run[-1] for run in record["curves"][method].values())
+        differences = gaps(record, method, base).values()
+        told = "  ".join(f"{gap:+.4f}" for gap in differences)
+        largest = max(map(abs, differences), default=0.0)
         verdict = ""
         if method == "exact" and base == "ordinary":
             verdict = f"  largest {largest:.4f}, wanted <= {WANTED_GAP}"
         print(f"{method:12} {mean:.4f}   {told}{verdict}")
+
+
+def table(record: dict[str, Any]) -> str:
+    """Final losses in markdown, and what was trained under them."""
+    methods = done(record)
+    seeds = sorted({seed for runs in record["curves"].values() for seed in runs})
+    base = methods[0]
+    head = ["method", "held-out loss", *(f"seed {seed}" for seed in seeds)]
+    lines = [head, ["---"] * len(head)]
+    for method in methods:
+        final = {seed: run[-1] for seed, run in record["curves"][method].items()}
+        told = final if method == base else gaps(record, method, base)
+        form = ".4f" if method == base else "+.4f"
+        cells = [format(told[seed], form) if seed in told else "" for seed in seeds]
+        lines.append([method, f"{statistics.fmean(final.values()):.4f}", *cells])
+    asked = record["arguments"]
+    about = (
+        f"{asked['steps']} steps of one sequence of {asked['tokens']:,} tokens; {asked['layers']} "
+        f"layers of {asked['hidden']}; {asked['device']}. Mean over seeds in nats per byte; per "
+        f"seed the loss of {base} training, and the others' difference from it."
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + about
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -253,7 +285,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for method in (m for m in METHODS if m in record["curves"]):
+    for method in done(record):
         points = list(zip(*record["curves"][method].values(), strict=True))
         mean = [statistics.fmean(point) for point in points]
         exact = method == "exact"  # lies on the ordinary one
@@ -289,12 +321,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="stop what still runs then")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--plot-only", nargs=2, type=Path, metavar=("JSON", "PNG"), help="run nothing"
+    )
+    parser.add_argument("--table", type=Path, metavar="JSON", help="print it; run nothing")
     parser.add_argument("--only", nargs=2, metavar=("METHOD", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is not None:
         method, seed = options.only
         for loss in train(method, int(seed), python_source(), options):
             print(json.dumps({"loss": loss}), flush=True)
+        return
+    if options.plot_only is not None:
+        kept, picture = options.plot_only
+        draw(json.loads(kept.read_text()), picture)
+        return
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
         return
     runs = Runs(options)
     runs.make()
