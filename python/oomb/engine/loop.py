@@ -163,7 +163,7 @@ class ChunkLoop:
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._model.layer_of(call.module)
-        dtype = call.k.dtype  # the pages' own; under autocast K and V may differ
+        dtype = call.k.dtype  # the pages' own; a model may leave V in another
         q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
         self._attention.begin(layer, q, k, v, call.window)
         if self._turns is not None:

@@ -67,6 +67,15 @@ def placeholder_mask(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
+def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What torch's own attention makes of its inputs under autocast: rotation has left fp32."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -99,6 +108,7 @@ def _attention(
         )
     if attention_mask is not None and attention_mask.numel() != 1:
         raise UnsupportedModelError(f"{where}: builds an attention mask of its own")
+    query, key, value = in_autocast_dtype(query, key, value)
     call = AttentionCall(
         module=module,
         q=query,

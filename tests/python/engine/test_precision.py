@@ -165,6 +165,16 @@ def test_autocast_over_fp32_weights(name: str, tokens: int, recompute: str) -> N
     assert_as_good_as_ordinary(result, usual, reference)
 
 
+def test_attention_under_autocast_is_that_of_16_bits() -> None:
+    """Rotation leaves queries and keys in fp32, for which pages are larger and kernels slow."""
+    ids = random_ids(1, 200)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = chunked(make("llama", torch.float32), config(), ids, ids)
+    pure = chunked(in_bfloat16(rounded("llama")), config(), ids, ids)
+    assert mixed.step is not None and pure.step is not None
+    assert mixed.step.stats.device_peak_bytes == pure.step.stats.device_peak_bytes > 0
+
+
 def test_float32() -> None:
     model = make("llama", torch.float32)
     ids = random_ids(2, 200)
