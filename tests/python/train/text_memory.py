@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import unicodedata
 from pathlib import Path
 
 from oomb.cli.demo_text import python_source
@@ -33,8 +34,12 @@ def resident_bytes(process: int) -> int:
 
 
 def write_text(path: Path, num_bytes: int) -> None:
-    """The source of Python's library, over and over; each copy begins with its number."""
-    source = python_source().train.numpy().tobytes()
+    """The source of Python's library, over and over; each copy begins with its number.
+
+    Characters are composed, as the tokenizer makes them: so a byte is a token.
+    """
+    text = python_source().train.numpy().tobytes().decode(errors="ignore")
+    source = unicodedata.normalize("NFC", text).encode()
     with path.open("wb") as file:
         number = 0
         while file.tell() < num_bytes:
