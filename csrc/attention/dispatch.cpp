@@ -25,6 +25,7 @@ struct Settings {
   std::function<void(const std::string&)> warning_hook = [](const std::string& text) {
     std::cerr << "oomb: " << text << '\n';
   };
+  std::atomic<bool> warnings = true;
   std::atomic<bool> warned = false;
 
   Settings() {
@@ -72,6 +73,8 @@ void set_warning_hook(std::function<void(const std::string&)> hook) {
   settings().warning_hook = std::move(hook);
 }
 
+void set_warnings(bool wanted) { settings().warnings = wanted; }
+
 #if OOMB_WITH_CUDA
 
 namespace {
@@ -115,7 +118,7 @@ std::string describe(const Shape& shape, DType dtype) {
 }
 
 void warn_once(const Shape& shape, DType dtype) {
-  if (settings().warned.exchange(true)) return;
+  if (!settings().warnings || settings().warned.exchange(true)) return;
   std::function<void(const std::string&)> hook;
   {
     const std::lock_guard lock(settings().mutex);

@@ -166,6 +166,8 @@ void bind_attention(py::module_& module) {
       },
       arg("implementation"),
       "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
+  module.def("set_attention_warnings", &cuda::set_warnings, arg("wanted"),
+             "Whether a call without a fast kernel warns, once per process.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);
