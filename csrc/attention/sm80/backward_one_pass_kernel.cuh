@@ -26,6 +26,7 @@
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/one_pass.h"
 #include "attention/sm80/query_steps.cuh"
+#include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_case import Case, Problem, check, check_bits
+from attention_case import Case, Problem, bytes_on_gpu, check, check_bits
+from torch import Tensor
 
 from oomb import _C
 
@@ -285,6 +286,37 @@ def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
     """Blocks that wait for each other's dQ: more of them than run at once, of several heads."""
     case = Case(kv_heads=kv_heads, group=group, chunk=chunk, past=40_000, head_dim=64)
     check_bits(case, (7, 200))
+
+
+@on_sm80
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("limits", [{}, dict(window=3000), dict(documents=True)], ids=str)
+@lists_of_pages
+def test_parted_tiles(head_dim: int, lists: str, limits: dict[str, int]) -> None:
+    """More tiles of queries than run at once: done in pieces, they have the bits of the whole."""
+    problem = Problem(
+        Case(
+            kv_heads=4,
+            group=7,
+            chunk=1300,
+            past=6005,
+            head_dim=head_dim,
+            lists=lists,
+            budget=40,
+            **limits,  # type: ignore[arg-type]
+        )
+    )
+    asked = []
+
+    def workspace(size: int) -> Tensor:
+        asked.append(size)
+        return bytes_on_gpu(size)
+
+    o, lse = problem.forward(workspace=None)
+    for borders in ((), (3,), (20, 21)):
+        parted, parted_lse = problem.forward(borders, workspace)
+        assert torch.equal(parted, o) and torch.equal(parted_lse, lse), borders
+    assert asked, "nothing was parted"
 
 
 def test_full_list_equals_dense(implementation: str) -> None:
