@@ -14,8 +14,10 @@
 //   | K 128 | V 128 | Q0 dO0 64 | Q1 dO1 64 | dS0 dS1 |
 //
 // dQ is added up in fp32 in memory. Where the order is fixed, a block's part waits for its turn
-// (QueryStep::dq_order); blocks side by side trail each other by a step or two. Units are handed
-// out in an order in which every wait is for an earlier unit.
+// (QueryStep::dq_order); blocks side by side trail each other by some steps. Units are handed out
+// in an order in which every wait is for an earlier unit. Neither a look at a turn nor passing it
+// on may hold up the warps, which meet at every step: one of them looks while there is still all of
+// the step to do, and passes a turn on when the sums it stands for have long arrived.
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
@@ -57,10 +59,12 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ QuerySteps<kKeys> steps;
   __shared__ KeyBlock unit;  // leaves the registers to the main loop
+  __shared__ int ready;      // a step whose turn has come
   const uint32_t shared = device::shared_address(shared_memory);
 
   {
     if (threadIdx.x == 0) {
+      ready = -1;
       const int index = plan.turns != nullptr ? atomicAdd(plan.next_unit, 1) : blockIdx.x;
       const int tiles = grid.own_tiles + grid.pages;
       const int first_head = index / (tiles * grid.heads_together) * grid.heads_together;
@@ -144,12 +148,19 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     }
     const QueryStep& step = step_at(index);
     if (plan.turns != nullptr) {
-      if (lane == 0) wait_for_turn(plan.turns + step.dq_tile, step.dq_order);
+      if (lane == 0 && load_acquire_shared(&ready) != index) {
+        wait_for_turn(plan.turns + step.dq_tile, step.dq_order);
+      }
       __syncwarp();
     }
     DqTile<kDim>::add(plan.dq + step.row * kDim, warp, lane, step.rows, dq);
   };
-  // One thread calls it when everybody's part is under way.
+  // One thread calls these: the one early in the step that adds, the other when everybody's part is
+  // under way.
+  const auto look_at_turn = [&](int index) {
+    const QueryStep& step = step_at(index);
+    if (turn_of(plan.turns + step.dq_tile) >= step.dq_order) store_release_shared(&ready, index);
+  };
   const auto pass_turn = [&](int index) {
     const QueryStep& step = step_at(index);
     set_turn(plan.turns + step.dq_tile, step.dq_order + 1);
@@ -167,8 +178,8 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     start_copies(index + 1);
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     if (lane == 0 && warp == index % kOnePassWarps) steps.describe(p, plan, index + 2);
-    if (plan.turns != nullptr && index >= 2 && lane == 0 && warp == (index + 4) % kOnePassWarps) {
-      pass_turn(index - 2);
+    if (plan.turns != nullptr && index >= 1 && lane == 0 && warp == (index + 2) % kOnePassWarps) {
+      look_at_turn(index - 1);
     }
     device::commit_copies();
     const uint32_t stage = shared + Pass::kStages + index % 2 * Pass::kStageBytes;
@@ -260,6 +271,9 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
         device::multiply<T>(dk[2 * n], ds[part], b[0], b[1]);
         device::multiply<T>(dk[2 * n + 1], ds[part], b[2], b[3]);
       }
+    }
+    if (plan.turns != nullptr && index >= 2 && lane == 0 && warp == (index + 4) % kOnePassWarps) {
+      pass_turn(index - 2);
     }
     if (index > 0) add_dq(index - 1);
   }
