@@ -1,11 +1,10 @@
 """What compute-sanitizer watches: small attention problems of one implementation.
 
-Usage: attention_under_sanitizer.py sm90|sm80|plain|pages
+Usage: attention_under_sanitizer.py sm90|sm80|plain|pages|beyond
 
 Every tensor has memory of its own (no caching allocator), so that one byte too far is noticed.
 """
 
-import itertools
 import os
 import sys
 
@@ -30,7 +29,7 @@ def play(case: Case, borders: tuple[int, ...] = ()) -> None:
 
 def tensor_cores() -> None:
     """Tails of chunk and past, lists, both gradient types and orders; then masks and waves."""
-    for head_dim, page_size in itertools.product((64, 128), (64, 128)):
+    for head_dim, page_size in ((64, 64), (128, 128)):
         tail = 2 * page_size + 17
         for lists, dkv_dtype in (("dense", FP32), ("shared", BF16), ("per_head", FP32)):
             for deterministic in (True, False):
@@ -90,11 +89,23 @@ def pages() -> None:
     page_select(1000, 64, FP32, 2, 3)
 
 
+def beyond() -> None:
+    """Reads a page behind the end of the pool: an error that has to be found."""
+    case = Case(head_dim=64, page_size=64, kv_heads=1, group=1, chunk=10, past=64)
+    problem = Problem(case, spare_slots=1)
+    problem.pool = problem.pool[:1].clone()
+    problem.block_table.fill_(1)
+    problem.forward()
+
+
 which = sys.argv[1]
-if which != "pages":
+if which in ("sm90", "sm80", "plain"):
     _C.force_attention(which)
-{"sm90": tensor_cores, "sm80": tensor_cores, "plain": plain, "pages": pages}[which]()
+if which in ("sm90", "sm80"):
+    tensor_cores()
 if which == "sm80":
     parted()
+if which in ("plain", "pages", "beyond"):
+    {"plain": plain, "pages": pages, "beyond": beyond}[which]()
 torch.cuda.synchronize()
 print(f"{which}: all played")
