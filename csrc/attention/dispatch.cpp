@@ -205,6 +205,12 @@ void backward(const BackwardParams& params) {
   }
 }
 
+int64_t forward_workspace_bytes(const ForwardParams& params) {
+  if (choose(params, false) != Implementation::kSm80) return 0;
+  const DeviceGuard guard(device_of(params.q));
+  return sm80::forward_workspace_bytes(params);
+}
+
 int64_t backward_workspace_bytes(const BackwardParams& params) {
   const Implementation implementation = choose(params, false);
   const DeviceGuard guard(device_of(params.q));
@@ -255,6 +261,7 @@ Implementation implementation_of(const ForwardParams&) { no_cuda(); }
 Implementation implementation_of(const BackwardParams&) { no_cuda(); }
 void forward(const ForwardParams&) { no_cuda(); }
 void backward(const BackwardParams&) { no_cuda(); }
+int64_t forward_workspace_bytes(const ForwardParams&) { no_cuda(); }
 int64_t backward_workspace_bytes(const BackwardParams&) { no_cuda(); }
 void page_write(const PageWriteParams&) { no_cuda(); }
 void page_gradient_read(const PageGradientReadParams&) { no_cuda(); }

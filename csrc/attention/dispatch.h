@@ -42,6 +42,7 @@ Implementation implementation_of(const BackwardParams& params);
 
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
+int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 void page_write(const PageWriteParams& params);

@@ -143,6 +143,7 @@ def attention_forward(
     acc: Tensor | None = None,
     max: Tensor | None = None,
     sum: Tensor | None = None,
+    workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...
 def attention_backward(

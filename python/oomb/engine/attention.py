@@ -138,6 +138,7 @@ class ChunkAttention:
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
         common = self._common(layer, q, k, v, scale, window, selection)
+        common["workspace"] = workspace_on(q.device)
 
         launches = self._launches(visit)
         if len(launches) > 1:
