@@ -14,6 +14,7 @@ import torch
 from oomb import _C
 from oomb.engine.finite import expect_finite
 from oomb.engine.layout import Chunks, Order
+from oomb.engine.page_lists import PageLists
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import with_torchs_unused
 from oomb.engine.tiers import PageLayout
@@ -34,7 +35,10 @@ class CallPages:
     Attributes:
         first_key, num_keys: as in :class:`oomb.engine.inputs.CallInputs`.
         swept: chunks that receive gradient, ascending.
-        summaries: per layer [batch, pages, kv_heads, head_dim] mean keys, None where not needed.
+        max_pages: past pages of the longest sequence.
+        selector, lists: choose past pages, and keep what was chosen; None: all of the past is seen.
+        summaries: per layer [batch, pages, kv_heads, head_dim] mean keys, None where not needed:
+            once the first chunk of the sweep has chosen, every list is kept.
         rounding_seed: of bf16 gradient pages.
         spilled: the device tier cannot hold the whole call.
         filled: chunks whose keys and values are written to pages.
@@ -50,7 +54,9 @@ class CallPages:
     num_keys: torch.Tensor | None
     swept: list[int]
     dkv_factor: float
+    max_pages: int
     selector: Selector | None
+    lists: PageLists | None
     summaries: list[torch.Tensor | None]
     rounding_seed: int
     deterministic: bool
@@ -94,7 +100,8 @@ class ChunkAttention:
         self.chunk = 0
         self.phase = "fill"
         self.stop_at_last = False  # the fill ends at the last layer's keys and values
-        self._unannounced: set[tuple[int, int]] = set()  # (layer, chunk) whose lists are new
+        # (layer, chunk) of new lists, oldest first, and when the host has them
+        self._unannounced: dict[tuple[int, int], torch.cuda.Event | None] = {}
 
     def __enter__(self) -> ChunkAttention:
         self.active[self.id] = self
@@ -103,6 +110,16 @@ class ChunkAttention:
     def __exit__(self, *_: object) -> None:
         del self.active[self.id]
 
+    @contextmanager
+    def on(self, chunk: int) -> Iterator[None]:
+        """Inside, it is ``chunk`` that is run; its kept page lists are on the device."""
+        self.chunk, lists = chunk, self.pages.lists
+        if lists is not None:
+            lists.start(chunk)
+        yield
+        if lists is not None:
+            lists.finish(chunk)
+
     # One chunk, one layer -------------------------------------------------------------------------
 
     def begin(
@@ -110,14 +127,17 @@ class ChunkAttention:
     ) -> None:
         """What comes before attention itself: pages of the chunk, and the choice of past pages.
 
+        A fill that ends here has chosen for the sweep, which then knows all lists but those of the
+        chunk it begins with.
+
         Raises:
             FillComplete: in a fill that ends here.
         """
         if self.phase == "fill" and self.chunk < self.pages.filled:
             self._write(layer, k, v)
-            if self.stop_at_last and layer == len(self.pages.shapes) - 1:
-                raise FillComplete
-        self._select(layer, q, window)
+        self._select(layer, q)
+        if self._ends_fill(layer):
+            raise FillComplete
 
     def forward(
         self,
@@ -131,7 +151,7 @@ class ChunkAttention:
         """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk, after :meth:`begin`."""
         order = self.pages.order
         visit = int((order.fill if self.phase == "fill" else order.read)[self.chunk, layer])
-        selection = self._recorded(layer)
+        selection = self._chosen(layer)
         self._announce(layer)
         batch, heads, tokens, head_dim = q.shape
         o = q.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
@@ -167,7 +187,7 @@ class ChunkAttention:
         """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
         pages = self.pages
         visit = int(pages.order.accumulate[self.chunk, layer])
-        selection = self._recorded(layer)
+        selection = self._chosen(layer)
         if not _dense_in_head(d_o):
             d_o = d_o.contiguous()
         dq, dk, dv = (_like_tokens_first(x) for x in (q, k, v))
@@ -342,37 +362,68 @@ class ChunkAttention:
 
     # Selection ------------------------------------------------------------------------------------
 
-    def _select(self, layer: int, q: torch.Tensor, window: int) -> None:
+    def _ends_fill(self, layer: int) -> bool:
+        last = layer == len(self.pages.shapes) - 1
+        return self.phase == "fill" and self.stop_at_last and last
+
+    def _select(self, layer: int, q: torch.Tensor) -> None:
         pages = self.pages
-        if pages.selector is None or window:
+        if pages.selector is None or pages.lists is None:
             return
-        begin, end = pages.chunks.span(self.chunk)
-        summary = pages.summaries[layer]
-        assert summary is not None
-        first_key = None if pages.first_key is None else pages.first_key[:, begin:end].contiguous()
-        is_new = pages.selector.choose(
-            layer, self.chunk, q, summary, begin, first_key, pages.num_keys
-        )
-        if is_new and pages.spilled:
-            pages.selector.request(layer, self.chunk)
-            self._unannounced.add((layer, self.chunk))
+        begins_sweep = self.phase == "sweep" and self.chunk == pages.swept[-1]
+        if pages.lists.wanted(layer, self.chunk) and self._will_read(layer):
+            begin, end = pages.chunks.span(self.chunk)
+            summary, first_key = pages.summaries[layer], None
+            assert summary is not None
+            if pages.first_key is not None:
+                first_key = pages.first_key[:, begin:end].contiguous()
+            chosen = pages.selector.choose(
+                layer, self.chunk, q, summary, begin, first_key, pages.num_keys
+            )
+            pages.lists.keep(layer, self.chunk, chosen)
+            if pages.spilled:
+                self._unannounced[layer, self.chunk] = _moment(q.device)
+        if begins_sweep:
+            pages.summaries[layer] = None  # nobody is left to choose
+
+    def _will_read(self, layer: int) -> bool:
+        """A chunk that is not swept ends at the last layer's keys and values."""
+        return not self._ends_fill(layer) or self.pages.order.read[self.chunk, layer] >= 0
 
     def _announce(self, layer: int) -> None:
-        """Tell the page manager what fill and sweep of this chunk read, once that is known."""
+        """Tell the page manager what this chunk reads, and those that chose before it.
+
+        The host waits until the lists are there, so only a call whose pages move does this, and
+        only where the pages are needed at once.
+        """
         pages = self.pages
         if (layer, self.chunk) not in self._unannounced:
             return
-        self._unannounced.remove((layer, self.chunk))
-        assert pages.selector is not None
-        listed = pages.selector.pages(layer, self.chunk)
-        for table in (pages.order.fill, pages.order.read, pages.order.accumulate):
-            visit = int(table[self.chunk, layer])
-            if visit >= 0:
-                pages.manager.set_visit_pages(visit, listed)
+        assert pages.lists is not None
+        oldest = None
+        while oldest != (layer, self.chunk):
+            oldest, arrival = next(iter(self._unannounced.items()))
+            del self._unannounced[oldest]
+            if arrival is not None:
+                arrival.synchronize()
+            listed = pages.lists.pages(*oldest, pages.max_pages)
+            for table in (pages.order.fill, pages.order.read, pages.order.accumulate):
+                visit = int(table[oldest[1], oldest[0]])
+                if visit >= 0:
+                    pages.manager.set_visit_pages(visit, listed)
 
-    def _recorded(self, layer: int) -> torch.Tensor | None:
-        selector = self.pages.selector
-        return None if selector is None else selector.recorded(layer, self.chunk)
+    def _chosen(self, layer: int) -> torch.Tensor | None:
+        lists = self.pages.lists
+        return None if lists is None else lists.on_device(layer, self.chunk)
+
+
+def _moment(device: torch.device) -> torch.cuda.Event | None:
+    """When the stream has done what it was given until now; None: it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _dense_in_head(x: torch.Tensor) -> bool:

@@ -316,10 +316,10 @@ class Engine:
     ) -> Step:
         counters = attention.pages.manager.stats()
         reads = counters["hits"] + counters["misses"]
-        selector = attention.pages.selector
+        lists = attention.pages.lists
         selection = []
-        if self.config.record_selection and selector is not None:
-            selection = selector.as_lists(attention.pages.chunks.number)
+        if self.config.record_selection and lists is not None:
+            selection = lists.of_call(len(self._shapes))
         dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
         return Step(
             loss=loss.total.to(dtype),

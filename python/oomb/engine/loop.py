@@ -102,7 +102,8 @@ class ChunkLoop:
 
         def run(first: int, step: int) -> None:
             for chunk in range(first, num_chunks, step):
-                hidden = self._run(chunk)
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
                 if consume is not None:
                     assert hidden is not None
                     consume(self._chunks.span(chunk)[0], hidden)
@@ -137,21 +138,22 @@ class ChunkLoop:
         with torch.enable_grad():
             for chunk in reversed(swept):
                 begin, end = self._chunks.span(chunk)
-                hidden = self._run(chunk)
-                assert hidden is not None
-                grad = self._loss.of_chunk(hidden, begin, loss_factor)
-                if attention.pages.check_finite:
-                    expect_finite("the loss", self._loss.total, chunk=chunk)
-                if hidden.requires_grad:
-                    hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
-                del hidden, grad
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
+                    assert hidden is not None
+                    grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                    if attention.pages.check_finite:
+                        expect_finite("the loss", self._loss.total, chunk=chunk)
+                    if hidden.requires_grad:
+                        hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+                    del hidden, grad
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
         return time.perf_counter() - began
 
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
-        self._attention.chunk = self._runner.chunk = chunk
+        self._runner.chunk = chunk
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
         begin, end = self._chunks.span(chunk)
         try:

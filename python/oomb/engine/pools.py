@@ -14,6 +14,7 @@ from oomb.config import Config, SampledChunks, TopKPages
 from oomb.engine.attention import CallPages
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks, call_order
+from oomb.engine.page_lists import PageLists
 from oomb.engine.plan import slots_of_call
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import expect_room, leave_to_driver, refused
@@ -135,11 +136,12 @@ class Pools:
             wave_pages=wave_pages(self._device, config.page_size),
         )
         selector: Selector | None = None
+        lists: PageLists | None = None
         summaries: list[torch.Tensor | None] = [None] * num_layers
         if isinstance(config.attention, TopKPages):
-            max_pages = max(per_sequence)
-            selector = self.selector_type(config.attention, chunks, num_layers, max_pages)
-            summaries = self._summaries(inputs.batch, max_pages, layout)
+            selector = self.selector_type(config.attention, chunks, num_layers)
+            lists = self._lists(config.attention, inputs.batch, chunks, layout)
+            summaries = self._summaries(inputs.batch, max(per_sequence), layout)
         rule = config.backward
         pages = CallPages(
             manager=manager,
@@ -151,7 +153,9 @@ class Pools:
             num_keys=inputs.num_keys,
             swept=swept or [],
             dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
+            max_pages=max(per_sequence),
             selector=selector,
+            lists=lists,
             summaries=summaries,
             rounding_seed=rounding_seed,
             deterministic=config.deterministic,
@@ -199,6 +203,15 @@ class Pools:
             smallest,
             others,
             self._held(layout),
+        )
+
+    def _lists(self, rule: TopKPages, batch: int, chunks: Chunks, layout: PageLayout) -> PageLists:
+        heads = 1 if rule.share == "all_heads" else layout.kv_heads
+        return PageLists(
+            chunks,
+            [layer for layer, shape in enumerate(self._shapes) if not shape.window],
+            (batch, chunks.first_page(1), heads, rule.budget),
+            self._device,
         )
 
     def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:

@@ -119,6 +119,9 @@ class DryRun:
                 for chunk in turns:  # while one attends, the other's pages are on their way
                     self._visit("fill", int(self._order.fill[chunk, layer]), chunk, layer)
                     self._create(chunk, layer + 1)
+            for chunk in turns:  # the last layer chooses for the sweep
+                if chunk in self._call.swept:
+                    self._announce(chunk, last)
 
     def _create(self, chunk: int, layer: int) -> None:
         first, last = self._own(chunk)

@@ -74,7 +74,7 @@ class TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
     def __init__(self, num_layers: int, waves: bool) -> None:
-        pages = SimpleNamespace(check_finite=False, paired=False)
+        pages = SimpleNamespace(check_finite=False, paired=False, lists=None)
         super().__init__(pages)  # type: ignore[arg-type]
         self._last_layer = num_layers - 1
         self.shapes: dict[int, LayerShape] = {}
