@@ -2,16 +2,78 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from oomb import _C
+from oomb.config import TopKPages
 from oomb.engine.layout import Chunks
+from oomb.engine.tiers import free_memory
 from oomb.errors import OutOfMemoryError
+from oomb.hf.model import LayerShape
 from oomb.ops.launch import stream_of
+
+
+@dataclass(frozen=True)
+class ListSizes:
+    """Sizes of the page lists of one call, int32.
+
+    Attributes:
+        layers: number of layers that choose.
+    """
+
+    rule: TopKPages
+    chunks: Chunks
+    layers: int
+    batch: int
+    kv_heads: int
+
+    @staticmethod
+    def of(rule: TopKPages, chunks: Chunks, shapes: Sequence[LayerShape], batch: int) -> ListSizes:
+        """Layers with a sliding window see their past whole, and have none."""
+        layers = sum(1 for shape in shapes if not shape.window)
+        return ListSizes(rule, chunks, layers, batch, shapes[0].kv_heads)
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk whose past holds more pages than the budget: there a choice begins."""
+        numbers = range(self.chunks.number)
+        return next((c for c in numbers if self._chooses(c)), self.chunks.number)
+
+    def of_layer(self, chunk: int) -> tuple[int, int, int, int]:
+        """Shape [batch, query blocks, heads or 1, budget] of the lists of a layer and chunk."""
+        begin, end = self.chunks.span(chunk)
+        blocks = -(-(end - begin) // self.chunks.page_size)
+        return self.batch, blocks, self._heads, self.rule.budget
+
+    @property
+    def of_call(self) -> tuple[int, int, int]:
+        """Shape [chunks that choose, layers, words of a whole chunk]."""
+        words = self.batch * self.chunks.first_page(1) * self._heads * self.rule.budget
+        return self.chunks.number - self.first_chunk, self.layers, words
+
+    @property
+    def chunk_bytes(self) -> int:
+        """All layers of a chunk."""
+        _, layers, words = self.of_call
+        return 4 * layers * words
+
+    @property
+    def num_bytes(self) -> int:
+        """All of the call."""
+        return self.of_call[0] * self.chunk_bytes
+
+    @property
+    def _heads(self) -> int:
+        return 1 if self.rule.share == "all_heads" else self.kv_heads
+
+    def _chooses(self, chunk: int) -> bool:
+        return self.chunks.first_page(chunk) > self.rule.budget
 
 
 class PageLists:
@@ -22,32 +84,21 @@ class PageLists:
     memory is pinned and kernels read and write it, as a copy would wait behind the pages that are
     on their way.
 
-    Lists of a layer and chunk are int32 [batch, query_blocks, heads, budget], ascending, -1 padded.
+    Lists of a layer and chunk are [batch, query blocks, heads or 1, budget], ascending, -1 padded.
 
     Args:
         layers: those that choose.
-        lists_of_chunk: (batch, query blocks of a whole chunk, heads, budget).
 
     Raises:
         OutOfMemoryError: the host has no memory for them.
     """
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        layers: Sequence[int],
-        lists_of_chunk: tuple[int, int, int, int],
-        device: torch.device,
-    ) -> None:
-        self._chunks = chunks
+    def __init__(self, sizes: ListSizes, layers: Sequence[int], device: torch.device) -> None:
+        self._sizes = sizes
+        self._first = sizes.first_chunk
         self._row = {layer: row for row, layer in enumerate(layers)}
-        self._batch, _, self._heads, self.budget = lists_of_chunk
         self._device = device
-        self._first = next(
-            (c for c in range(chunks.number) if chunks.first_page(c) > self.budget), chunks.number
-        )
-        words = int(np.prod(lists_of_chunk))
-        self._host = _pinned((chunks.number - self._first, len(layers), words), device)
+        self._host = _on_host(sizes, device)
         self._kept: set[tuple[int, int]] = set()
         self._on_device: dict[int, dict[int, torch.Tensor]] = {}  # by chunk and layer
 
@@ -92,7 +143,7 @@ class PageLists:
             return self._host_view(layer, chunk).clone() if there else None
 
         return [
-            [kept(layer, chunk) for chunk in range(self._chunks.number)]
+            [kept(layer, chunk) for chunk in range(self._sizes.chunks.number)]
             for layer in range(num_layers)
         ]
 
@@ -101,7 +152,7 @@ class PageLists:
 
         On a GPU right when all is done that its stream had been given with :meth:`keep`.
         """
-        of_sequence = self._host_view(layer, chunk).numpy().reshape(self._batch, -1)
+        of_sequence = self._host_view(layer, chunk).numpy().reshape(self._sizes.batch, -1)
         named = [
             np.unique(pages[pages >= 0]).astype(np.int64) + sequence * max_pages
             for sequence, pages in enumerate(of_sequence)
@@ -112,10 +163,8 @@ class PageLists:
         return self._view(self._host[chunk - self._first, self._row[layer]], chunk)
 
     def _view(self, words: torch.Tensor, chunk: int) -> torch.Tensor:
-        begin, end = self._chunks.span(chunk)
-        blocks = -(-(end - begin) // self._chunks.page_size)
-        shape = (self._batch, blocks, self._heads, self.budget)
-        return words[: int(np.prod(shape))].view(shape)
+        shape = self._sizes.of_layer(chunk)
+        return words[: math.prod(shape)].view(shape)
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         if self._device.type == "cuda":
@@ -129,17 +178,16 @@ class PageLists:
             destination.copy_(source)
 
 
-def _pinned(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Host memory that kernels of a GPU can read and write."""
-    needed = 4 * int(np.prod(shape))
+def _on_host(sizes: ListSizes, device: torch.device) -> torch.Tensor:
+    """Host memory, pinned where a GPU reads and writes it."""
+    needed = sizes.num_bytes
+    pinned = device.type == "cuda" and needed > 0
     try:
-        return torch.empty(
-            shape, dtype=torch.int32, pin_memory=device.type == "cuda" and needed > 0
-        )
+        return torch.empty(sizes.of_call, dtype=torch.int32, pin_memory=pinned)
     except RuntimeError as error:
         raise OutOfMemoryError(
             f"the page lists of the call need {needed} bytes of host memory: the host is out of "
-            "memory. Lower the budget or shorten the sequence",
+            "memory. Lower the budget of TopKPages or shorten the sequence",
             needed_bytes=needed,
-            available_bytes=0,
+            available_bytes=free_memory(torch.device("cpu")),
         ) from error

@@ -14,7 +14,7 @@ from oomb.config import Config, SampledChunks, TopKPages
 from oomb.engine.attention import CallPages
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks, call_order
-from oomb.engine.page_lists import PageLists
+from oomb.engine.page_lists import ListSizes, PageLists
 from oomb.engine.plan import slots_of_call
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import expect_room, leave_to_driver, refused
@@ -140,7 +140,9 @@ class Pools:
         summaries: list[torch.Tensor | None] = [None] * num_layers
         if isinstance(config.attention, TopKPages):
             selector = self.selector_type(config.attention, chunks, num_layers)
-            lists = self._lists(config.attention, inputs.batch, chunks, layout)
+            sizes = ListSizes.of(config.attention, chunks, self._shapes, inputs.batch)
+            layers = [layer for layer, shape in enumerate(self._shapes) if not shape.window]
+            lists = PageLists(sizes, layers, self._device)
             summaries = self._summaries(inputs.batch, max(per_sequence), layout)
         rule = config.backward
         pages = CallPages(
@@ -203,15 +205,6 @@ class Pools:
             smallest,
             others,
             self._held(layout),
-        )
-
-    def _lists(self, rule: TopKPages, batch: int, chunks: Chunks, layout: PageLayout) -> PageLists:
-        heads = 1 if rule.share == "all_heads" else layout.kv_heads
-        return PageLists(
-            chunks,
-            [layer for layer, shape in enumerate(self._shapes) if not shape.window],
-            (batch, chunks.first_page(1), heads, rule.budget),
-            self._device,
         )
 
     def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:

@@ -245,6 +245,29 @@ def test_torch_finds_no_memory(phase: str, chunk: int, settings: dict[str, Any])
         assert_untouched(engine, model, before, expected)
 
 
+def test_no_host_memory_for_page_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before the first chunk."""
+    model, seen = make("llama"), []
+    with oomb.Engine(model, config(model, attention=SPARSE)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        own = torch.empty
+
+        def refuse(*shape: Any, **settings: Any) -> torch.Tensor:
+            if "pin_memory" in settings:
+                raise RuntimeError("CUDA error: out of memory")
+            return own(*shape, **settings)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refuse)
+            with pytest.raises(oomb.OutOfMemoryError, match="page lists of the call") as caught:
+                engine.forward_backward(IDS, IDS, on_progress=seen.append)
+        chunks = sum(1 for chunk in range(8) if 2 * chunk > SPARSE.budget)
+        assert caught.value.needed_bytes == 3 * chunks * 2 * SPARSE.budget * 4
+        assert not seen
+        assert_untouched(engine, model, before, expected)
+
+
 def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not enough for a chunk and the sums of gradients; then for these, but not for a capped tier
     beside them.
