@@ -12,11 +12,12 @@ from contextlib import contextmanager
 import torch
 
 from oomb.engine.alternation import Alternation
-from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention, with_sinks
+from oomb.engine.attention import ChunkAttention, FillComplete
 from oomb.engine.finite import expect_finite
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks
 from oomb.engine.loss import ChunkLoss, OnLogits
+from oomb.engine.operation import chunk_attention, with_sinks
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Progress
 from oomb.hf.interface import AttentionCall
@@ -167,7 +168,7 @@ class ChunkLoop:
         layer = self._model.layer_of(call.module)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
-        self._attention.begin(layer, q, k, v, call.window)
+        self._attention.begin(layer, q, k, v)
         if self._turns is not None:
             self._let_the_other_run(self._turns)
         o: torch.Tensor

@@ -4,76 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from oomb import _C
-from oomb.config import TopKPages
-from oomb.engine.layout import Chunks
+from oomb.engine.list_sizes import ListSizes
+from oomb.engine.results import Selection
 from oomb.engine.tiers import free_memory
 from oomb.errors import OutOfMemoryError
-from oomb.hf.model import LayerShape
 from oomb.ops.launch import stream_of
-
-
-@dataclass(frozen=True)
-class ListSizes:
-    """Sizes of the page lists of one call, int32.
-
-    Attributes:
-        layers: number of layers that choose.
-    """
-
-    rule: TopKPages
-    chunks: Chunks
-    layers: int
-    batch: int
-    kv_heads: int
-
-    @staticmethod
-    def of(rule: TopKPages, chunks: Chunks, shapes: Sequence[LayerShape], batch: int) -> ListSizes:
-        """Layers with a sliding window see their past whole, and have none."""
-        layers = sum(1 for shape in shapes if not shape.window)
-        return ListSizes(rule, chunks, layers, batch, shapes[0].kv_heads)
-
-    @property
-    def first_chunk(self) -> int:
-        """The first chunk whose past holds more pages than the budget: there a choice begins."""
-        numbers = range(self.chunks.number)
-        return next((c for c in numbers if self._chooses(c)), self.chunks.number)
-
-    def of_layer(self, chunk: int) -> tuple[int, int, int, int]:
-        """Shape [batch, query blocks, heads or 1, budget] of the lists of a layer and chunk."""
-        begin, end = self.chunks.span(chunk)
-        blocks = -(-(end - begin) // self.chunks.page_size)
-        return self.batch, blocks, self._heads, self.rule.budget
-
-    @property
-    def of_call(self) -> tuple[int, int, int]:
-        """Shape [chunks that choose, layers, words of a whole chunk]."""
-        words = self.batch * self.chunks.first_page(1) * self._heads * self.rule.budget
-        return self.chunks.number - self.first_chunk, self.layers, words
-
-    @property
-    def chunk_bytes(self) -> int:
-        """All layers of a chunk."""
-        _, layers, words = self.of_call
-        return 4 * layers * words
-
-    @property
-    def num_bytes(self) -> int:
-        """All of the call."""
-        return self.of_call[0] * self.chunk_bytes
-
-    @property
-    def _heads(self) -> int:
-        return 1 if self.rule.share == "all_heads" else self.kv_heads
-
-    def _chooses(self, chunk: int) -> bool:
-        return self.chunks.first_page(chunk) > self.rule.budget
 
 
 class PageLists:
@@ -88,13 +29,17 @@ class PageLists:
 
     Args:
         layers: those that choose.
+        max_pages: past pages of the longest sequence.
 
     Raises:
         OutOfMemoryError: the host has no memory for them.
     """
 
-    def __init__(self, sizes: ListSizes, layers: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, sizes: ListSizes, layers: Sequence[int], max_pages: int, device: torch.device
+    ) -> None:
         self._sizes = sizes
+        self._max_pages = max_pages
         self._first = sizes.first_chunk
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._device = device
@@ -133,7 +78,7 @@ class PageLists:
         or the layer has a window, and what it may see is seen whole."""
         return self._on_device[chunk].get(layer)
 
-    def of_call(self, num_layers: int) -> list[list[torch.Tensor | None]]:
+    def of_call(self, num_layers: int) -> Selection:
         """``[layer][chunk]``, on the host, for ``step.selection``."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -147,14 +92,14 @@ class PageLists:
             for layer in range(num_layers)
         ]
 
-    def pages(self, layer: int, chunk: int, max_pages: int) -> npt.NDArray[np.int64]:
+    def pages(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
         """Distinct pages of kept lists, as sequence * max_pages + page, ascending.
 
         On a GPU right when all is done that its stream had been given with :meth:`keep`.
         """
         of_sequence = self._host_view(layer, chunk).numpy().reshape(self._sizes.batch, -1)
         named = [
-            np.unique(pages[pages >= 0]).astype(np.int64) + sequence * max_pages
+            np.unique(pages[pages >= 0]).astype(np.int64) + sequence * self._max_pages
             for sequence, pages in enumerate(of_sequence)
         ]
         return np.concatenate(named)

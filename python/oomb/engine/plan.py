@@ -12,7 +12,7 @@ from torch import nn
 from oomb.config import Config, TopKPages
 from oomb.engine.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.engine.layout import Chunks
-from oomb.engine.page_lists import ListSizes
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import UnsupportedModelError
 from oomb.hf.model import CausalModel, LayerShape

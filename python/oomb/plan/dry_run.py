@@ -38,7 +38,7 @@ class DryRunResult:
 
 
 class DryRun:
-    """The calls that :class:`oomb.engine.attention.ChunkAttention` makes on its page manager."""
+    """What the engine asks of its page manager in a call, in the same order."""
 
     def __init__(self, call: PageCall, caps: Caps) -> None:
         self._shapes = _some_layers(call)

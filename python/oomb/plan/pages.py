@@ -9,7 +9,7 @@ import torch
 from oomb import _C
 from oomb.config import TopKPages
 from oomb.engine.layout import Chunks
-from oomb.engine.page_lists import ListSizes
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.plan import slots_of_call
 from oomb.engine.tiers import PageLayout, wave_pages
 from oomb.hf.model import LayerShape
