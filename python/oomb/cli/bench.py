@@ -78,6 +78,7 @@ def step(
         host_memory=host_memory or None,
         kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
         recompute=recompute,  # type: ignore[arg-type]
+        record_selection=attention == "topk",
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

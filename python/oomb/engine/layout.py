@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from oomb.config import Config
+
 READ, ACCUMULATE = 0, 1  # a visit reads KV; or reads KV and adds to its gradient
 
 
@@ -18,6 +20,10 @@ class Chunks:
     tokens: int
     chunk_size: int
     page_size: int
+
+    @staticmethod
+    def of(config: Config, tokens: int) -> Chunks:
+        return Chunks(tokens, config.chunk_size, config.page_size)
 
     @property
     def number(self) -> int:

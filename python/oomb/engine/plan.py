@@ -12,6 +12,7 @@ from torch import nn
 from oomb.config import Config, TopKPages
 from oomb.engine.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.engine.layout import Chunks
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import UnsupportedModelError
 from oomb.hf.model import CausalModel, LayerShape
@@ -30,7 +31,7 @@ class Plan:
 
     Attributes:
         device_bytes: device tier, a chunk's activations and the gradient sums.
-        host_bytes: host tier.
+        host_bytes: host tier and page lists.
         seconds: predicted time; None until a call of this shape was measured.
         fits: both tiers hold it now.
         advice: what to change, most useful first, and whether ordinary training would need less;
@@ -119,10 +120,12 @@ def plan_call(
     chunks = Chunks(num_tokens, config.chunk_size, config.page_size)
     pages = batch * chunks.first_page(chunks.number - 1)
     page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
-    summaries = 0
+    summaries = lists = 0
     if isinstance(config.attention, TopKPages):
         summaries = len(shapes) * pages * layout.slot_bytes // (2 * layout.page_size)
-    others = _counted(model, config, batch, recompute) + gradient_bytes(model) + summaries
+        lists = ListSizes.of(config.attention, chunks, shapes, batch).num_bytes
+    # Mean keys are gone before the sums of gradients come.
+    others = _counted(model, config, batch, recompute) + max(gradient_bytes(model), summaries)
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
     assert config.host_memory is None or isinstance(config.host_memory, int)
@@ -132,6 +135,7 @@ def plan_call(
     host_free = free_memory(torch.device("cpu"))
     if model.device.type == "cpu":
         host_free = max(0, host_free - others - on_device)
+    host_free = max(0, host_free - lists)
     if config.host_memory is not None:
         host_free = min(host_free, config.host_memory)
     advice = []
@@ -147,7 +151,7 @@ def plan_call(
         advice.append(f"raise host_memory to {on_host} bytes")
     layerwise = _layerwise(model, shapes, num_tokens * batch)
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + others + on_host:
+    if theirs < on_device + others + on_host + lists:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {theirs} bytes on device and host, "
@@ -155,7 +159,7 @@ def plan_call(
         )
     return Plan(
         device_bytes=on_device + others,
-        host_bytes=on_host,
+        host_bytes=on_host + lists,
         seconds=None,
         fits=fits,
         advice=tuple(advice),

@@ -11,9 +11,12 @@ import torch
 
 from oomb import _C
 from oomb.config import Config, SampledChunks, TopKPages
-from oomb.engine.attention import CallPages
+from oomb.engine.call_pages import CallPages
 from oomb.engine.inputs import CallInputs
-from oomb.engine.layout import Chunks, call_order
+from oomb.engine.layout import Chunks, Order, call_order
+from oomb.engine.list_sizes import ListSizes
+from oomb.engine.page_choice import PageChoice
+from oomb.engine.page_lists import PageLists
 from oomb.engine.plan import slots_of_call
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import expect_room, leave_to_driver, refused
@@ -134,12 +137,11 @@ class Pools:
             exact=not isinstance(config.attention, TopKPages),
             wave_pages=wave_pages(self._device, config.page_size),
         )
-        selector: Selector | None = None
-        summaries: list[torch.Tensor | None] = [None] * num_layers
+        spilled = caps.host_slots > 0
+        choice: PageChoice | None = None
         if isinstance(config.attention, TopKPages):
-            max_pages = max(per_sequence)
-            selector = self.selector_type(config.attention, chunks, num_layers, max_pages)
-            summaries = self._summaries(inputs.batch, max_pages, layout)
+            room = inputs.batch, max(per_sequence)
+            choice = self._choice(config.attention, chunks, order, layout, room, spilled)
         rule = config.backward
         pages = CallPages(
             manager=manager,
@@ -151,12 +153,11 @@ class Pools:
             num_keys=inputs.num_keys,
             swept=swept or [],
             dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
-            selector=selector,
-            summaries=summaries,
+            choice=choice,
             rounding_seed=rounding_seed,
             deterministic=config.deterministic,
             check_finite=config.check_finite,
-            spilled=caps.host_slots > 0,
+            spilled=spilled,
             filled=filled,
             paired=paired,
         )
@@ -201,12 +202,32 @@ class Pools:
             self._held(layout),
         )
 
-    def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:
-        shape = (batch, pages, layout.kv_heads, layout.head_dim)
-        return [
-            None if layer.window else torch.zeros(shape, dtype=layout.dtype, device=self._device)
-            for layer in self._shapes
-        ]
+    def _choice(
+        self,
+        rule: TopKPages,
+        chunks: Chunks,
+        order: Order,
+        layout: PageLayout,
+        room: tuple[int, int],  # sequences, pages of the longest
+        announces: bool,
+    ) -> PageChoice:
+        assert self.manager is not None
+        batch, max_pages = room
+        sizes = ListSizes.of(rule, chunks, self._shapes, batch)
+        choosing = [layer for layer, shape in enumerate(self._shapes) if not shape.window]
+        summaries: list[torch.Tensor | None] = [None] * len(self._shapes)
+        for layer in choosing:
+            shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
+            summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=self._device)
+        return PageChoice(
+            self.selector_type(rule, chunks, len(self._shapes)),
+            PageLists(sizes, choosing, max_pages, self._device),
+            summaries,
+            chunks,
+            order,
+            self.manager,
+            announces,
+        )
 
     def _held(self, layout: PageLayout) -> Held | None:
         """The pools of the last call, where this one can use them."""

@@ -12,14 +12,14 @@ import torch
 class Stats:
     """Time and memory of one call; ``*_peak_bytes`` are those of the page pools."""
 
-    fill_seconds: float
-    sweep_seconds: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    h2d_bytes: int
-    d2h_bytes: int
-    exposed_copy_seconds: float
-    hit_rate: float
+    fill_seconds: float = 0.0
+    sweep_seconds: float = 0.0
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    exposed_copy_seconds: float = 0.0
+    hit_rate: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,15 @@ class CausalModel:
         return dtype
 
     @property
+    def loss_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for a model in fp64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def rng_devices(self) -> list[torch.device]:
+        """Devices whose random state a call may change, beside the CPU."""
+        return [self.device] if self.device.type == "cuda" else []
+
+    @property
     def is_fused(self) -> bool:
         """Norms and gates run as single kernels."""
         return bool(self._fused)

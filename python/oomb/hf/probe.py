@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -59,6 +60,30 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
 
 def _page_of(shape: LayerShape) -> tuple[int, int]:
     return shape.kv_heads, shape.head_dim
+
+
+def key_dtype(model: CausalModel) -> torch.dtype:
+    """Dtype that keys have under the caller's autocast state: that of the pages."""
+    seen: list[torch.dtype] = []
+
+    class Seen(Exception):
+        pass
+
+    def record(call: AttentionCall) -> torch.Tensor:
+        seen.append(call.k.dtype)
+        raise Seen
+
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    torch.clear_autocast_cache()
+    session = model.session(record, largest_position=0, rope_angles="model")
+    with (
+        suppress(Seen),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=model.rng_devices()),
+        session,
+    ):
+        model.hidden(ids, ids)
+    return seen[0]
 
 
 def check_against_stock(

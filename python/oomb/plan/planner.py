@@ -25,7 +25,7 @@ from oomb.plan.trace import Setting, Trace, Tracer
 _TIER_SHARE = 0.9  # of free memory that the engine gives a tier without a cap
 _ACTIVATION_SHARE = 0.4  # of free memory beyond which the engine recomputes layers
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
-_INPUT_BYTES = 5 * 8  # per token: ids, labels, positions, targets and a mask, at most, int64
+_INPUT_BYTES = 3 * 8 + 2 * 4  # per token: ids, labels and a mask, at most; positions, targets
 
 
 class Planner:
@@ -96,19 +96,18 @@ class Planner:
         free = self.machine.device_bytes - tracer.parameter_bytes - kept
         call = self.pages(num_tokens, config, batch_size, step, choices)
         recompute = self._recompute(config, call, free)
-        beside = call.summary_bytes + call.list_bytes + batch_size * num_tokens * _INPUT_BYTES
 
         trace = self._trace(call, recompute, waves=False)
         shortage = ""
         try:
-            caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+            caps = self._caps(config, call, free, _call_bytes(call, trace))
             if caps.host_slots:
                 trace = self._trace(call, recompute, waves=True)
-                caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+                caps = self._caps(config, call, free, _call_bytes(call, trace))
             pools = pool_use(call, caps, dry_run=dry_run)
         except OutOfMemoryError as error:
             shortage = str(error)
-            room = self._device_room(config, free, trace.sweep_peak_bytes + beside)
+            room = self._device_room(config, free, _call_bytes(call, trace))
             pools = least_pools(call, room // call.layout.slot_bytes)
         duration: Duration | None = None
         if timed:
@@ -126,10 +125,11 @@ class Planner:
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
             kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
-            call_bytes=trace.sweep_peak_bytes + beside,
+            call_bytes=_call_bytes(call, trace),
             step_bytes=tracer.gradient_bytes + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
+            list_bytes=0 if call.lists is None else call.lists.num_bytes,
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,
@@ -215,6 +215,17 @@ class Planner:
             batch=call.batch,
             selection=call.selection,
         )
+
+
+def _call_bytes(call: PageCall, trace: Trace) -> int:
+    """The most that a call takes of torch's memory on the device, with its arguments.
+
+    Mean keys are there until the sweep has begun; the sums of gradients grow with it.
+    """
+    inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
+    lists = 0 if call.lists is None else call.lists.chunk_bytes
+    fill = trace.fill_peak_bytes + call.summary_bytes + call.score_bytes
+    return inputs + lists + max(fill, trace.sweep_peak_bytes)
 
 
 def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:
