@@ -86,7 +86,7 @@ def _continue_at(schedule: LambdaLR, step: int, rates: list[float], optimizer: A
     now = [rate * function(step) for rate, function in zip(rates, functions, strict=True)]
     schedule.last_epoch = step
     schedule._step_count = step + 1
-    schedule.base_lrs = rates
-    schedule._last_lr = now
+    schedule.base_lrs = list[Any](rates)
+    schedule._last_lr = list[Any](now)
     for group, first, rate in zip(optimizer.param_groups, rates, now, strict=True):
         group["initial_lr"], group["lr"] = first, rate
