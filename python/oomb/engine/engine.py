@@ -22,9 +22,9 @@ from oomb.engine.pools import Pools
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Stats, Step
 from oomb.engine.tiers import PageLayout, free_memory
-from oomb.errors import Error
+from oomb.errors import Error, UnsupportedModelError
 from oomb.hf.interface import AttentionCall
-from oomb.hf.model import CausalModel
+from oomb.hf.model import CausalModel, check_places
 from oomb.hf.probe import attention_shapes, check_against_stock
 from oomb.hf.rope import check_float64_angles, warn_of_far_positions
 
@@ -47,6 +47,7 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
         self._model = CausalModel(model)
+        check_places(self._model.causal.named_parameters())
         self._shapes = attention_shapes(self._model)
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
@@ -433,7 +434,12 @@ class Engine:
 
         # Under the caller's autocast the two would differ by its rounding.
         with torch.autocast(self._model.device.type, enabled=False):
-            check_against_stock(self._model, tokens, chunked_logits)
+            try:
+                check_against_stock(self._model, tokens, chunked_logits)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise UnsupportedModelError(
+                    f"{type(self._model.causal).__name__}: fails when it is run in chunks: {error}"
+                ) from error
         self._pools.close()
 
     def _logits_of(self, ids: torch.Tensor) -> torch.Tensor:

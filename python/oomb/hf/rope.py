@@ -50,9 +50,10 @@ def _with_largest(
     module: nn.Module, forward: Callable[..., _CosSin], largest: int, precision: str
 ) -> Callable[..., _CosSin]:
     def angles(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **keywords: Any) -> _CosSin:
-        last = position_ids.new_full((position_ids.shape[0], 1), largest)
-        cos, sin = forward(x, torch.cat((position_ids, last), dim=1), *args, **keywords)
-        cos, sin = cos[:, :-1], sin[:, :-1]
+        # [B, T], or [3, B, T] where a model that also sees pictures counts time, height and width
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), largest)
+        cos, sin = forward(x, torch.cat((position_ids, last), dim=-1), *args, **keywords)
+        cos, sin = cos[..., :-1, :], sin[..., :-1, :]
         if precision == "model":
             return cos, sin
         return _in_float64(module, position_ids, cos, args, keywords)
