@@ -26,7 +26,11 @@ from oomb.errors import Error, UnsupportedModelError
 from oomb.hf.interface import AttentionCall
 from oomb.hf.model import CausalModel, check_places
 from oomb.hf.probe import attention_shapes, check_against_stock
-from oomb.hf.rope import check_float64_angles, warn_of_far_positions
+from oomb.hf.rope import (
+    check_float64_angles,
+    warn_of_far_positions,
+    warn_of_unknown_positions,
+)
 
 _ACTIVATION_SHARE = (
     0.4  # of free memory that a chunk's activations may take before layers recompute
@@ -57,8 +61,10 @@ class Engine:
         self._step = 0
         self._closed = False
         self._warned_of_positions = False
+        self._warned_of_unknown = True  # the probe's few tokens are nobody's
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
         self._probe()
+        self._warned_of_unknown = False
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -246,6 +252,9 @@ class Engine:
         )
         if self.config.rope_angles == "model" and not self._warned_of_positions:
             self._warned_of_positions = warn_of_far_positions(inputs.largest_position)
+        if not self._warned_of_unknown:
+            config = self._model.causal.config
+            self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
     def _chunks(self, tokens: int) -> Chunks:
