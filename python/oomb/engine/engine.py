@@ -19,9 +19,13 @@ from oomb.engine.pools import Pools
 from oomb.engine.probe import check_chunks
 from oomb.engine.results import Stats, Step
 from oomb.errors import Error
-from oomb.hf.model import CausalModel
+from oomb.hf.model import CausalModel, check_places
 from oomb.hf.probe import attention_shapes
-from oomb.hf.rope import check_float64_angles, warn_of_far_positions
+from oomb.hf.rope import (
+    check_float64_angles,
+    warn_of_far_positions,
+    warn_of_unknown_positions,
+)
 
 
 class Engine:
@@ -38,6 +42,7 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
         self._model = CausalModel(model)
+        check_places(self._model.causal.named_parameters())
         self._shapes = attention_shapes(self._model)
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
@@ -47,6 +52,7 @@ class Engine:
         self._step = 0
         self._closed = False
         self._warned_of_positions = False
+        self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
         check_chunks(self._model, self._calls, self.config)
         self._pools.close()
@@ -235,6 +241,9 @@ class Engine:
         )
         if self.config.rope_angles == "model" and not self._warned_of_positions:
             self._warned_of_positions = warn_of_far_positions(inputs.largest_position)
+        if not self._warned_of_unknown:
+            config = self._model.causal.config
+            self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
     def _drawn(self, rule: AllChunks | SampledChunks, num_chunks: int) -> list[int]:

@@ -78,7 +78,9 @@ def _counted(model: CausalModel, config: Config, batch: int, recompute: bool) ->
 def _estimated(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
-    inner: int = getattr(settings, "intermediate_size", 4 * hidden)
+    inner = getattr(settings, "intermediate_size", 4 * hidden)
+    if not isinstance(inner, int):  # one per layer
+        inner = max(inner)
     size = torch.finfo(model.dtype).bits // 8
     per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
     layers = len(model.layers)

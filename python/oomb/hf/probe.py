@@ -44,13 +44,18 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
     with torch.no_grad(), recorded_masks(), session:
         try:
             model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            raise
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{type(model.decoder).__name__}: fails where attention is the engine's: {error}"
             ) from error
     for layer, name in enumerate(model.layer_names):
         if layer not in shapes:
-            raise UnsupportedModelError(f"{name}: does not call attention")
+            raise UnsupportedModelError(
+                f"{name}: does not call attention through transformers' interface: it is "
+                "recurrent, a convolution, or brings attention of its own"
+            )
         if _page_of(shapes[layer]) != _page_of(shapes[0]):
             raise UnsupportedModelError(
                 f"{name}: its keys and values differ in shape from layer 0's"

@@ -11,6 +11,7 @@ from oomb.config import Config, SampledChunks, TopKPages
 from oomb.engine.layout import Chunks
 from oomb.engine.tiers import Caps, PageLayout
 from oomb.errors import OutOfMemoryError
+from oomb.monitor.units import bytes_text
 from oomb.plan.bare import bare_model
 from oomb.plan.choices import Choices
 from oomb.plan.duration import Duration, duration_of
@@ -244,16 +245,19 @@ def _shortage(prediction: Prediction) -> str:
     room = machine.device_bytes
     if prediction.device_bytes > room:
         return (
-            f"device memory: expected {prediction.device_bytes} bytes for parameters, optimizer, "
-            f"one chunk and the page pool, got {room}"
+            f"device memory: expected {bytes_text(prediction.device_bytes)} for parameters, "
+            f"optimizer, one chunk and the page pool, got {bytes_text(room)}"
         )
     if machine.device_type == "cpu":
         both = prediction.device_bytes + prediction.host_bytes
         if both > room:
-            return f"memory: expected {both} bytes for the step and both tiers, got {room}"
+            return (
+                f"memory: expected {bytes_text(both)} for the step and both tiers, got "
+                f"{bytes_text(room)}"
+            )
     elif prediction.host_bytes > machine.host_bytes:
         return (
-            f"host memory: expected {prediction.host_bytes} bytes for the host tier and the "
-            f"optimizer, got {machine.host_bytes}"
+            f"host memory: expected {bytes_text(prediction.host_bytes)} for the host tier and the "
+            f"optimizer, got {bytes_text(machine.host_bytes)}"
         )
     return ""
