@@ -45,6 +45,7 @@ ORDINARY = {
     "ordinary": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "other kernel": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
+CHUNKS, PAGES = 8, 128  # of a sequence
 BUDGET_SHARE = 4  # a block sees one of so many past pages at the end of a sequence
 WANTED_GAP = 0.005  # of exact to ordinary training, in nats per byte
 TIMED_STEPS = range(10, 20)  # what the estimated duration comes from
@@ -73,10 +74,10 @@ def make_model(options: argparse.Namespace, seed: int) -> PreTrainedModel:
 
 
 def settings_of(method: str, options: argparse.Namespace, seed: int) -> oomb.Config:
-    chunk, page = options.tokens // 16, options.tokens // 128
+    chunk, page = options.tokens // CHUNKS, options.tokens // PAGES
     settings: dict[str, Any] = {"chunk_size": chunk, "page_size": page}
     if method == "sparse":
-        budget = options.tokens // page // BUDGET_SHARE
+        budget = PAGES // BUDGET_SHARE
         settings["attention"] = oomb.TopKPages(budget=budget, sink_pages=1, recent_pages=2)
     if method.startswith("sampled"):
         settings["backward"] = oomb.SampledChunks(keep=1 / int(method[-1]), seed=seed, cap=2.0)
@@ -323,14 +324,14 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
     parser.add_argument("--tokens", type=int, default=8192, help="per sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--held-out", type=int, default=16, help="sequences of held-out text")
+    parser.add_argument("--held-out", type=int, default=8, help="sequences of held-out text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--jobs", type=int, default=18 if gpu else 1, help="runs at a time")
