@@ -10,12 +10,12 @@ import torch
 
 from oomb.config import Config
 from oomb.engine.attention import ChunkAttention
+from oomb.engine.demand import Demand
 from oomb.engine.inputs import CallInputs
-from oomb.engine.layout import Chunks
 from oomb.engine.loop import ChunkLoop, OnProgress
 from oomb.engine.loss import ChunkLoss
 from oomb.engine.main_grad import MainGrads
-from oomb.engine.plan import activation_bytes, gradient_bytes
+from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, gradient_bytes
 from oomb.engine.pools import Pools
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Selection, Stats, Step
@@ -23,10 +23,6 @@ from oomb.engine.rounding import seed_of_call
 from oomb.engine.tiers import PageLayout, free_memory
 from oomb.hf.model import CausalModel, LayerShape
 from oomb.hf.probe import key_dtype
-
-_ACTIVATION_SHARE = (
-    0.4  # of free memory that a chunk's activations may take before layers recompute
-)
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,17 @@ class Calls:
         Raises:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
-        model, chunks = self._model, Chunks.of(config, inputs.tokens)
-        grads = None if swept is None else self._grads
-        layout, recompute = self.layout(config), self.recomputes(config, inputs.batch)
+        model, grads = self._model, None if swept is None else self._grads
+        recompute = self.recomputes(config, inputs.batch)
+        demand = Demand(
+            config=config,
+            shapes=self._shapes,
+            layout=self.layout(config),
+            inputs=inputs,
+            swept=swept,
+        )
         loss = ChunkLoss.of_call(
-            model.head, inputs, chunks.chunk_size, model.vocab_size, return_logprobs, grads
+            model.head, inputs, config.chunk_size, model.vocab_size, return_logprobs, grads
         )
         others = 0
         if swept is not None:
@@ -115,14 +117,12 @@ class Calls:
             others += gradient_bytes(model)
         with ExitStack() as stack:
             seed = self._dropout_seed(stack)
-            pages = stack.enter_context(
-                self._pools.call(config, inputs, chunks, layout, swept, others, seed_of_call(step))
-            )
+            pages = stack.enter_context(self._pools.call(demand, others, seed_of_call(step)))
             attention = ChunkAttention(pages)
             loop = ChunkLoop(
                 model,
                 inputs,
-                chunks,
+                demand.chunks,
                 attention,
                 LayerRunner(recompute=recompute, seed=seed),
                 loss,
@@ -145,7 +145,7 @@ class Calls:
             return config.recompute == "layer"
         if self._recompute is None:
             kept = activation_bytes(self._model, config, batch, recompute=False)
-            self._recompute = kept > _ACTIVATION_SHARE * free_memory(self._model.device)
+            self._recompute = kept > ACTIVATION_SHARE * free_memory(self._model.device)
         return self._recompute
 
     def _dropout_seed(self, stack: ExitStack) -> int | None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from oomb import _C
-from oomb.engine.layout import Chunks, Order
+from oomb.config import SampledChunks
+from oomb.engine.demand import Demand
+from oomb.engine.layout import Chunks, Order, call_order
 from oomb.engine.page_choice import PageChoice
+from oomb.engine.selection import Selector
 from oomb.engine.shortage import with_torchs_unused
 from oomb.engine.tiers import PageLayout
-from oomb.hf.model import LayerShape
 from oomb.ops.launch import stream_of
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class CallPages:
     """Pages of one call: tables over the manager's memory, and the order in which they are read.
 
@@ -35,7 +38,7 @@ class CallPages:
     layout: PageLayout
     chunks: Chunks
     order: Order
-    shapes: list[LayerShape]
+    num_layers: int
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
     swept: list[int]
@@ -47,8 +50,8 @@ class CallPages:
     spilled: bool
     filled: int
     paired: bool
-    tables: list[torch.Tensor] = field(default_factory=list)
-    gradient_tables: list[torch.Tensor] = field(default_factory=list)
+    tables: list[torch.Tensor]
+    gradient_tables: list[torch.Tensor]
 
     @property
     def device(self) -> torch.device:
@@ -58,10 +61,6 @@ class CallPages:
     def stream(self) -> int:
         """Handle of torch's current stream."""
         return stream_of(self.device)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.shapes)
 
     def first_key_of(self, chunk: int) -> torch.Tensor | None:
         """[B, C]: the first key that each row of a chunk sees; None: the first of all."""
@@ -73,3 +72,66 @@ class CallPages:
     def growing(self, step: Callable[[], None]) -> None:
         """Take a step of the manager for which the device tier may have to grow."""
         with_torchs_unused(self.device, step)
+
+
+def begin_pages(
+    demand: Demand,
+    manager: _C.PageManager,
+    spilled: bool,
+    selector_type: Callable[..., Selector],
+    rounding_seed: int,
+) -> CallPages:
+    """Begin a call on a page manager whose tiers hold it."""
+    config, chunks, swept = demand.config, demand.chunks, demand.swept or []
+    # Where lists and pages have to travel, two chunks of the fill hide it for each other.
+    paired = spilled and demand.rule is not None
+    order = call_order(
+        chunks,
+        [shape.window for shape in demand.shapes],
+        chunks.number if demand.swept is None else demand.filled,
+        swept,
+        whole_fill=demand.swept is None,
+        paired=paired,
+    )
+    num_layers = len(demand.shapes)
+    manager.begin_call(
+        num_layers=num_layers,
+        pages_per_sequence=demand.pages_per_sequence,
+        grad_slots=demand.layout.grad_slots,
+        visits=order.visits,
+        exact=demand.rule is None,
+        wave_pages=demand.wave_pages,
+    )
+    choice = None
+    if demand.rule is not None:
+        selector = selector_type(demand.rule, chunks, num_layers)
+        choice = PageChoice.of(demand, demand.rule, selector, order, manager, announces=spilled)
+    for layer in range(num_layers):
+        for chunk in swept[:-1]:
+            first, last = chunks.first_page(chunk), chunks.first_page(chunk + 1)
+            manager.create_gradients(layer, first, last)
+    rule = config.backward
+    return CallPages(
+        manager=manager,
+        layout=demand.layout,
+        chunks=chunks,
+        order=order,
+        num_layers=num_layers,
+        first_key=demand.inputs.first_key,
+        num_keys=demand.inputs.num_keys,
+        swept=swept,
+        dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
+        choice=choice,
+        rounding_seed=rounding_seed,
+        deterministic=config.deterministic,
+        check_finite=config.check_finite,
+        spilled=spilled,
+        filled=demand.filled,
+        paired=paired,
+        tables=[_table(manager.block_table(layer)) for layer in range(num_layers)],
+        gradient_tables=[_table(manager.gradient_table(layer)) for layer in range(num_layers)],
+    )
+
+
+def _table(table: Any) -> torch.Tensor:
+    return table if isinstance(table, torch.Tensor) else torch.utils.dlpack.from_dlpack(table)

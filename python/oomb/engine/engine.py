@@ -47,7 +47,7 @@ class Engine:
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
-        self._pools = Pools(self._model.device, self._shapes)
+        self._pools = Pools(self._model.device)
         self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
         self._step = 0
         self._closed = False

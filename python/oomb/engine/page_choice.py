@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from oomb import _C
+from oomb.config import TopKPages
+from oomb.engine.demand import Demand
 from oomb.engine.layout import Chunks, Order
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.page_lists import PageLists
 from oomb.engine.selection import Selector
 
@@ -42,6 +45,35 @@ class PageChoice:
         self._announces = announces
         # (layer, chunk) of new lists, oldest first, and when the host has them
         self._unannounced: dict[tuple[int, int], torch.cuda.Event | None] = {}
+
+    @staticmethod
+    def of(
+        demand: Demand,
+        rule: TopKPages,
+        selector: Selector,
+        order: Order,
+        manager: _C.PageManager,
+        *,
+        announces: bool,
+    ) -> PageChoice:
+        """With room for the mean keys of a call, and for its lists.
+
+        Raises:
+            OutOfMemoryError: the host has no memory for the lists.
+        """
+        layout, batch, max_pages = (
+            demand.layout,
+            demand.inputs.batch,
+            max(demand.pages_per_sequence),
+        )
+        sizes = ListSizes.of(rule, demand.chunks, demand.shapes, batch)
+        choosing = [layer for layer, shape in enumerate(demand.shapes) if not shape.window]
+        summaries: list[torch.Tensor | None] = [None] * len(demand.shapes)
+        for layer in choosing:
+            shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
+            summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
+        lists = PageLists(sizes, choosing, max_pages, demand.device)
+        return PageChoice(selector, lists, summaries, demand.chunks, order, manager, announces)
 
     def summaries(self, layer: int) -> torch.Tensor | None:
         """Mean keys, to be written with the pages."""

@@ -22,6 +22,8 @@ from oomb.hf.model import CausalModel, LayerShape
 _HIDDEN_KEPT, _INNER_KEPT = 10, 4
 _TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
 
+ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
+
 _tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
@@ -124,8 +126,9 @@ def plan_call(
     page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
     summaries = lists = 0
     if isinstance(config.attention, TopKPages):
-        summaries = len(shapes) * pages * layout.slot_bytes // (2 * layout.page_size)
-        lists = ListSizes.of(config.attention, chunks, shapes, batch).num_bytes
+        sizes = ListSizes.of(config.attention, chunks, shapes, batch)
+        summaries = sizes.layers * pages * layout.summary_bytes
+        lists = sizes.num_bytes
     # Mean keys are gone before the sums of gradients come.
     others = _counted(model, config, batch, recompute) + max(gradient_bytes(model), summaries)
     free = free_memory(model.device)

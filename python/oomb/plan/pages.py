@@ -77,7 +77,7 @@ class PageCall:
             return 0
         layers = sum(1 for shape in self.shapes if not shape.window)
         pages = self.chunks.first_page(self.filled) * self.batch
-        return layers * pages * self.layout.slot_bytes // (2 * self.layout.page_size)
+        return layers * pages * self.layout.summary_bytes
 
     @property
     def score_bytes(self) -> int:

@@ -9,7 +9,8 @@ import torch
 
 from oomb.config import Config, SampledChunks, TopKPages
 from oomb.engine.layout import Chunks
-from oomb.engine.tiers import Caps, PageLayout
+from oomb.engine.plan import ACTIVATION_SHARE
+from oomb.engine.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.errors import OutOfMemoryError
 from oomb.monitor.units import bytes_text
 from oomb.plan.bare import bare_model
@@ -23,8 +24,6 @@ from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
 from oomb.plan.trace import Setting, Trace, Tracer
 
-_TIER_SHARE = 0.9  # of free memory that the engine gives a tier without a cap
-_ACTIVATION_SHARE = 0.4  # of free memory beyond which the engine recomputes layers
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
 _INPUT_BYTES = 3 * 8 + 2 * 4  # per token: ids, labels and a mask, at most; positions, targets
 
@@ -177,7 +176,7 @@ class Planner:
         if config.recompute != "auto":
             return config.recompute == "layer"
         trace = self._trace(call, False, waves=False)
-        return trace.sweep_peak_bytes - trace.sum_bytes > _ACTIVATION_SHARE * free
+        return trace.sweep_peak_bytes - trace.sum_bytes > ACTIVATION_SHARE * free
 
     def _caps(self, config: Config, call: PageCall, free: int, others: int) -> Caps:
         """Sizes of the tiers, as the engine will choose them."""
@@ -186,17 +185,17 @@ class Planner:
         needed = max(call.needed_slots, call.smallest_slots)
         device = self._device_room(config, free, others)
         if host is None:
-            host = int(self.machine.host_bytes * _TIER_SHARE)
+            host = int(self.machine.host_bytes * TIER_SHARE)
             if self.machine.device_type == "cpu":
                 taken = min(device, needed * call.layout.slot_bytes)
-                host = int((self.machine.host_bytes - taken) * _TIER_SHARE)
+                host = int((self.machine.host_bytes - taken) * TIER_SHARE)
         kind = torch.device(self.machine.device_type)
         return Caps.of(call.layout, needed, kind, device, max(1, host), call.smallest_slots, others)
 
     def _device_room(self, config: Config, free: int, others: int) -> int:
         """Bytes that the device tier may take."""
         assert not isinstance(config.device_memory, str)
-        return config.device_memory or max(1, int(free * _TIER_SHARE) - others)
+        return config.device_memory or max(1, int(free * TIER_SHARE) - others)
 
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
         machine, tracer = self.machine, self.tracer
