@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -203,6 +205,15 @@ py::dict statistics_of(SharedManager& manager) {
   return result;
 }
 
+// float64 [2, visits + 1]: for loads, for stores. Entry 0 is what comes before the first visit.
+py::array_t<double> exposed_seconds_of(SharedManager& manager) {
+  const paging::ExposedTime& exposed = (*manager).exposed();
+  py::array_t<double> result({py::ssize_t{2}, std::ssize(exposed.of_loads())});
+  std::ranges::copy(exposed.of_loads(), result.mutable_data(0));
+  std::ranges::copy(exposed.of_stores(), result.mutable_data(1));
+  return result;
+}
+
 }  // namespace
 
 #if OOMB_WITH_CUDA
@@ -360,6 +371,7 @@ void bind_paging(py::module_& module) {
           py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("kv") = true,
           py::arg("grads") = true, py::arg("stream") = 0)
       .def("stats", &statistics_of)
+      .def("exposed_seconds", &exposed_seconds_of)
       .def("snapshot",
            [](SharedManager& self) {
              return self.with([](PageManager& manager) { return manager.snapshot(); });

@@ -5,18 +5,11 @@
 #include <span>
 
 #include "memory/slot_pool.h"
+#include "paging/exposed_time.h"
+#include "paging/lane.h"
 #include "paging/load_pace.h"
 
 namespace oomb::paging {
-
-// The three queues in which work on pages runs. Each runs its work in the order of issue; between
-// them nothing is ordered but by wait().
-enum class Lane : uint8_t { kCompute, kStore, kLoad };
-constexpr int kNumLanes = 3;
-
-// A point in a lane: everything issued to it up to then. Tickets of one lane increase; 0 is
-// "nothing".
-using Ticket = int64_t;
 
 struct PageCopy {
   memory::Slot device_slot;
@@ -75,9 +68,8 @@ class CopyEngine {
         .count();
   }
 
-  // Time that compute stood still for pages since the last reset.
-  virtual double exposed_seconds() = 0;
-  virtual void reset_statistics() = 0;
+  // With the waits that are over by now.
+  virtual ExposedTime& exposed() = 0;
 };
 
 }  // namespace oomb::paging

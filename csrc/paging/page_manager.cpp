@@ -55,7 +55,7 @@ void PageManager::begin_call(CallPlan plan) {
   hits_ = misses_ = 0;
   device_.resource->reset();
   host_.resource->reset();
-  engine_->reset_statistics();
+  engine_->exposed().begin(schedule_.size());
   tiers_.begin(space_, schedule_, grad_slots_,
                plan.exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
   prefetcher_.begin(space_, schedule_,
@@ -364,6 +364,7 @@ void PageManager::advance(int32_t visit) {
       prefetcher_.advance(visit - now_, engine_->now(), engine_->load_pace());
     }
     now_ = visit;
+    engine_->exposed().enter(visit);
   }
   for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;
        past = tiers_.nearest_visit()) {
@@ -435,7 +436,7 @@ PageStatistics PageManager::statistics() const {
           .d2h_bytes = traffic.stored_slots * slot_bytes(),
           .hits = hits_,
           .misses = misses_,
-          .exposed_copy_seconds = engine_->exposed_seconds()};
+          .exposed_copy_seconds = engine_->exposed().total()};
 }
 
 void PageManager::check_integrity() const {

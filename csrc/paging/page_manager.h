@@ -107,6 +107,7 @@ class PageManager {
   const int32_t* device_tables() const { return engine_->device_tables(); }
 
   PageStatistics statistics() const;
+  const ExposedTime& exposed() const { return engine_->exposed(); }
   std::string snapshot() const;
   void check_integrity() const;
 

@@ -114,7 +114,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
     if (events.empty()) return;
     const auto wait_for_them = [&] { lane(waiter).wait(events); };
     if (waiter == Lane::kCompute) {
-      waits_.around(compute_stream(), 0, wait_for_them);
+      waits_.around(compute_stream(), exposed_.label(awaited), wait_for_them);
     } else {
       wait_for_them();
     }
@@ -144,13 +144,9 @@ class CudaCopyEngine final : public paging::CopyEngine {
     harvest();
     return pace_;
   }
-  double exposed_seconds() override {
+  paging::ExposedTime& exposed() override {
     harvest();
-    return exposed_seconds_;
-  }
-  void reset_statistics() override {
-    harvest();
-    exposed_seconds_ = 0;
+    return exposed_;
   }
 
  private:
@@ -197,7 +193,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void harvest() {
-    waits_.harvest([this](int64_t, double seconds) { exposed_seconds_ += seconds; });
+    waits_.harvest([this](int64_t label, double seconds) { exposed_.add(label, seconds); });
     loads_.harvest([this](int64_t slots, double seconds) { pace_.add(slots, seconds); });
   }
 
@@ -213,7 +209,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
   std::array<CopyBatch, CudaLane::kMaxStreams> batches_;  // per stream of the lane in use
   std::vector<paging::TableChange> last_changes_;
   paging::LoadPace pace_;
-  double exposed_seconds_ = 0;
+  paging::ExposedTime exposed_;
   int32_t* tables_ = nullptr;
   int64_t table_capacity_ = 0;
 };

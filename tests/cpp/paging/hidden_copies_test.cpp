@@ -98,7 +98,7 @@ TEST(TimedCopyEngine, LanesWaitForEachOther) {
   const Ticket loaded = engine.copy(Lane::kLoad, std::vector<PageCopy>(4));
   engine.compute(5);
   engine.wait(Lane::kCompute, Lane::kLoad, loaded);
-  EXPECT_EQ(engine.exposed_seconds(), 6);
+  EXPECT_EQ(engine.exposed().total(), 6);
   engine.compute(1);
   EXPECT_EQ(engine.compute_end(), 12);
   engine.wait(Lane::kStore, Lane::kCompute, engine.mark_compute());
@@ -109,7 +109,7 @@ TEST(TimedCopyEngine, LanesWaitForEachOther) {
   engine.let_host_wait_until(17);
   EXPECT_EQ(engine.completed(Lane::kStore), stored);
   engine.wait(Lane::kCompute, Lane::kLoad, loaded);
-  EXPECT_EQ(engine.exposed_seconds(), 6) << "what is over is not waited for";
+  EXPECT_EQ(engine.exposed().total(), 6) << "what is over is not waited for";
 }
 
 }  // namespace

@@ -53,7 +53,9 @@ class TimedCopyEngine final : public paging::CopyEngine {
   void wait(paging::Lane waiter, paging::Lane lane, paging::Ticket ticket) override {
     const double until = of(lane).ends[static_cast<size_t>(ticket)];
     double& free = of(waiter).free;
-    if (waiter == paging::Lane::kCompute) exposed_ += std::max(0.0, until - std::max(free, host_));
+    if (waiter == paging::Lane::kCompute) {
+      exposed_.add(exposed_.label(lane), std::max(0.0, until - std::max(free, host_)));
+    }
     free = std::max(free, until);
   }
 
@@ -67,8 +69,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
   }
   paging::LoadPace load_pace() override { return pace_; }
   double now() const override { return host_; }
-  double exposed_seconds() override { return exposed_; }
-  void reset_statistics() override { exposed_ = 0; }
+  paging::ExposedTime& exposed() override { return exposed_; }
 
   // Issues a kernel.
   void compute(double seconds) { run(paging::Lane::kCompute, seconds); }
@@ -99,7 +100,7 @@ class TimedCopyEngine final : public paging::CopyEngine {
 
   CopyCosts costs_;
   double host_ = 0;  // the host's own clock
-  double exposed_ = 0;
+  paging::ExposedTime exposed_;
   double copying_ = 0;
   paging::LoadPace pace_;
   std::array<Timeline, paging::kNumLanes> lanes_;
