@@ -372,6 +372,12 @@ void bind_paging(py::module_& module) {
           py::arg("grads") = true, py::arg("stream") = 0)
       .def("stats", &statistics_of)
       .def("exposed_seconds", &exposed_seconds_of)
+      .def("copying", [](SharedManager& self) {
+        return std::pair((*self).copying(paging::Lane::kLoad), (*self).copying(paging::Lane::kStore));
+      })
+      .def("tune", [](SharedManager& self, double spread, int64_t bytes, int32_t ahead, const std::string& own) {
+        (*self).tune(spread, bytes, ahead, own_alone_named(own));
+      })
       .def("snapshot",
            [](SharedManager& self) {
              return self.with([](PageManager& manager) { return manager.snapshot(); });

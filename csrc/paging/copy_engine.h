@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "memory/slot_pool.h"
 #include "paging/exposed_time.h"
@@ -60,6 +61,8 @@ class CopyEngine {
   // Events made so far; they are reused, so this stays small.
   virtual int64_t events_created() const { return 0; }
 
+  // How long a lane has been copying, and how many slots; nothing where it is not measured.
+  virtual std::pair<double, int64_t> copying(Lane) { return {}; }
   // Where loads are not measured, nothing is known.
   virtual LoadPace load_pace() { return {}; }
   // The clock of the host, in seconds.

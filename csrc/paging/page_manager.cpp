@@ -56,10 +56,11 @@ void PageManager::begin_call(CallPlan plan) {
   device_.resource->reset();
   host_.resource->reset();
   engine_->exposed().begin(schedule_.size());
-  tiers_.begin(space_, schedule_, grad_slots_,
-               plan.exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
+  tiers_.begin(space_, schedule_, grad_slots_, plan.exact, options_.spread);
   prefetcher_.begin(space_, schedule_,
-                    PrefetchWindow(device_slots(), slot_bytes(), smallest_slots_), plan.exact);
+                    PrefetchWindow(device_slots(), slot_bytes(), smallest_slots_,
+                                   options_.prefetch_bytes),
+                    plan.exact, options_.visits_ahead);
   engine_->reset_tables(tiers_.tables().size());
   active_ = true;
   prepare_host();

@@ -38,6 +38,9 @@ struct PageManagerOptions {
   bool keep_host_memory = false;  // between calls; pinned memory is slow to get back
   OwnAlone own_alone = OwnAlone::kAlways;
   bool measured_prefetch = false;  // its depth from the engine's load_pace(); false: fixed
+  double spread = 1;
+  int64_t prefetch_bytes = int64_t{512} << 20;
+  int32_t visits_ahead = 4;
 };
 
 struct PageStatistics {
@@ -67,6 +70,12 @@ class PageManager {
   static int64_t smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward,
                                        int64_t wave_pages = 1);
 
+  void tune(double spread, int64_t prefetch_bytes, int32_t visits_ahead, OwnAlone own_alone) {
+    options_.spread = spread;
+    options_.prefetch_bytes = prefetch_bytes;
+    options_.visits_ahead = visits_ahead;
+    options_.own_alone = own_alone;
+  }
   void begin_call(CallPlan plan);
   // What the visit reads, as positions (sequence * max_pages + page). Until then, and for visits
   // that never get a list, it is every page of the visit's range.
@@ -107,6 +116,7 @@ class PageManager {
   const int32_t* device_tables() const { return engine_->device_tables(); }
 
   PageStatistics statistics() const;
+  std::pair<double, int64_t> copying(Lane lane) const { return engine_->copying(lane); }
   const ExposedTime& exposed() const { return engine_->exposed(); }
   std::string snapshot() const;
   void check_integrity() const;

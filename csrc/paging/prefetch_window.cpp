@@ -7,7 +7,6 @@ namespace oomb::paging {
 namespace {
 
 // Before anything is known: what the sweep of a layer reads at long contexts.
-constexpr int64_t kUsualBytes = int64_t{512} << 20;
 constexpr int64_t kMostBytes = int64_t{1} << 30;
 
 // The host runs ahead in bursts, a chunk at most: the mean is over about as many visits.
@@ -17,10 +16,11 @@ constexpr double kLongest = 1.5;  // times the mean: a visit of the backward pas
 
 }  // namespace
 
-PrefetchWindow::PrefetchWindow(int64_t device_slots, int64_t slot_bytes, int64_t smallest) {
+PrefetchWindow::PrefetchWindow(int64_t device_slots, int64_t slot_bytes, int64_t smallest,
+                               int64_t usual_bytes) {
   if (device_slots < 3 * smallest) return;
   least_ = smallest;
-  slots_ = std::max(std::min(device_slots / 8, kUsualBytes / slot_bytes), least_);
+  slots_ = std::max(std::min(device_slots / (usual_bytes > int64_t{512} << 20 ? 2 : 8), usual_bytes / slot_bytes), least_);
   most_ = std::max(std::min(device_slots / 4, kMostBytes / slot_bytes), slots_);
 }
 

@@ -18,7 +18,8 @@ class PrefetchWindow {
  public:
   PrefetchWindow() = default;
   // `smallest`: the slots of one wave that must not be parted.
-  PrefetchWindow(int64_t device_slots, int64_t slot_bytes, int64_t smallest);
+  PrefetchWindow(int64_t device_slots, int64_t slot_bytes, int64_t smallest,
+                 int64_t usual_bytes = int64_t{512} << 20);
 
   // 0: the tier is too small for anything but page by page.
   int64_t slots() const { return slots_; }

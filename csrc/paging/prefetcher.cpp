@@ -8,7 +8,8 @@
 namespace oomb::paging {
 
 void Prefetcher::begin(const PageSpace& space, const Schedule& schedule, PrefetchWindow window,
-                       bool exact) {
+                       bool exact, int32_t visits_ahead) {
+  visits_ahead_ = visits_ahead;
   space_ = &space;
   schedule_ = &schedule;
   window_ = window;
@@ -18,12 +19,11 @@ void Prefetcher::begin(const PageSpace& space, const Schedule& schedule, Prefetc
 }
 
 void Prefetcher::run(int32_t now, int64_t page) {
-  constexpr int32_t kVisitsAhead = 4;
   if (std::pair(visit_, page_) < std::pair(now, page)) {
     visit_ = now;
     page_ = page;
   }
-  const int32_t last = std::min(schedule_->size() - 1, now + kVisitsAhead);
+  const int32_t last = std::min(schedule_->size() - 1, now + visits_ahead_);
   try {
     while (visit_ <= last && load_visit()) {
       ++visit_;

@@ -20,7 +20,8 @@ class Prefetcher {
   explicit Prefetcher(Tiers& tiers) : tiers_(tiers) {}
 
   // `exact`: visits read all of their ranges; otherwise only those with a list are worth a copy.
-  void begin(const PageSpace& space, const Schedule& schedule, PrefetchWindow window, bool exact);
+  void begin(const PageSpace& space, const Schedule& schedule, PrefetchWindow window, bool exact,
+             int32_t visits_ahead = 4);
 
   int64_t window() const { return window_.slots(); }
   void advance(int32_t visits, double now, const LoadPace& pace) {
@@ -38,6 +39,7 @@ class Prefetcher {
   const Schedule* schedule_ = nullptr;
   PrefetchWindow window_;
   bool exact_ = true;
+  int32_t visits_ahead_ = 4;
   int32_t visit_ = 0;  // where loading goes on: visit and logical page
   int64_t page_ = 0;
   std::vector<PageIndex> missing_;

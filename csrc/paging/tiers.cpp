@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 
 #include "common/error.h"
 
@@ -13,6 +14,7 @@ using memory::Slot;
 namespace {
 
 constexpr int64_t kBatchBytes = int64_t{64} << 20;
+constexpr int32_t kAsFiled = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
@@ -24,16 +26,21 @@ Tiers::Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engin
       ordering_(engine, disabled_wait),
       poison_(poison) {}
 
-void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slots,
-                  VictimQueue::Ties ties) {
+void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact,
+                  double spread) {
   space_ = &space;
   schedule_ = &schedule;
   grad_slots_ = grad_slots;
+  exact_ = exact;
+  spread_ = spread;
   records_.assign(at(space.size()), PageRecord{});
   owner_.assign(at(device_.max_slots()), -1);
+  due_.assign(at(device_.max_slots()), kAsFiled);
   device_use_.assign(at(device_.max_slots()), DeviceSlotUse{});
   host_use_.clear();
-  victims_.reset(device_.max_slots(), 2 * (int64_t{schedule.size()} + 1), ties);
+  // A scan in ascending order keeps its beginning; of what is guessed the least recently used goes.
+  victims_.reset(device_.max_slots(), 2 * (int64_t{schedule.size()} + 1),
+                 exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
   tables_ = BlockTables(space);
   pinned_slots_ = ahead_slots_ = 0;
   traffic_ = {};
@@ -73,13 +80,27 @@ void Tiers::move(PageIndex index, Residency to) {
 
 // --- Order of eviction --------------------------------------------------------------------------
 
-int32_t Tiers::key(PageIndex index, int32_t now) const {
+int32_t Tiers::next_use(PageIndex index, int32_t now) const {
   const bool gradient = is_gradient(index);
   const int64_t row = index / space_->positions();
   const int64_t position = index - row * space_->positions();
   const int64_t layer = row - (gradient ? space_->num_layers() : 0);
   const PageKind kind = gradient ? PageKind::kGradient : PageKind::kKeyValue;
-  return key_at(schedule_->next_use(kind, static_cast<int32_t>(layer), position, now), kind);
+  return schedule_->next_use(kind, static_cast<int32_t>(layer), position, now);
+}
+
+// The visit under which a page is filed. Layers come round in circles: what is needed farthest from
+// now is all of the layers just left, and to evict it first would load some layers whole, one after
+// the other, and others not at all, where the link has to be idle first and then cannot follow. So
+// a page counts as up to twice as far as it is, by its place in the sequence: of every layer the
+// same share goes, and as many pages are loaded in each visit.
+int32_t Tiers::spread(PageIndex index, int32_t now, int32_t next) const {
+  if (next >= schedule_->size() || !(exact_ || schedule_->has_pages(next))) return next;
+  const auto page = static_cast<uint32_t>(space_->page(index));
+  // Multiples of the golden ratio fall evenly into 0 .. 1, whatever pages there are.
+  const double place = static_cast<double>(page * 2654435769U) * 0x1p-32;
+  const double farther = spread_ * place * (next - now);
+  return static_cast<int32_t>(std::min<double>(schedule_->size(), next + farther));
 }
 
 int32_t Tiers::key_at(int32_t visit, PageKind kind) {
@@ -88,7 +109,12 @@ int32_t Tiers::key_at(int32_t visit, PageKind kind) {
 }
 
 void Tiers::enqueue(PageIndex index, int32_t now) {
-  victims_.insert(records_[at(index)].device[0], key(index, now));
+  const Slot slot = records_[at(index)].device[0];
+  const int32_t next = next_use(index, now);
+  const int32_t filed = spread(index, now, next);
+  due_[at(slot)] = filed > next ? next : kAsFiled;
+  victims_.insert(slot,
+                  key_at(filed, is_gradient(index) ? PageKind::kGradient : PageKind::kKeyValue));
 }
 
 void Tiers::requeue(PageIndex index, int32_t now) {
@@ -364,6 +390,7 @@ bool Tiers::make_room(int64_t slots, int32_t visit) {
   std::vector<PageIndex> chosen, dirty;
   for (Slot slot = victims_.first(); slot != kNoSlot && room < slots; slot = victims_.after(slot)) {
     if (victims_.key(slot) / 2 <= visit) break;
+    if (due_[at(slot)] <= visit) continue;
     const PageIndex index = owner_[at(slot)];
     if (records_[at(index)].state == Residency::kDirty) {
       // With a full host tier a page that already has its place there can still go.

@@ -49,8 +49,9 @@ class Tiers {
   Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engine,
         std::optional<Wait> disabled_wait, bool poison);
 
-  void begin(const PageSpace& space, const Schedule& schedule, int grad_slots,
-             VictimQueue::Ties ties);
+  // `exact`: visits use all of their ranges, lists or not. `spread`: see key().
+  void begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact,
+             double spread);
   // Every page dies. Copies on their way are waited for.
   void end(bool release_host);
 
@@ -137,7 +138,8 @@ class Tiers {
 
   static size_t at(int64_t index) { return static_cast<size_t>(index); }
   void move(PageIndex index, Residency to);
-  int32_t key(PageIndex index, int32_t now) const;
+  int32_t next_use(PageIndex index, int32_t now) const;
+  int32_t spread(PageIndex index, int32_t now, int32_t next) const;
   static int32_t key_at(int32_t visit, PageKind kind);
   void enqueue(PageIndex index, int32_t now);
   std::vector<memory::Slot> take_device_slots(int64_t count);
@@ -162,8 +164,12 @@ class Tiers {
   const PageSpace* space_ = nullptr;
   const Schedule* schedule_ = nullptr;
   int grad_slots_ = 1;
+  bool exact_ = true;
+  double spread_ = 1;
   std::vector<PageRecord> records_;
   std::vector<PageIndex> owner_;  // per device slot
+  // Per first device slot of a page in the queue that is filed later than it is due: when it is.
+  std::vector<int32_t> due_;
   std::vector<DeviceSlotUse> device_use_;
   std::vector<HostSlotUse> host_use_;
   VictimQueue victims_;

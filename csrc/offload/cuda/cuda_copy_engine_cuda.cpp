@@ -52,11 +52,8 @@ class CudaCopyEngine final : public paging::CopyEngine {
       for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
     };
     // Beyond the waits that come before it in the stream: what the link takes.
-    if (which == Lane::kLoad && options_.measure_loads) {
-      loads_.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
-    } else {
-      spread();
-    }
+    Stopwatch& watch = which == Lane::kLoad ? loads_ : stores_;
+    watch.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
     return target.mark();
   }
 
@@ -137,9 +134,14 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   int64_t events_created() const override {
-    return events_.created() + waits_.events_created() + loads_.events_created();
+    return events_.created() + waits_.events_created() + loads_.events_created() +
+           stores_.events_created();
   }
 
+  std::pair<double, int64_t> copying(Lane which) override {
+    harvest();
+    return which == Lane::kLoad ? loading_ : storing_;
+  }
   paging::LoadPace load_pace() override {
     harvest();
     return pace_;
@@ -194,7 +196,15 @@ class CudaCopyEngine final : public paging::CopyEngine {
 
   void harvest() {
     waits_.harvest([this](int64_t label, double seconds) { exposed_.add(label, seconds); });
-    loads_.harvest([this](int64_t slots, double seconds) { pace_.add(slots, seconds); });
+    loads_.harvest([this](int64_t slots, double seconds) {
+      pace_.add(slots, seconds);
+      loading_.first += seconds;
+      loading_.second += slots;
+    });
+    stores_.harvest([this](int64_t slots, double seconds) {
+      storing_.first += seconds;
+      storing_.second += slots;
+    });
   }
 
   CudaCopyOptions options_;
@@ -203,6 +213,8 @@ class CudaCopyEngine final : public paging::CopyEngine {
   EventPool events_{false};
   Stopwatch waits_;  // of compute for pages
   Stopwatch loads_;
+  Stopwatch stores_;
+  std::pair<double, int64_t> loading_, storing_;
   CudaLane compute_{events_, 0};
   CudaLane store_{events_, options_.store_streams};
   CudaLane load_{events_, options_.load_streams};
