@@ -375,8 +375,8 @@ void bind_paging(py::module_& module) {
       .def("copying", [](SharedManager& self) {
         return std::pair((*self).copying(paging::Lane::kLoad), (*self).copying(paging::Lane::kStore));
       })
-      .def("tune", [](SharedManager& self, double spread, int64_t bytes, int32_t ahead, const std::string& own) {
-        (*self).tune(spread, bytes, ahead, own_alone_named(own));
+      .def("tune", [](SharedManager& self, double spread, int64_t bytes, int32_t ahead, const std::string& own, int32_t cool) {
+        (*self).tune(spread, bytes, ahead, own_alone_named(own), cool);
       })
       .def("snapshot",
            [](SharedManager& self) {

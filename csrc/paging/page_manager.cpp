@@ -367,6 +367,7 @@ void PageManager::advance(int32_t visit) {
     now_ = visit;
     engine_->exposed().enter(visit);
   }
+  tiers_.used_before_ = now_ - options_.cool;
   for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;
        past = tiers_.nearest_visit()) {
     for (const PageIndex index : tiers_.filed_under(past)) tiers_.requeue(index, now_ - 1);

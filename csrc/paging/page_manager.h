@@ -39,6 +39,7 @@ struct PageManagerOptions {
   OwnAlone own_alone = OwnAlone::kAlways;
   bool measured_prefetch = false;  // its depth from the engine's load_pace(); false: fixed
   double spread = 1;
+  int32_t cool = -5;
   int64_t prefetch_bytes = int64_t{512} << 20;
   int32_t visits_ahead = 4;
 };
@@ -70,7 +71,9 @@ class PageManager {
   static int64_t smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward,
                                        int64_t wave_pages = 1);
 
-  void tune(double spread, int64_t prefetch_bytes, int32_t visits_ahead, OwnAlone own_alone) {
+  void tune(double spread, int64_t prefetch_bytes, int32_t visits_ahead, OwnAlone own_alone,
+            int32_t cool) {
+    options_.cool = cool;
     options_.spread = spread;
     options_.prefetch_bytes = prefetch_bytes;
     options_.visits_ahead = visits_ahead;

@@ -46,7 +46,7 @@ bool Prefetcher::load_visit() {
     const PageIndex index = space_->index(kind, visit.layer, position);
     if (!visit.touches(kind) || tiers_[index].state != Residency::kHostOnly) return true;
     const int64_t with = slots + tiers_.slots_of(index);
-    if (with > budget || !tiers_.make_room(with, visit_)) {
+    if (with > budget) {
       page_ = space_->page(index);
       return false;
     }
@@ -58,8 +58,16 @@ bool Prefetcher::load_visit() {
   const bool whole = schedule_->for_each_position(visit_, first, visit.last, [&](int64_t position) {
     return consider(PageKind::kKeyValue, position) && consider(PageKind::kGradient, position);
   });
+  const int64_t room = slots == 0 ? 0 : tiers_.make_up_to(slots, visit_, tiers_.used_before_);
+  bool all = true;
+  while (slots > room) {
+    page_ = space_->page(missing_.back());
+    slots -= tiers_.slots_of(missing_.back());
+    missing_.pop_back();
+    all = false;
+  }
   tiers_.load(missing_, visit_ - 1, true);
-  return whole;
+  return whole && all;
 }
 
 }  // namespace oomb::paging

@@ -35,6 +35,7 @@ void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slo
   spread_ = spread;
   records_.assign(at(space.size()), PageRecord{});
   owner_.assign(at(device_.max_slots()), -1);
+  used_.assign(at(device_.max_slots()), -1);
   due_.assign(at(device_.max_slots()), kAsFiled);
   device_use_.assign(at(device_.max_slots()), DeviceSlotUse{});
   host_use_.clear();
@@ -172,6 +173,7 @@ void Tiers::unpin(PageIndex index, Ticket use, bool written, int32_t now) {
     if (slot != kNoSlot) device_use_[at(slot)].use = use;
   }
   if (written && record.state == Residency::kResident) move(index, Residency::kDirty);
+  used_[at(record.device[0])] = now;
   cancel_pin(index, now);
 }
 
@@ -384,13 +386,19 @@ void Tiers::evict(PageIndex index) {
 }
 
 bool Tiers::make_room(int64_t slots, int32_t visit) {
+  if (available_slots() >= slots) return true;
+  if (visit < 0 && make_up_to(slots, visit, used_before_) >= slots) return true;
+  return make_up_to(slots, visit, std::numeric_limits<int32_t>::max()) >= slots;
+}
+
+int64_t Tiers::make_up_to(int64_t slots, int32_t visit, int32_t used_before) {
   host_error_.clear();
   int64_t room = available_slots();
-  if (room >= slots) return true;
+  if (room >= slots) return room;
   std::vector<PageIndex> chosen, dirty;
   for (Slot slot = victims_.first(); slot != kNoSlot && room < slots; slot = victims_.after(slot)) {
     if (victims_.key(slot) / 2 <= visit) break;
-    if (due_[at(slot)] <= visit) continue;
+    if (due_[at(slot)] <= visit || used_[at(slot)] >= used_before) continue;
     const PageIndex index = owner_[at(slot)];
     if (records_[at(index)].state == Residency::kDirty) {
       // With a full host tier a page that already has its place there can still go.
@@ -400,10 +408,10 @@ bool Tiers::make_room(int64_t slots, int32_t visit) {
     chosen.push_back(index);
     room += slots_of(index);
   }
-  if (room < slots) return false;
+  if (room < slots && visit < 0) return room;
   store(dirty);
   for (const PageIndex index : chosen) evict(index);
-  return true;
+  return available_slots();
 }
 
 void Tiers::store_ahead(int64_t slots) {

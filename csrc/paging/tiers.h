@@ -80,6 +80,7 @@ class Tiers {
   // (-1: any that is not pinned). False when that is not possible; `why` then holds an error of
   // the host tier if one was met.
   bool make_room(int64_t slots, int32_t visit);
+  int64_t make_up_to(int64_t slots, int32_t visit, int32_t used_before);
   const std::string& host_error() const { return host_error_; }
 
   // Starts storing the likeliest victims, as far as `slots` slots, so that taking them will be
@@ -166,10 +167,14 @@ class Tiers {
   int grad_slots_ = 1;
   bool exact_ = true;
   double spread_ = 1;
+ public:
+  int32_t used_before_ = 0;
+ private:
   std::vector<PageRecord> records_;
   std::vector<PageIndex> owner_;  // per device slot
   // Per first device slot of a page in the queue that is filed later than it is due: when it is.
   std::vector<int32_t> due_;
+  std::vector<int32_t> used_;
   std::vector<DeviceSlotUse> device_use_;
   std::vector<HostSlotUse> host_use_;
   VictimQueue victims_;
