@@ -69,7 +69,7 @@ void HostCopyEngine::wait(Lane waiter, Lane awaited, Ticket ticket) {
   const auto start = std::chrono::steady_clock::now();
   block_on(awaited, ticket);
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-  exposed_.add(exposed_.label(awaited), waited.count());
+  times_.add_wait(times_.label(awaited), waited.count());
 }
 
 void HostCopyEngine::block_on(Lane awaited, Ticket ticket) {

@@ -1,14 +1,11 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <span>
-#include <utility>
 
 #include "memory/slot_pool.h"
-#include "paging/exposed_time.h"
+#include "paging/call_times.h"
 #include "paging/lane.h"
-#include "paging/load_pace.h"
 
 namespace oomb::paging {
 
@@ -61,18 +58,8 @@ class CopyEngine {
   // Events made so far; they are reused, so this stays small.
   virtual int64_t events_created() const { return 0; }
 
-  // How long a lane has been copying, and how many slots; nothing where it is not measured.
-  virtual std::pair<double, int64_t> copying(Lane) { return {}; }
-  // Where loads are not measured, nothing is known.
-  virtual LoadPace load_pace() { return {}; }
-  // The clock of the host, in seconds.
-  virtual double now() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
-
-  // With the waits that are over by now.
-  virtual ExposedTime& exposed() = 0;
+  // With the copies and waits that are over by now.
+  virtual CallTimes& times() = 0;
 };
 
 }  // namespace oomb::paging

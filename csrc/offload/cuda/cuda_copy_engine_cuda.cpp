@@ -48,12 +48,11 @@ class CudaCopyEngine final : public paging::CopyEngine {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
     distribute(which, pages);
-    const auto spread = [&] {
-      for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
-    };
-    // Beyond the waits that come before it in the stream: what the link takes.
+    // Behind the waits that come before it in the stream: what the link takes.
     Stopwatch& watch = which == Lane::kLoad ? loads_ : stores_;
-    watch.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
+    watch.around(target.streams()[0], static_cast<int64_t>(which), [&] {
+      for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
+    });
     return target.mark();
   }
 
@@ -111,7 +110,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
     if (events.empty()) return;
     const auto wait_for_them = [&] { lane(waiter).wait(events); };
     if (waiter == Lane::kCompute) {
-      waits_.around(compute_stream(), exposed_.label(awaited), wait_for_them);
+      waits_.around(compute_stream(), times_.label(awaited), wait_for_them);
     } else {
       wait_for_them();
     }
@@ -138,17 +137,9 @@ class CudaCopyEngine final : public paging::CopyEngine {
            stores_.events_created();
   }
 
-  std::pair<double, int64_t> copying(Lane which) override {
+  paging::CallTimes& times() override {
     harvest();
-    return which == Lane::kLoad ? loading_ : storing_;
-  }
-  paging::LoadPace load_pace() override {
-    harvest();
-    return pace_;
-  }
-  paging::ExposedTime& exposed() override {
-    harvest();
-    return exposed_;
+    return times_;
   }
 
  private:
@@ -195,16 +186,12 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void harvest() {
-    waits_.harvest([this](int64_t label, double seconds) { exposed_.add(label, seconds); });
-    loads_.harvest([this](int64_t slots, double seconds) {
-      pace_.add(slots, seconds);
-      loading_.first += seconds;
-      loading_.second += slots;
-    });
-    stores_.harvest([this](int64_t slots, double seconds) {
-      storing_.first += seconds;
-      storing_.second += slots;
-    });
+    waits_.harvest([this](int64_t label, double seconds) { times_.add_wait(label, seconds); });
+    for (Stopwatch* watch : {&loads_, &stores_}) {
+      watch->harvest([this](int64_t lane, double seconds) {
+        times_.add_copy(static_cast<Lane>(lane), seconds);
+      });
+    }
   }
 
   CudaCopyOptions options_;
@@ -214,14 +201,12 @@ class CudaCopyEngine final : public paging::CopyEngine {
   Stopwatch waits_;  // of compute for pages
   Stopwatch loads_;
   Stopwatch stores_;
-  std::pair<double, int64_t> loading_, storing_;
   CudaLane compute_{events_, 0};
   CudaLane store_{events_, options_.store_streams};
   CudaLane load_{events_, options_.load_streams};
   std::array<CopyBatch, CudaLane::kMaxStreams> batches_;  // per stream of the lane in use
   std::vector<paging::TableChange> last_changes_;
-  paging::LoadPace pace_;
-  paging::ExposedTime exposed_;
+  paging::CallTimes times_;
   int32_t* tables_ = nullptr;
   int64_t table_capacity_ = 0;
 };

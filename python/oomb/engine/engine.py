@@ -315,6 +315,7 @@ class Engine:
         sweep_seconds: float,
     ) -> Step:
         counters = attention.pages.manager.stats()
+        exposed = attention.pages.order.by_pass(attention.pages.manager.waits().sum(axis=0))
         reads = counters["hits"] + counters["misses"]
         selector = attention.pages.selector
         selection = []
@@ -333,6 +334,10 @@ class Engine:
                 d2h_bytes=counters["d2h_bytes"],
                 exposed_copy_seconds=counters["exposed_copy_seconds"],
                 hit_rate=counters["hits"] / reads if reads else 1.0,
+                h2d_seconds=counters["h2d_seconds"],
+                d2h_seconds=counters["d2h_seconds"],
+                exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
+                exposed_by_layer={name: x.sum(axis=0).tolist() for name, x in exposed.items()},
             ),
             selection=selection,
             logprobs=loss.logprobs,

@@ -49,7 +49,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
     return finishing ? tickets_[static_cast<size_t>(lane)] : 0;
   }
   void drain() override {}
-  paging::ExposedTime& exposed() override { return exposed_; }
+  paging::CallTimes& times() override { return times_; }
 
   struct Batch {
     paging::Lane lane;
@@ -63,7 +63,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
   std::byte* device_;
   std::byte* host_;
   int64_t slot_bytes_;
-  paging::ExposedTime exposed_;
+  paging::CallTimes times_;
   std::array<paging::Ticket, paging::kNumLanes> tickets_{};
 };
 
