@@ -38,6 +38,8 @@ class PageStatistics(TypedDict):
     host_peak_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    h2d_seconds: float
+    d2h_seconds: float
     exposed_copy_seconds: float
     hits: int
     misses: int
@@ -58,8 +60,6 @@ class PageManager:
         poison: bool = False,
         explicit_host_memory: bool = False,
         dry: bool = False,
-        own_alone: str | None = None,
-        prefetch: str | None = None,
         store_streams: int | None = None,
         load_streams: int | None = None,
         growth_threads: int | None = None,
@@ -107,6 +107,7 @@ class PageManager:
         stream: int = 0,
     ) -> None: ...
     def stats(self) -> PageStatistics: ...
+    def waits(self) -> NDArray[np.float64]: ...  # [2, visits]: for loads, for stores
     def snapshot(self) -> str: ...
     def check_integrity(self) -> None: ...
 

@@ -48,15 +48,11 @@ class CudaCopyEngine final : public paging::CopyEngine {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
     distribute(which, pages);
-    const auto spread = [&] {
+    // Behind the waits that come before it in the stream: what the link takes.
+    Stopwatch& watch = which == Lane::kLoad ? loads_ : stores_;
+    watch.around(target.streams()[0], static_cast<int64_t>(which), [&] {
       for (size_t i = 0; i < target.streams().size(); ++i) issue(batches_[i], target.streams()[i]);
-    };
-    // Beyond the waits that come before it in the stream: what the link takes.
-    if (which == Lane::kLoad && options_.measure_loads) {
-      loads_.around(target.streams()[0], static_cast<int64_t>(pages.size()), spread);
-    } else {
-      spread();
-    }
+    });
     return target.mark();
   }
 
@@ -114,7 +110,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
     if (events.empty()) return;
     const auto wait_for_them = [&] { lane(waiter).wait(events); };
     if (waiter == Lane::kCompute) {
-      waits_.around(compute_stream(), 0, wait_for_them);
+      waits_.around(compute_stream(), times_.label(awaited), wait_for_them);
     } else {
       wait_for_them();
     }
@@ -137,20 +133,13 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   int64_t events_created() const override {
-    return events_.created() + waits_.events_created() + loads_.events_created();
+    return events_.created() + waits_.events_created() + loads_.events_created() +
+           stores_.events_created();
   }
 
-  paging::LoadPace load_pace() override {
+  paging::CallTimes& times() override {
     harvest();
-    return pace_;
-  }
-  double exposed_seconds() override {
-    harvest();
-    return exposed_seconds_;
-  }
-  void reset_statistics() override {
-    harvest();
-    exposed_seconds_ = 0;
+    return times_;
   }
 
  private:
@@ -197,8 +186,12 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void harvest() {
-    waits_.harvest([this](int64_t, double seconds) { exposed_seconds_ += seconds; });
-    loads_.harvest([this](int64_t slots, double seconds) { pace_.add(slots, seconds); });
+    waits_.harvest([this](int64_t label, double seconds) { times_.add_wait(label, seconds); });
+    for (Stopwatch* watch : {&loads_, &stores_}) {
+      watch->harvest([this](int64_t lane, double seconds) {
+        times_.add_copy(static_cast<Lane>(lane), seconds);
+      });
+    }
   }
 
   CudaCopyOptions options_;
@@ -207,13 +200,13 @@ class CudaCopyEngine final : public paging::CopyEngine {
   EventPool events_{false};
   Stopwatch waits_;  // of compute for pages
   Stopwatch loads_;
+  Stopwatch stores_;
   CudaLane compute_{events_, 0};
   CudaLane store_{events_, options_.store_streams};
   CudaLane load_{events_, options_.load_streams};
   std::array<CopyBatch, CudaLane::kMaxStreams> batches_;  // per stream of the lane in use
   std::vector<paging::TableChange> last_changes_;
-  paging::LoadPace pace_;
-  double exposed_seconds_ = 0;
+  paging::CallTimes times_;
   int32_t* tables_ = nullptr;
   int64_t table_capacity_ = 0;
 };

@@ -42,7 +42,6 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                                        .slot_bytes = options.slot_bytes,
                                        .store_streams = options.store_streams,
                                        .load_streams = options.load_streams,
-                                       .measure_loads = options.paging.measured_prefetch,
                                        .delay_seed = options.copy_delay_seed});
   paging::PageManagerOptions paging = options.paging;
   paging.keep_host_memory = true;

@@ -40,6 +40,7 @@ class Call:
         """What the caller gets; before the call's pages are gone."""
         pages = self.attention.pages
         counters = pages.manager.stats()
+        exposed = pages.order.by_pass(pages.manager.waits().sum(axis=0))
         reads = counters["hits"] + counters["misses"]
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
@@ -56,6 +57,10 @@ class Call:
                 d2h_bytes=counters["d2h_bytes"],
                 exposed_copy_seconds=counters["exposed_copy_seconds"],
                 hit_rate=counters["hits"] / reads if reads else 1.0,
+                h2d_seconds=counters["h2d_seconds"],
+                d2h_seconds=counters["d2h_seconds"],
+                exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
+                exposed_by_layer={name: x.sum(axis=0).tolist() for name, x in exposed.items()},
             ),
             selection=selection,
             logprobs=self.loss.logprobs,
