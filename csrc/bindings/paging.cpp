@@ -81,8 +81,7 @@ std::unique_ptr<SharedManager> make_manager(
     bool dry, const std::optional<std::string>& own_alone,
     const std::optional<std::string>& prefetch, std::optional<int> store_streams,
     std::optional<int> load_streams, std::optional<int> growth_threads,
-    std::optional<bool> growth_populates, std::optional<double> growth_pauses,
-    std::optional<int64_t> piece_bytes) {
+    std::optional<bool> growth_populates) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
@@ -107,8 +106,6 @@ std::unique_ptr<SharedManager> make_manager(
     options.load_streams = load_streams.value_or(options.load_streams);
     options.growth_threads = growth_threads.value_or(options.growth_threads);
     options.growth_populates = growth_populates.value_or(options.growth_populates);
-    options.growth_pauses = growth_pauses.value_or(options.growth_pauses);
-    options.piece_bytes = piece_bytes.value_or(options.piece_bytes);
     return std::make_unique<SharedManager>(offload::make_cuda_page_manager(options), index);
 #else
     expect(false, "device", "cpu: this build has no CUDA", device);
@@ -121,8 +118,6 @@ std::unique_ptr<SharedManager> make_manager(
   static_cast<void>(load_streams);
   static_cast<void>(growth_threads);
   static_cast<void>(growth_populates);
-  static_cast<void>(growth_pauses);
-  static_cast<void>(piece_bytes);
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
                                       .device_slots = device_slots,
@@ -251,8 +246,7 @@ void bind_paging(py::module_& module) {
            py::arg("dry") = false, py::arg("own_alone") = py::none(),
            py::arg("prefetch") = py::none(), py::arg("store_streams") = py::none(),
            py::arg("load_streams") = py::none(), py::arg("growth_threads") = py::none(),
-           py::arg("growth_populates") = py::none(), py::arg("growth_pauses") = py::none(),
-           py::arg("piece_bytes") = py::none())
+           py::arg("growth_populates") = py::none())
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,

@@ -64,8 +64,6 @@ class PageManager:
         load_streams: int | None = None,
         growth_threads: int | None = None,
         growth_populates: bool | None = None,
-        growth_pauses: float | None = None,
-        piece_bytes: int | None = None,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...

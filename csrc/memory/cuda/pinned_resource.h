@@ -26,7 +26,6 @@ struct PinnedOptions {
   // system populates their stretches, which is faster and holds its locks for longer.
   int growth_threads = 16;
   bool growth_populates = false;
-  double growth_pauses = 4;  // times as long as the registration before
   bool huge_pages = true;
   // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
   // the head room read now is not the last word.

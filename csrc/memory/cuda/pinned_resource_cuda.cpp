@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr double kPauses = 4;  // times as long as the registration before, unless someone waits
 
 // The memory node nearest to the device, -1 where unknown.
 int numa_node_of(int device) {
@@ -174,7 +175,7 @@ void PinnedResource::run() {
       ready_ += bytes;
     }
     changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::duration<double>(options_.growth_pauses * seconds),
+    changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
                       [this] { return stop_ || hurry_; });
   }
 }

@@ -22,8 +22,6 @@ struct CudaPageManagerOptions {
   int load_streams = CudaCopyOptions{}.load_streams;
   int growth_threads = memory::PinnedOptions{}.growth_threads;
   bool growth_populates = memory::PinnedOptions{}.growth_populates;
-  double growth_pauses = memory::PinnedOptions{}.growth_pauses;
-  int64_t piece_bytes = memory::PinnedOptions{}.piece_bytes;
   paging::PageManagerOptions paging = {};  // all but keep_host_memory, which is on
 };
 

@@ -30,11 +30,9 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
       make_tier_pool(std::make_unique<memory::PinnedResource>(memory::PinnedOptions{
                          .device = options.device,
                          .capacity = options.host_slots * options.slot_bytes,
-                         .piece_bytes = options.piece_bytes,
                          .slot_bytes = options.slot_bytes,
                          .growth_threads = options.growth_threads,
                          .growth_populates = options.growth_populates,
-                         .growth_pauses = options.growth_pauses,
                          .explicit_size = options.explicit_host_memory,
                      }),
                      slots);
