@@ -433,6 +433,8 @@ PageStatistics PageManager::statistics() const {
           .host_peak_bytes = host_.resource->statistics().peak_bytes,
           .h2d_bytes = traffic.loaded_slots * slot_bytes(),
           .d2h_bytes = traffic.stored_slots * slot_bytes(),
+          .loaded_runs = traffic.loaded_runs,
+          .stored_runs = traffic.stored_runs,
           .hits = hits_,
           .misses = misses_,
           .exposed_copy_seconds = engine_->exposed_seconds()};

@@ -45,6 +45,8 @@ struct PageStatistics {
   int64_t host_peak_bytes = 0;
   int64_t h2d_bytes = 0;
   int64_t d2h_bytes = 0;
+  int64_t loaded_runs = 0;  // stretches of host slots of all batches, see host_runs()
+  int64_t stored_runs = 0;
   int64_t hits = 0;    // pages found on the device, or on their way, when acquired
   int64_t misses = 0;  // pages that had to be loaded on the spot
   double exposed_copy_seconds = 0;

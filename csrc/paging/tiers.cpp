@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "common/error.h"
+#include "paging/host_runs.h"
 
 namespace oomb::paging {
 
@@ -317,6 +318,7 @@ void Tiers::load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead
   if (ahead) ahead_slots_ += count;
   traffic_.loaded_pages += static_cast<int64_t>(pages.size());
   traffic_.loaded_slots += count;
+  traffic_.loaded_runs += host_runs(copies);
 }
 
 void Tiers::store_batch(std::span<const PageIndex> pages) {
@@ -342,6 +344,7 @@ void Tiers::store_batch(std::span<const PageIndex> pages) {
   }
   traffic_.stored_pages += static_cast<int64_t>(pages.size());
   traffic_.stored_slots += static_cast<int64_t>(copies.size());
+  traffic_.stored_runs += host_runs(copies);
 }
 
 void Tiers::clear_ahead(PageIndex index) {

@@ -38,6 +38,8 @@ class PageStatistics(TypedDict):
     host_peak_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    loaded_runs: int  # stretches of neighbouring host slots of all batches
+    stored_runs: int
     exposed_copy_seconds: float
     hits: int
     misses: int
@@ -60,10 +62,6 @@ class PageManager:
         dry: bool = False,
         own_alone: str | None = None,
         prefetch: str | None = None,
-        store_streams: int | None = None,
-        load_streams: int | None = None,
-        growth_threads: int | None = None,
-        growth_populates: bool | None = None,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
@@ -249,16 +247,15 @@ class PageCopier:  # CUDA builds; for bench/page_copy.py
         host_slots: int,
         piece_bytes: int = ...,
         huge_pages: bool = True,
+        own_context: bool = True,
         batched: bool = True,
         overlap_hint: bool = True,
-        store_streams: int = ...,
-        load_streams: int = ...,
-        touch_threads: int = ...,
     ) -> None: ...
     def prepare_host(self) -> None: ...
     def commit_host(self) -> None: ...
     def ready_host_bytes(self) -> int: ...
     def release_host(self) -> None: ...
+    def registered_apart(self) -> bool: ...
     def copy(
         self, to_host: bool, device_slots: NDArray[np.int32], host_slots: NDArray[np.int32]
     ) -> None: ...
