@@ -2,12 +2,12 @@
 
     python bench/page_copy.py                   # everything; results of docs/performance.md
     python bench/page_copy.py --pin-gib 32      # size of the pinned-memory part
-    python bench/page_copy.py --only streams    # batches spread over 1, 2, 3 streams
+    python bench/page_copy.py --only runs       # places on the host that are neighbours
     python bench/page_copy.py --json result.json
 
-Pages are scattered at random in both tiers. GB/s count bytes once per direction; "both" adds the
-two. The yardstick is cudaMemcpyAsync of one large block. "beside" runs attention (SDPA, bf16) on
-the compute stream for the whole time: what both keep of their speed alone is given.
+Pages are scattered at random in both tiers unless said. GB/s count bytes once per direction;
+"both" adds the two. The yardstick is cudaMemcpyAsync of one large block. "beside" runs attention
+(SDPA, bf16) on the compute stream for the whole time: what both keep of their speed alone is given.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ ROUNDS = 3
 
 
 class Copies:
-    """Batches of page copies over a pool of each tier."""
+    """Batches of page copies over a pool of each tier.
 
-    def __init__(self, page_bytes: int, **options: Any) -> None:
+    ``run``: so many pages in a row are neighbours on the host; 1: scattered.
+    """
+
+    def __init__(self, page_bytes: int, run: int = 1, **options: Any) -> None:
         slots = POOL // page_bytes
         self.copier = _C.PageCopier(
             device=0,
@@ -45,14 +48,16 @@ class Copies:
         )
         self.copier.commit_host()
         rng = np.random.default_rng(0)
-        device, host = (rng.permutation(slots).astype(np.int32) for _ in range(2))
+        device = rng.permutation(slots).astype(np.int32)
         # Half of the pages go to the host, the other half to the device.
-        self.pages = {"h": (device[::2], host[::2]), "d": (device[1::2], host[1::2])}
-        self.page_bytes = page_bytes
-        self.set_batch(BATCH)
-
-    def set_batch(self, batch_bytes: int) -> None:
-        self.per_batch = max(1, batch_bytes // self.page_bytes)
+        run = min(run, slots // 2)
+        begins = rng.permutation(slots // run) if run < slots // 2 else np.arange(2)
+        host = (begins[:, None] * run + np.arange(run)).astype(np.int32)
+        self.pages = {
+            "h": (device[::2], host[::2].ravel()),
+            "d": (device[1::2], host[1::2].ravel()),
+        }
+        self.per_batch = max(1, BATCH // page_bytes)
 
     def issue(self, directions: str) -> int:
         """Queue one pass over the pages of each direction; the bytes it moves."""
@@ -151,24 +156,16 @@ def pages(sizes: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def streams() -> list[dict[str, Any]]:
-    """256 KiB pages in batches of several sizes, each spread over several streams."""
+def runs() -> list[dict[str, Any]]:
+    """256 KiB pages whose places on the host are neighbours, so many in a row."""
     attention = Attention()
     rows = []
-    for name, directions, counts, batches in (
-        ("D2H", "h", ((1, 1), (2, 1)), (64, 256)),
-        ("H2D", "d", ((1, 1), (1, 2)), (64,)),
-        ("both", "hd", ((1, 1), (2, 1), (1, 2), (2, 2)), (64,)),
-    ):
-        for stores, loads in counts:
-            over = {"store_streams": stores, "load_streams": loads}
-            copies = Copies(256 * 1024, **over)
-            for batch_mib in batches:
-                copies.set_batch(batch_mib * 2**20)
-                row = {"direction": name, "batch_mib": batch_mib, **over}
-                row |= beside_attention(copies, attention, directions, window=0.15)
-                rows.append(row)
-                print(row, flush=True)
+    for run in (1, 2, 4, 8, 32, POOL // 2**18):
+        copies = Copies(256 * 1024, run=run)
+        for directions, name in (("h", "D2H"), ("hd", "both")):
+            row: dict[str, Any] = {"host_slots_in_row": run, "direction": name}
+            rows.append(row | beside_attention(copies, attention, directions, window=0.15))
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -176,6 +173,8 @@ def pinned(gib: int) -> list[dict[str, Any]]:
     """Seconds and GB/s of getting pinned memory, next to cudaHostAlloc; HBM that it costs."""
     rows = []
     torch.cuda.synchronize()
+    context = some_pinned()  # the context of registration is measured by itself, see growth
+    context.commit_host()
     for name, piece, huge in (
         ("cold, 1 GiB pieces", GIB, True),
         ("warm, 1 GiB pieces", GIB, True),
@@ -208,6 +207,7 @@ def pinned(gib: int) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(row, flush=True)
+    context.release_host()
     start = time.perf_counter()
     block = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
     seconds = time.perf_counter() - start
@@ -216,12 +216,37 @@ def pinned(gib: int) -> list[dict[str, Any]]:
     return rows
 
 
-def growth_beside_kernels(gib: int) -> dict[str, float]:
-    """What growing the host tier in the background costs a queue of kernels."""
-    attention = Attention()
-    attention.run(50)
-    alone = attention.milliseconds(1000)
+def some_pinned(own_context: bool = True, gib: float = 2**-9) -> _C.PageCopier:
+    return _C.PageCopier(
+        device=0,
+        slot_bytes=2**18,
+        device_slots=1,
+        host_slots=int(gib * GIB) // 2**18,
+        piece_bytes=GIB // 8,
+        own_context=own_context,
+    )
 
+
+def context_cost() -> dict[str, Any]:
+    """What the context in which memory is registered takes: the first piece against the next."""
+    cost = {}
+    copiers = [some_pinned(), some_pinned()]
+    for name, copier in zip(("first", "next"), copiers, strict=True):
+        free, start = torch.cuda.mem_get_info()[0], time.perf_counter()
+        copier.commit_host()
+        cost[f"{name}_piece_seconds"] = time.perf_counter() - start
+        cost[f"{name}_piece_hbm_mib"] = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    free = torch.cuda.mem_get_info()[0]
+    for copier in copiers:
+        copier.release_host()
+    cost["given_back_mib"] = (torch.cuda.mem_get_info()[0] - free) / 2**20
+    print(cost, flush=True)
+    return cost
+
+
+def growth_beside_kernels(gib: int) -> list[dict[str, Any]]:
+    """What growing the host tier in the background costs a queue of kernels, and their launches."""
+    attention = Attention()
     x = torch.zeros(1024, device="cuda")
 
     def launches() -> float:
@@ -232,43 +257,55 @@ def growth_beside_kernels(gib: int) -> dict[str, float]:
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    launches()
-    small_alone = min(launches() for _ in range(5))
-    results = {"attention_alone_ms": alone}
-    for piece_mib in (64, 128):
-        copier = _C.PageCopier(
-            device=0,
-            slot_bytes=2**18,
-            device_slots=1,
-            host_slots=gib * GIB // 2**18,
-            piece_bytes=piece_mib * 2**20,
-        )
+    def alone() -> tuple[float, float]:
+        seconds = [(attention.milliseconds(20), launches()) for _ in range(20)]
+        return statistics.mean(s[0] for s in seconds), statistics.mean(s[1] for s in seconds)
+
+    alone()
+    rows: list[dict[str, Any]] = [context_cost()]
+    for name, own_context in (
+        ("cold, own context", True),
+        ("warm, own context", True),
+        ("warm, the kernels' context, pauses", False),
+    ):
+        copier = some_pinned(own_context, gib)
+        before = alone()
+        kernels, small = [], []
+        start = time.perf_counter()
         copier.prepare_host()
-        beside, small = [], []
         while copier.ready_host_bytes() < gib * GIB:
-            beside.append(attention.milliseconds(50))
+            kernels.append(attention.milliseconds(20))
             small.append(launches())
-        results[f"attention_slower_{piece_mib}_mib"] = sum(beside) / len(beside) / alone - 1
-        results[f"small_launches_slower_{piece_mib}_mib"] = (
-            sum(small) / len(small) / small_alone - 1
+        seconds = time.perf_counter() - start
+        apart = copier.registered_apart()
+        after = alone()
+        rows.append(
+            {
+                "how": name,
+                "registered_apart": apart,
+                "gb_per_s": gib * GIB / seconds / 1e9,
+                "attention_times": 2 * statistics.mean(kernels) / (before[0] + after[0]),
+                "launches_times": 2 * statistics.mean(small) / (before[1] + after[1]),
+                "longest_2000_launches_times": 2 * max(small) / (before[1] + after[1]),
+            }
         )
         copier.release_host()
-    print(results, flush=True)
-    return results
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pin-gib", type=int, default=32)
     parser.add_argument("--page-kib", type=int, nargs="*", default=[64, 128, 256, 512])
-    parser.add_argument("--only", choices=["pinned", "growth", "pages", "streams"])
+    parser.add_argument("--only", choices=["pinned", "growth", "pages", "runs"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     parts = {
         "pinned": lambda: pinned(arguments.pin_gib),
         "growth": lambda: growth_beside_kernels(arguments.pin_gib // 2),
         "pages": lambda: pages(arguments.page_kib),
-        "streams": streams,
+        "runs": runs,
     }
     result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for name, part in parts.items():

@@ -64,12 +64,12 @@ int device_index(const std::string& device) {
 
 void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-std::unique_ptr<SharedManager> make_manager(
-    const std::string& device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
-    std::optional<uint64_t> copy_delay_seed, std::optional<uint64_t> shuffle_seed,
-    const std::optional<std::string>& disabled_wait, bool poison, bool explicit_host_memory,
-    bool dry, std::optional<int> store_streams, std::optional<int> load_streams,
-    std::optional<int> growth_threads, std::optional<bool> growth_populates) {
+std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t slot_bytes,
+                                            int64_t device_slots, int64_t host_slots,
+                                            std::optional<uint64_t> copy_delay_seed,
+                                            std::optional<uint64_t> shuffle_seed,
+                                            const std::optional<std::string>& disabled_wait,
+                                            bool poison, bool explicit_host_memory, bool dry) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
@@ -80,30 +80,21 @@ std::unique_ptr<SharedManager> make_manager(
   if (device.starts_with("cuda") && !dry) {
     [[maybe_unused]] const int index = device_index(device);
 #if OOMB_WITH_CUDA
-    offload::CudaPageManagerOptions options = {.device = index,
-                                               .slot_bytes = slot_bytes,
-                                               .device_slots = device_slots,
-                                               .host_slots = host_slots,
-                                               .explicit_host_memory = explicit_host_memory,
-                                               .copy_delay_seed = copy_delay_seed,
-                                               .shuffle_seed = shuffle_seed,
-                                               .paging = paging};
-    options.store_streams = store_streams.value_or(options.store_streams);
-    options.load_streams = load_streams.value_or(options.load_streams);
-    options.growth_threads = growth_threads.value_or(options.growth_threads);
-    options.growth_populates = growth_populates.value_or(options.growth_populates);
+    const offload::CudaPageManagerOptions options = {.device = index,
+                                                     .slot_bytes = slot_bytes,
+                                                     .device_slots = device_slots,
+                                                     .host_slots = host_slots,
+                                                     .explicit_host_memory = explicit_host_memory,
+                                                     .copy_delay_seed = copy_delay_seed,
+                                                     .shuffle_seed = shuffle_seed,
+                                                     .paging = paging};
     return std::make_unique<SharedManager>(offload::make_cuda_page_manager(options), index);
 #else
     expect(false, "device", "cpu: this build has no CUDA", device);
 #endif
   }
   expect(device == "cpu", "device", dry ? "cpu, for a dry run" : "cpu or cuda:<index>", device);
-  // Of pinned memory and streams, which a CPU does not have:
-  static_cast<void>(explicit_host_memory);
-  static_cast<void>(store_streams);
-  static_cast<void>(load_streams);
-  static_cast<void>(growth_threads);
-  static_cast<void>(growth_populates);
+  static_cast<void>(explicit_host_memory);  // of pinned memory, which a CPU does not have
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
                                       .device_slots = device_slots,
@@ -185,6 +176,8 @@ py::dict statistics_of(SharedManager& manager) {
   result["d2h_bytes"] = s.d2h_bytes;
   result["h2d_seconds"] = s.h2d_seconds;
   result["d2h_seconds"] = s.d2h_seconds;
+  result["loaded_runs"] = s.loaded_runs;
+  result["stored_runs"] = s.stored_runs;
   result["exposed_copy_seconds"] = s.exposed_copy_seconds;
   result["hits"] = s.hits;
   result["misses"] = s.misses;
@@ -240,9 +233,7 @@ void bind_paging(py::module_& module) {
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
            py::arg("poison") = false, py::arg("explicit_host_memory") = false,
-           py::arg("dry") = false, py::arg("store_streams") = py::none(),
-           py::arg("load_streams") = py::none(), py::arg("growth_threads") = py::none(),
-           py::arg("growth_populates") = py::none())
+           py::arg("dry") = false)
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,

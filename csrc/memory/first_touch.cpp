@@ -1,7 +1,5 @@
 #include "memory/first_touch.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -16,10 +14,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kStretch = int64_t{2} << 20;  // a huge page
 
-void take(std::byte* begin, int64_t bytes, [[maybe_unused]] bool populate) {
-#ifdef MADV_POPULATE_WRITE
-  if (populate && madvise(begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
-#endif
+void take(std::byte* begin, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kPage) {
     *static_cast<volatile std::byte*>(begin + at) = std::byte{0};
   }
@@ -27,11 +22,11 @@ void take(std::byte* begin, int64_t bytes, [[maybe_unused]] bool populate) {
 
 }  // namespace
 
-void take_pages(std::byte* begin, int64_t bytes, int threads, bool populate) {
+void take_pages(std::byte* begin, int64_t bytes, int threads) {
   std::atomic<int64_t> next = 0;
   const auto work = [&] {
     for (int64_t at = next.fetch_add(kStretch); at < bytes; at = next.fetch_add(kStretch)) {
-      take(begin + at, std::min(kStretch, bytes - at), populate);
+      take(begin + at, std::min(kStretch, bytes - at));
     }
   };
   const int64_t useful = std::min<int64_t>(threads, ceil_div(bytes, kStretch));

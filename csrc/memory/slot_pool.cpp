@@ -10,20 +10,20 @@
 namespace oomb::memory {
 
 SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options)
-    : resource_(std::move(resource)), options_(options), random_(options.shuffle_seed.value_or(0)) {
+    : resource_(std::move(resource)),
+      options_(options),
+      free_(make_free_slots(options.order, options.shuffle_seed)) {
   expect(options_.slot_bytes > 0, "slot_bytes", "a positive size", options_.slot_bytes);
   expect(options_.max_slots >= 0 && options_.max_slots < std::numeric_limits<Slot>::max() / 2,
          "max_slots", "0 .. 2^30", options_.max_slots);
 }
 
 Slot SlotPool::take() {
-  if (free_.empty()) {
+  if (free_slots() == 0) {
     if (mapped_slots() == max_slots()) return kNoSlot;
     grow(step());
   }
-  if (options_.shuffle_seed) std::swap(free_.front(), free_[random_() % free_.size()]);
-  const Slot slot = free_.front();
-  free_.pop_front();
+  const Slot slot = free_->take();
   taken_[static_cast<size_t>(slot)] = true;
   ++taken_count_;
   return slot;
@@ -43,13 +43,13 @@ void SlotPool::give_back(Slot slot) {
   if (slot < 0 || slot >= mapped_slots() || !is_taken(slot)) {
     throw Error(concat("slot ", slot, " given back but not taken"));
   }
-  free_.push_back(slot);
+  free_->add(slot);
   taken_[static_cast<size_t>(slot)] = false;
   --taken_count_;
 }
 
 void SlotPool::reset(bool release_memory) {
-  free_.clear();
+  free_->clear();
   taken_.clear();
   taken_count_ = 0;
   refusal_.reset();
@@ -71,7 +71,7 @@ void SlotPool::grow(int64_t slots) {
   }
   refusal_.reset();
   taken_.resize(static_cast<size_t>(last), false);
-  for (int64_t slot = first; slot < last; ++slot) free_.push_back(static_cast<Slot>(slot));
+  for (int64_t slot = first; slot < last; ++slot) free_->add(static_cast<Slot>(slot));
 }
 
 }  // namespace oomb::memory

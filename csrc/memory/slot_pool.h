@@ -1,29 +1,25 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
-#include <random>
 #include <vector>
 
 #include "common/error.h"
+#include "memory/free_slots.h"
 #include "memory/memory_resource.h"
 
 namespace oomb::memory {
-
-using Slot = int32_t;
-constexpr Slot kNoSlot = -1;
 
 struct SlotPoolOptions {
   int64_t slot_bytes = 0;
   int64_t max_slots = 0;                  // hard cap
   int64_t step_bytes = int64_t{1} << 26;  // memory arrives in steps of about this size
-  std::optional<uint64_t> shuffle_seed = std::nullopt;  // hand slots out in random order (tests)
+  SlotOrder order = SlotOrder::kFreedFirst;
+  std::optional<uint64_t> shuffle_seed = std::nullopt;  // in random order instead (tests)
 };
 
-// Equal slots carved from one resource: slot s lies at base + s * slot_bytes. Slots freed first are
-// reused first, so that whatever still reads a freed slot has the longest time to finish.
+// Equal slots carved from one resource: slot s lies at base + s * slot_bytes.
 class SlotPool {
  public:
   SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options);
@@ -50,7 +46,7 @@ class SlotPool {
   // The latest growth failed with this.
   const std::optional<OutOfMemory>& refusal() const { return refusal_; }
   int64_t taken_slots() const { return taken_count_; }
-  int64_t free_slots() const { return static_cast<int64_t>(free_.size()); }
+  int64_t free_slots() const { return mapped_slots() - taken_count_; }
   int64_t available_slots() const { return usable_slots() - taken_count_; }
   int64_t committed_bytes() const { return resource_->committed(); }
   bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
@@ -61,8 +57,7 @@ class SlotPool {
 
   std::unique_ptr<MemoryResource> resource_;
   SlotPoolOptions options_;
-  std::mt19937_64 random_;
-  std::deque<Slot> free_;
+  std::unique_ptr<FreeSlots> free_;
   std::vector<bool> taken_;
   int64_t taken_count_ = 0;
   std::optional<OutOfMemory> refusal_;

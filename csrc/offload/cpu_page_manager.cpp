@@ -10,7 +10,7 @@
 namespace oomb::offload {
 
 std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerOptions& options) {
-  const auto pool = [&](int64_t slots, const char* setting) {
+  const auto pool = [&](int64_t slots, const char* setting, memory::SlotOrder order) {
     expect(options.slot_bytes > 0, "slot_bytes", "a positive size", options.slot_bytes);
     expect(slots >= 0, setting, "a number of slots", slots);
     const int64_t limit = slots * options.slot_bytes;
@@ -19,10 +19,12 @@ std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerO
                           {.slot_bytes = options.slot_bytes,
                            .max_slots = slots,
                            .step_bytes = int64_t{1} << 20,
+                           .order = order,
                            .shuffle_seed = options.shuffle_seed});
   };
-  paging::TierPool device = pool(options.device_slots, "device_memory");
-  paging::TierPool host = pool(options.host_slots, "host_memory");
+  paging::TierPool device =
+      pool(options.device_slots, "device_memory", memory::SlotOrder::kFreedFirst);
+  paging::TierPool host = pool(options.host_slots, "host_memory", memory::SlotOrder::kRound);
   auto engine = std::make_unique<HostCopyEngine>(HostCopyOptions{
       .device_base = device.pool->base(),
       .host_base = host.pool->base(),

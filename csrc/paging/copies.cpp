@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "paging/host_runs.h"
 #include "paging/tiers.h"
 
 namespace oomb::paging {
@@ -75,6 +76,7 @@ void Tiers::load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead
   if (ahead) ahead_slots_ += count;
   traffic_.loaded_pages += static_cast<int64_t>(pages.size());
   traffic_.loaded_slots += count;
+  traffic_.loaded_runs += host_runs(copies);
 }
 
 void Tiers::store_batch(std::span<const PageIndex> pages) {
@@ -100,6 +102,7 @@ void Tiers::store_batch(std::span<const PageIndex> pages) {
   }
   traffic_.stored_pages += static_cast<int64_t>(pages.size());
   traffic_.stored_slots += static_cast<int64_t>(copies.size());
+  traffic_.stored_runs += host_runs(copies);
 }
 
 }  // namespace oomb::paging

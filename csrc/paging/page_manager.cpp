@@ -425,6 +425,8 @@ PageStatistics PageManager::statistics() const {
           .d2h_bytes = traffic.stored_slots * slot_bytes(),
           .h2d_seconds = times.copying(Lane::kLoad),
           .d2h_seconds = times.copying(Lane::kStore),
+          .loaded_runs = traffic.loaded_runs,
+          .stored_runs = traffic.stored_runs,
           .hits = hits_,
           .misses = misses_,
           .exposed_copy_seconds = times.waits()};

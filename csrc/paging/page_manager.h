@@ -37,6 +37,8 @@ struct PageStatistics {
   int64_t d2h_bytes = 0;
   double h2d_seconds = 0;  // while loads ran, without what they waited for; 0: not measured
   double d2h_seconds = 0;
+  int64_t loaded_runs = 0;  // stretches of host slots of all batches, see host_runs()
+  int64_t stored_runs = 0;
   int64_t hits = 0;    // pages found on the device, or on their way, when acquired
   int64_t misses = 0;  // pages that had to be loaded on the spot
   double exposed_copy_seconds = 0;

@@ -41,6 +41,8 @@ struct TrafficStatistics {
   int64_t loaded_pages = 0;
   int64_t stored_slots = 0;
   int64_t loaded_slots = 0;
+  int64_t stored_runs = 0;  // see host_runs()
+  int64_t loaded_runs = 0;
 };
 
 // All pages of a call in their two tiers: who owns which slot, what state each page is in, what

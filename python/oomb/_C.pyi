@@ -40,6 +40,8 @@ class PageStatistics(TypedDict):
     d2h_bytes: int
     h2d_seconds: float
     d2h_seconds: float
+    loaded_runs: int  # stretches of neighbouring host slots of all batches
+    stored_runs: int
     exposed_copy_seconds: float
     hits: int
     misses: int
@@ -60,10 +62,6 @@ class PageManager:
         poison: bool = False,
         explicit_host_memory: bool = False,
         dry: bool = False,
-        store_streams: int | None = None,
-        load_streams: int | None = None,
-        growth_threads: int | None = None,
-        growth_populates: bool | None = None,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
@@ -252,16 +250,15 @@ class PageCopier:  # CUDA builds; for bench/page_copy.py
         host_slots: int,
         piece_bytes: int = ...,
         huge_pages: bool = True,
+        own_context: bool = True,
         batched: bool = True,
         overlap_hint: bool = True,
-        store_streams: int = ...,
-        load_streams: int = ...,
-        touch_threads: int = ...,
     ) -> None: ...
     def prepare_host(self) -> None: ...
     def commit_host(self) -> None: ...
     def ready_host_bytes(self) -> int: ...
     def release_host(self) -> None: ...
+    def registered_apart(self) -> bool: ...
     def copy(
         self, to_host: bool, device_slots: NDArray[np.int32], host_slots: NDArray[np.int32]
     ) -> None: ...

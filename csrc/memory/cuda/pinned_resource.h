@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory/cuda/registration_context.h"
 #include "memory/memory_resource.h"
 
 namespace oomb::memory {
@@ -17,16 +18,13 @@ namespace oomb::memory {
 struct PinnedOptions {
   int device = 0;
   int64_t capacity = 0;
-  // Memory is touched and registered in pieces of at most this size. Registration holds locks of
-  // the driver: small pieces let kernel launches through in between.
+  // Memory is touched and registered in pieces of at most this size.
   int64_t piece_bytes = int64_t{128} << 20;
   int64_t slot_bytes = 1;  // no slot lies across two pieces
-  int touch_threads = 16;  // while somebody waits for the memory
-  // While nobody does, kernels are launched beside: how many threads touch then, and whether the
-  // system populates their stretches, which is faster and holds its locks for longer.
-  int growth_threads = 16;
-  bool growth_populates = false;
   bool huge_pages = true;
+  // Registration keeps to a context of its own, if the device gives one. Without it launches of
+  // kernels stand still meanwhile; so the thread then pauses after every piece.
+  bool own_context = true;
   // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
   // the head room read now is not the last word.
   bool explicit_size = false;
@@ -56,13 +54,15 @@ class PinnedResource final : public MemoryResource {
   void release() override;
 
   int64_t ready() const;
+  // What there is was registered in a context of its own.
+  bool registered_apart() const;
 
  private:
   void run();
-  double add_piece(int64_t begin, bool hurry, bool touch_next);
+  double add_piece(int64_t begin, bool hurry, bool more);  // seconds that registration took
   int64_t piece_at(int64_t begin) const;
   void touch_piece(int64_t begin, bool hurry);
-  double register_piece(int64_t begin);  // seconds it took
+  void register_piece(int64_t begin);
   void give_back_from(int64_t begin);
   void stop_thread();
 
@@ -83,8 +83,9 @@ class PinnedResource final : public MemoryResource {
   std::thread thread_;
   std::vector<int64_t> pieces_;  // sizes of what is registered, from the front
   // Of the thread alone (and of whoever has joined it):
-  std::future<void> touching_;  // the piece behind the one being registered
-  int64_t touched_ = 0;         // pages below this have been taken
+  std::shared_ptr<RegistrationContext> context_;  // of all pieces, or null: the runtime's
+  std::future<void> touching_;                    // the piece behind the one being registered
+  int64_t touched_ = 0;                           // pages below this have been taken
 };
 
 }  // namespace oomb::memory

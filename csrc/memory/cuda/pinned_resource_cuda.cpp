@@ -24,6 +24,9 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int kThreadsInHurry = 16;  // that touch while somebody waits for the memory
+// Otherwise kernels are launched beside, by threads that want their cores.
+constexpr int kThreadsBeside = 4;
 constexpr double kPauses = 4;  // times as long as the registration before, unless someone waits
 
 // The memory node nearest to the device, -1 where unknown.
@@ -117,6 +120,11 @@ int64_t PinnedResource::ready() const {
   return ready_;
 }
 
+bool PinnedResource::registered_apart() const {
+  const std::lock_guard lock(mutex_);
+  return ready_ > 0 && context_ != nullptr;
+}
+
 void PinnedResource::prepare(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   target_ = std::max(target_, std::min(bytes, capacity_));
@@ -158,12 +166,12 @@ void PinnedResource::run() {
     const int64_t begin = ready_;
     const int64_t bytes = piece_at(begin);
     const bool hurry = hurry_;
-    const bool touch_next = hurry && begin + bytes < target_;
+    const bool more = begin + bytes < target_;
     lock.unlock();
     std::exception_ptr failure;
     double seconds = 0;
     try {
-      seconds = add_piece(begin, hurry, touch_next);
+      seconds = add_piece(begin, hurry, more);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -175,6 +183,7 @@ void PinnedResource::run() {
       ready_ += bytes;
     }
     changed_.notify_all();
+    if (context_ != nullptr) continue;
     changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
                       [this] { return stop_ || hurry_; });
   }
@@ -184,18 +193,22 @@ int64_t PinnedResource::piece_at(int64_t begin) const {
   return std::min(piece_, capacity_ - begin);
 }
 
-double PinnedResource::add_piece(int64_t begin, bool hurry, bool touch_next) {
+double PinnedResource::add_piece(int64_t begin, bool hurry, bool more) {
   try {
+    if (begin == 0 && options_.own_context) context_ = RegistrationContext::of(options_.device);
     if (touching_.valid()) {
       touching_.get();
     } else {
       touch_piece(begin, hurry);
     }
     const int64_t next = begin + piece_at(begin);
-    if (touch_next) {
-      touching_ = std::async(std::launch::async, [this, next] { touch_piece(next, true); });
+    // Whoever pauses between pieces has the time to touch one after the other.
+    if (more && (hurry || context_ != nullptr)) {
+      touching_ = std::async(std::launch::async, [this, next, hurry] { touch_piece(next, hurry); });
     }
-    return register_piece(begin);
+    const auto start = std::chrono::steady_clock::now();
+    register_piece(begin);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   } catch (...) {
     if (touching_.valid()) touching_.wait();
     touching_ = {};
@@ -224,14 +237,13 @@ void PinnedResource::touch_piece(int64_t begin, bool hurry) {
   prefer_node(piece, bytes, numa_node_);
   if (options_.huge_pages) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
   const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  const int threads = hurry ? options_.touch_threads : options_.growth_threads;
-  take_pages(piece, bytes, std::min(threads, cores), hurry || options_.growth_populates);
+  take_pages(piece, bytes, std::min(hurry ? kThreadsInHurry : kThreadsBeside, cores));
 }
 
-double PinnedResource::register_piece(int64_t begin) {
+void PinnedResource::register_piece(int64_t begin) {
   const int64_t bytes = piece_at(begin);
-  const auto start = std::chrono::steady_clock::now();
   try {
+    if (context_ != nullptr) return context_->add(base_ + begin, bytes);
     const DeviceGuard guard(options_.device);
     cuda_call("cudaHostRegister", [&] {
       return cudaHostRegister(base_ + begin, static_cast<size_t>(bytes),
@@ -242,7 +254,6 @@ double PinnedResource::register_piece(int64_t begin) {
                              human_bytes(begin), ": ", error.what(), "; lower host_memory"),
                       bytes, read_head_room().available);
   }
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void PinnedResource::stop_thread() {
@@ -260,12 +271,16 @@ void PinnedResource::release() {
   touching_ = {};
   int64_t begin = 0;
   for (const int64_t bytes : pieces_) {
-    // A failure here can only be that of a broken context, which has unpinned everything anyway.
-    if (cudaHostUnregister(base_ + begin) != cudaSuccess) cudaGetLastError();
+    if (context_ != nullptr) {
+      context_->remove(base_ + begin);
+    } else if (cudaHostUnregister(base_ + begin) != cudaSuccess) {
+      cudaGetLastError();  // of a broken context, which has unpinned everything anyway
+    }
     begin += bytes;
   }
   give_back_from(0);
   pieces_.clear();
+  context_.reset();
   target_ = ready_ = committed_ = 0;
   failure_ = nullptr;
 }

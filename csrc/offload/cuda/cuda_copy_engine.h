@@ -15,9 +15,7 @@ struct CudaCopyOptions {
   int64_t slot_bytes = 0;
   double timeout_seconds = 60;  // work that takes longer counts as stuck
   bool batched = true;          // false: one copy call per page
-  int store_streams = 1;        // a batch is spread over so many
-  int load_streams = 1;
-  bool overlap_hint = true;  // tells the driver that kernels run beside the copies
+  bool overlap_hint = true;     // tells the driver that kernels run beside the copies
   std::optional<uint64_t> delay_seed = std::nullopt;  // batches are late at random (tests)
 };
 

@@ -10,91 +10,56 @@ namespace oomb::offload {
 using memory::cuda_call;
 using paging::Ticket;
 
-CudaLane::CudaLane(EventPool& events, int own_streams)
-    : events_(events), owns_streams_(own_streams > 0) {
-  expect(0 <= own_streams && own_streams <= kMaxStreams, "streams", concat("1 .. ", kMaxStreams),
-         own_streams);
-  if (!owns_streams_) streams_.push_back(nullptr);
-  try {
-    for (int i = 0; i < own_streams; ++i) {
-      cudaStream_t stream = nullptr;
-      cuda_call("cudaStreamCreateWithFlags",
-                [&] { return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); });
-      streams_.push_back(stream);
-    }
-  } catch (...) {
-    for (const cudaStream_t stream : streams_) cudaStreamDestroy(stream);
-    throw;
-  }
+CudaLane::CudaLane(EventPool& events, bool owns_stream)
+    : events_(events), owns_stream_(owns_stream) {
+  if (!owns_stream_) return;
+  cuda_call("cudaStreamCreateWithFlags",
+            [&] { return cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking); });
 }
 
 CudaLane::~CudaLane() {
   abandon();
-  if (!owns_streams_) return;
-  for (const cudaStream_t stream : streams_) cudaStreamDestroy(stream);
+  if (owns_stream_) cudaStreamDestroy(stream_);
 }
 
 void CudaLane::switch_stream(cudaStream_t stream) {
-  if (stream == streams_[0]) return;
-  std::span<const cudaEvent_t> events;
-  if (issued_ > completed()) events = events_of(mark());
-  const cudaStream_t previous = std::exchange(streams_[0], stream);
-  try {
-    wait(events);
-  } catch (...) {
-    streams_[0] = previous;
-    throw;
+  if (stream == stream_) return;
+  if (issued_ > completed()) {
+    if (cudaEvent_t event = event_of(mark()); event != nullptr) {
+      cuda_call("cudaStreamWaitEvent", [&] { return cudaStreamWaitEvent(stream, event, 0); });
+    }
   }
+  stream_ = stream;
 }
 
 Ticket CudaLane::mark() {
-  Mark mark = {.ticket = issued_ + 1};
+  cudaEvent_t event = events_.take();
   try {
-    for (size_t i = 0; i < streams_.size(); ++i) {
-      mark.events[i] = events_.take();
-      cuda_call("cudaEventRecord", [&] { return cudaEventRecord(mark.events[i], streams_[i]); });
-    }
+    cuda_call("cudaEventRecord", [&] { return cudaEventRecord(event, stream_); });
   } catch (...) {
-    give_back(mark);
+    events_.give_back(event);
     throw;
   }
-  marks_.push_back(mark);
-  return ++issued_;
-}
-
-void CudaLane::give_back(const Mark& mark) {
-  for (cudaEvent_t event : mark.events) {
-    if (event != nullptr) events_.give_back(event);
-  }
+  marks_.push_back({++issued_, event});
+  return issued_;
 }
 
 Ticket CudaLane::completed() {
   while (!marks_.empty()) {
-    for (size_t i = 0; i < streams_.size(); ++i) {
-      const cudaError_t status = cudaEventQuery(marks_.front().events[i]);
-      if (status == cudaErrorNotReady) return completed_;
-      check_cuda(status, "cudaEventQuery");
-    }
+    const cudaError_t status = cudaEventQuery(marks_.front().event);
+    if (status == cudaErrorNotReady) break;
+    check_cuda(status, "cudaEventQuery");
     completed_ = marks_.front().ticket;
-    give_back(marks_.front());
+    events_.give_back(marks_.front().event);
     marks_.pop_front();
   }
   return completed_;
 }
 
-std::span<const cudaEvent_t> CudaLane::events_of(Ticket ticket) {
-  if (ticket <= completed()) return {};
+cudaEvent_t CudaLane::event_of(Ticket ticket) {
+  if (ticket <= completed()) return nullptr;
   // Tickets are consecutive, and those not completed are all here.
-  const Mark& mark = marks_[static_cast<size_t>(ticket - marks_.front().ticket)];
-  return std::span(mark.events).first(streams_.size());
-}
-
-void CudaLane::wait(std::span<const cudaEvent_t> events) {
-  for (const cudaStream_t stream : streams_) {
-    for (const cudaEvent_t event : events) {
-      cuda_call("cudaStreamWaitEvent", [&] { return cudaStreamWaitEvent(stream, event, 0); });
-    }
-  }
+  return marks_[static_cast<size_t>(ticket - marks_.front().ticket)].event;
 }
 
 void CudaLane::synchronize(Ticket ticket, double timeout_seconds) {
@@ -114,12 +79,9 @@ void CudaLane::synchronize(Ticket ticket, double timeout_seconds) {
 }
 
 void CudaLane::abandon() {
-  if (owns_streams_ || !marks_.empty()) {
-    for (const cudaStream_t stream : streams_) {
-      if (cudaStreamSynchronize(stream) != cudaSuccess) cudaGetLastError();
-    }
-  }
-  for (const Mark& mark : marks_) give_back(mark);
+  const bool busy = owns_stream_ || !marks_.empty();
+  if (busy && cudaStreamSynchronize(stream_) != cudaSuccess) cudaGetLastError();
+  for (const Mark& mark : marks_) events_.give_back(mark.event);
   marks_.clear();
   completed_ = issued_;
 }

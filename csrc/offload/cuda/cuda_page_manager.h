@@ -18,10 +18,6 @@ struct CudaPageManagerOptions {
   bool explicit_host_memory = false;  // host_slots was asked for by name, see PinnedOptions
   std::optional<uint64_t> copy_delay_seed = std::nullopt;
   std::optional<uint64_t> shuffle_seed = std::nullopt;
-  int store_streams = CudaCopyOptions{}.store_streams;
-  int load_streams = CudaCopyOptions{}.load_streams;
-  int growth_threads = memory::PinnedOptions{}.growth_threads;
-  bool growth_populates = memory::PinnedOptions{}.growth_populates;
   paging::PageManagerOptions paging = {};  // all but keep_host_memory, which is on
 };
 

@@ -26,13 +26,12 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
       slots);
   slots.max_slots = options.host_slots;
   slots.step_bytes = int64_t{64} << 20;
+  slots.order = memory::SlotOrder::kRound;
   paging::TierPool host =
       make_tier_pool(std::make_unique<memory::PinnedResource>(memory::PinnedOptions{
                          .device = options.device,
                          .capacity = options.host_slots * options.slot_bytes,
                          .slot_bytes = options.slot_bytes,
-                         .growth_threads = options.growth_threads,
-                         .growth_populates = options.growth_populates,
                          .explicit_size = options.explicit_host_memory,
                      }),
                      slots);
@@ -40,8 +39,6 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                                        .device_base = device.pool->base(),
                                        .host_base = host.pool->base(),
                                        .slot_bytes = options.slot_bytes,
-                                       .store_streams = options.store_streams,
-                                       .load_streams = options.load_streams,
                                        .delay_seed = options.copy_delay_seed});
   paging::PageManagerOptions paging = options.paging;
   paging.keep_host_memory = true;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <vector>
@@ -18,12 +19,14 @@ namespace {
 constexpr int64_t kSlotBytes = 65536;  // what resources grow by, so that every step is felt
 
 struct Fixture {
-  explicit Fixture(int64_t max_slots, std::optional<uint64_t> shuffle_seed = std::nullopt)
+  explicit Fixture(int64_t max_slots, std::optional<uint64_t> shuffle_seed = std::nullopt,
+                   SlotOrder order = SlotOrder::kFreedFirst)
       : pool(std::make_unique<testing::FailingResource>(
                  std::make_unique<HostResource>(max_slots * kSlotBytes), control),
              {.slot_bytes = kSlotBytes,
               .max_slots = max_slots,
               .step_bytes = 4 * kSlotBytes,
+              .order = order,
               .shuffle_seed = shuffle_seed}) {}
 
   std::shared_ptr<testing::FailureSwitch> control = std::make_shared<testing::FailureSwitch>();
@@ -61,6 +64,23 @@ TEST(SlotPool, ReusesTheSlotFreedFirst) {
   f.pool.give_back(2);
   f.pool.give_back(0);
   EXPECT_EQ(f.pool.take(), 2);
+  EXPECT_EQ(f.pool.take(), 0);
+}
+
+TEST(SlotPool, GoesRoundInAscendingOrder) {
+  Fixture f(200, std::nullopt, SlotOrder::kRound);
+  std::vector<Slot> order;
+  for (int i = 0; i < 130; ++i) order.push_back(f.pool.take());
+  for (const Slot slot : {129, 70, 5, 6, 7, 64}) f.pool.give_back(slot);
+  const int64_t mapped = f.pool.mapped_slots();
+  for (int i = 0; i < 8; ++i) order.push_back(f.pool.take());
+  std::vector<Slot> expected(130);
+  std::iota(expected.begin(), expected.end(), 0);
+  for (const Slot slot : {130, 131, 5, 6, 7, 64, 70, 129}) expected.push_back(slot);
+  EXPECT_EQ(order, expected) << "what is ahead, then from the beginning; freed ones rest till then";
+  EXPECT_EQ(f.pool.mapped_slots(), mapped) << "all that is there is used before there is more";
+  EXPECT_EQ(f.pool.take(), 132);
+  f.pool.reset();
   EXPECT_EQ(f.pool.take(), 0);
 }
 
@@ -137,15 +157,16 @@ TEST(SlotPool, ResetReleasesOrKeepsTheMemory) {
 
 TEST(SlotPool, RandomMixNeverHandsOutATakenSlot) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
-    Fixture f(32, seed % 2 == 0 ? std::nullopt : std::optional(seed));
+    Fixture f(200, seed % 3 == 0 ? std::optional(seed) : std::nullopt,
+              seed % 3 == 1 ? SlotOrder::kRound : SlotOrder::kFreedFirst);
     std::mt19937_64 random(seed);
     std::vector<Slot> taken;
     for (int step = 0; step < 2000; ++step) {
       if (random() % 20 == 0) f.control->countdown = 0;
-      if (taken.empty() || random() % 2 == 0) {
+      if (taken.empty() || random() % 8 < 5) {
         try {
           const Slot slot = f.pool.take();
-          ASSERT_EQ(slot == kNoSlot, taken.size() == 32u);
+          ASSERT_EQ(slot == kNoSlot, taken.size() == 200u);
           if (slot != kNoSlot) {
             ASSERT_EQ(std::count(taken.begin(), taken.end(), slot), 0);
             taken.push_back(slot);

@@ -190,7 +190,7 @@ class TightTier:
     As in tests/cpp/offload/stamp_test.cpp, where the first two are drawn.
     """
 
-    def __init__(self, seed: int, wait: str | None, store_streams: int | None = None) -> None:
+    def __init__(self, seed: int, wait: str | None) -> None:
         self.rng = random.Random(seed)
         self.manager = _C.PageManager(
             device="cuda:0",
@@ -199,7 +199,6 @@ class TightTier:
             host_slots=2,
             copy_delay_seed=seed,
             disabled_wait=wait,
-            store_streams=store_streams,
         )
         self.bad = torch.zeros((), dtype=torch.int64, device="cuda")
         visits = np.array([[0, 0, 2, 4], [0, 0, 1, 2], [0, 0, 0, 1]], dtype=np.int32)
