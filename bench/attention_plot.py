@@ -48,6 +48,10 @@ def along(rows: list[Row], axis: str, dense: bool | None) -> list[Row]:
     return sorted(kept, key=lambda row: row[axis])
 
 
+def highest(rows: list[Row]) -> float:
+    return max(row.get(f"{name}_tflops", 0.0) for row in rows for name in LABELS)
+
+
 def draw(axes: Axes, rows: list[Row], axis: str, style: str, note: str) -> None:
     for name, label in LABELS.items():
         points = [(row[axis], row[f"{name}_tflops"]) for row in rows if f"{name}_tflops" in row]
@@ -96,9 +100,9 @@ def plot() -> None:
             axes.xaxis.set_major_locator(FixedLocator(ticks))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(int(x))))
-            axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.set_xlabel(title)
+        row_of_panels[0].set_ylim(0, 1.05 * highest(result["rows"]))  # of the whole row of panels
         row_of_panels[0].set_ylabel(f"{kind}, TFLOP/s")
     handles = {
         label: handle

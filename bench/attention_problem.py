@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from oomb import _C
+from oomb.ops.launch import workspace_on
 
 Call = Callable[[], Any]
 RESULTS = Path(__file__).parent / "results"
@@ -139,7 +140,13 @@ def forward(inputs: Inputs) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         _C.attention_forward(
-            q=inputs.q, k=inputs.k, v=inputs.v, o=inputs.o, lse=inputs.lse, **arguments
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            o=inputs.o,
+            lse=inputs.lse,
+            workspace=workspace_on(inputs.q.device),
+            **arguments,
         )
         return inputs.o
 

@@ -24,7 +24,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,8 +31,7 @@ from emulated_pages import OnePlane, TwoPlanes
 from torch import Tensor
 
 from oomb import _C
-from oomb.engine.attention import ChunkAttention
-from oomb.engine.engine import Engine
+from oomb.engine.rounding import seed_of_call, seed_of_chunk
 from oomb.ops.launch import stream_of, workspace_on
 
 LAYER = 3  # any; it is part of the rounding seed
@@ -132,9 +130,7 @@ class Attention:
 
 def rounding_seed(chunk: int) -> int:
     """The engine's, for one layer of its first call."""
-    call = Engine._rounding_seed(SimpleNamespace(_step=0))  # type: ignore[arg-type]
-    attention = SimpleNamespace(pages=SimpleNamespace(rounding_seed=call), chunk=chunk)
-    return ChunkAttention._rounding_seed(attention, LAYER)  # type: ignore[arg-type]
+    return seed_of_chunk(seed_of_call(0), LAYER, chunk)
 
 
 def errors(got: Tensor, exact: Tensor) -> dict[str, float]:

@@ -1,12 +1,15 @@
 """Held-out loss of a small model trained from scratch: ordinary, chunked, page-sparse, sampled.
 
-    python bench/loss_curves.py --json curves.json --plot curves.png [--jobs 15] [--devices 3]
+    python bench/loss_curves.py --json curves.json --plot curves.png [--jobs 18] [--devices 3]
     python bench/loss_curves.py --plot-only curves.json curves.png
     python bench/loss_curves.py --table curves.json
 
 Every method sees the same text in the same order from the same weights, once per seed. The text is
 the source of Python's library, one token per byte; the loss is in nats per byte, of files that are
 not trained on, always under exact attention. On a GPU weights are fp32 under bf16 autocast.
+
+"other kernel" is ordinary training once more with another attention kernel of torch's: what
+rounding alone does to the loss of a training run, by which the other differences can be judged.
 
 Runs are processes, several at a time on each GPU. Finished ones are kept in the JSON file, and a
 second call makes those that are missing. Picture and table (markdown) need nothing but that file.
@@ -29,13 +32,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import oomb
-from oomb.cli.demo_model import ordinary_loss
 from oomb.cli.demo_text import Text, python_source
 
-METHODS = ("ordinary", "exact", "sparse", "sampled 1/2", "sampled 1/4")
+METHODS = ("ordinary", "other kernel", "exact", "sparse", "sampled 1/2", "sampled 1/4")
+# The first of these kernels that the device has; on a CPU the last is the only one beside flash.
+ORDINARY = {
+    "ordinary": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "other kernel": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
+CHUNKS, PAGES = 8, 128  # of a sequence
 BUDGET_SHARE = 4  # a block sees one of so many past pages at the end of a sequence
 WANTED_GAP = 0.005  # of exact to ordinary training, in nats per byte
 TIMED_STEPS = range(10, 20)  # what the estimated duration comes from
@@ -64,10 +74,10 @@ def make_model(options: argparse.Namespace, seed: int) -> PreTrainedModel:
 
 
 def settings_of(method: str, options: argparse.Namespace, seed: int) -> oomb.Config:
-    chunk, page = options.tokens // 16, options.tokens // 128
+    chunk, page = options.tokens // CHUNKS, options.tokens // PAGES
     settings: dict[str, Any] = {"chunk_size": chunk, "page_size": page}
     if method == "sparse":
-        budget = options.tokens // page // BUDGET_SHARE
+        budget = PAGES // BUDGET_SHARE
         settings["attention"] = oomb.TopKPages(budget=budget, sink_pages=1, recent_pages=2)
     if method.startswith("sampled"):
         settings["backward"] = oomb.SampledChunks(keep=1 / int(method[-1]), seed=seed, cap=2.0)
@@ -87,21 +97,20 @@ def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> It
     held_out = text.held_out_batch(options.held_out * options.tokens)
     held_out = held_out.view(options.held_out, options.tokens).to(options.device)
     start = seed * text.train.numel() // 7  # seeds read different parts first
+    per_step = options.batch * options.tokens
     with (
         oomb.Engine(model, settings_of("exact", options, seed)) as judge,
         oomb.Engine(model, settings_of(method, options, seed)) as engine,
     ):
         for step in range(options.steps + 1):
             if step > 0:
-                ids = text.batch(start + (step - 1) * options.tokens, options.tokens)
-                ids = ids.to(options.device)
-                with autocast(options.device):
-                    if method == "ordinary":
-                        loss = ordinary_loss(model, ids)
-                    else:
+                ids = text.batch(start + (step - 1) * per_step, per_step)
+                ids = ids.view(options.batch, options.tokens).to(options.device)
+                if method in ORDINARY:
+                    ordinary_step(model, ids, ORDINARY[method])
+                else:
+                    with autocast(options.device):
                         engine.forward_backward(ids, ids)
-                if method == "ordinary":
-                    loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -110,6 +119,14 @@ def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> It
             if step in marks(options):
                 with autocast(options.device):
                     yield float(judge.evaluate(held_out, held_out).loss)
+
+
+def ordinary_step(model: PreTrainedModel, ids: torch.Tensor, kernels: list[SDPBackend]) -> None:
+    with sdpa_kernel(kernels, set_priority=True):
+        with autocast(ids.device.type):
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
 
 
 def autocast(device: str) -> torch.autocast:
@@ -271,9 +288,9 @@ def table(record: dict[str, Any]) -> str:
         lines.append([method, f"{statistics.fmean(final.values()):.4f}", *cells])
     asked = record["arguments"]
     about = (
-        f"{asked['steps']} steps of one sequence of {asked['tokens']:,} tokens; {asked['layers']} "
-        f"layers of {asked['hidden']}; {asked['device']}. Mean over seeds in nats per byte; per "
-        f"seed the loss of {base} training, and the others' difference from it."
+        f"{asked['steps']} steps of {asked['batch']} x {asked['tokens']:,} tokens; "
+        f"{asked['layers']} layers of {asked['hidden']}; {asked['device']}. Mean over seeds in "
+        f"nats per byte; per seed the loss of {base} training, and the others' difference from it."
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + about
 
@@ -300,23 +317,24 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 # Options on which a curve depends.
-COMPARED = ("device", "tokens", "steps", "every", "hidden", "layers", "rate", "held_out")
+COMPARED = ("device", "batch", "tokens", "steps", "every", "hidden", "layers", "rate", "held_out")
 
 
 def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--tokens", type=int, default=16384, help="per sequence and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+    parser.add_argument("--tokens", type=int, default=8192, help="per sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--held-out", type=int, default=4, help="sequences of held-out text")
+    parser.add_argument("--held-out", type=int, default=8, help="sequences of held-out text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--jobs", type=int, default=15 if gpu else 1, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=18 if gpu else 1, help="runs at a time")
     parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")
     parser.add_argument("--seconds", type=float, default=3600, help="stop what still runs then")
     parser.add_argument("--json", type=Path)

@@ -25,6 +25,7 @@ struct Settings {
   std::function<void(const std::string&)> warning_hook = [](const std::string& text) {
     std::cerr << "oomb: " << text << '\n';
   };
+  std::atomic<bool> warnings = true;
   std::atomic<bool> warned = false;
 
   Settings() {
@@ -72,6 +73,8 @@ void set_warning_hook(std::function<void(const std::string&)> hook) {
   settings().warning_hook = std::move(hook);
 }
 
+void set_warnings(bool wanted) { settings().warnings = wanted; }
+
 #if OOMB_WITH_CUDA
 
 namespace {
@@ -115,7 +118,7 @@ std::string describe(const Shape& shape, DType dtype) {
 }
 
 void warn_once(const Shape& shape, DType dtype) {
-  if (settings().warned.exchange(true)) return;
+  if (!settings().warnings || settings().warned.exchange(true)) return;
   std::function<void(const std::string&)> hook;
   {
     const std::lock_guard lock(settings().mutex);
@@ -202,6 +205,12 @@ void backward(const BackwardParams& params) {
   }
 }
 
+int64_t forward_workspace_bytes(const ForwardParams& params) {
+  if (choose(params, false) != Implementation::kSm80) return 0;
+  const DeviceGuard guard(device_of(params.q));
+  return sm80::forward_workspace_bytes(params);
+}
+
 int64_t backward_workspace_bytes(const BackwardParams& params) {
   const Implementation implementation = choose(params, false);
   const DeviceGuard guard(device_of(params.q));
@@ -252,6 +261,7 @@ Implementation implementation_of(const ForwardParams&) { no_cuda(); }
 Implementation implementation_of(const BackwardParams&) { no_cuda(); }
 void forward(const ForwardParams&) { no_cuda(); }
 void backward(const BackwardParams&) { no_cuda(); }
+int64_t forward_workspace_bytes(const ForwardParams&) { no_cuda(); }
 int64_t backward_workspace_bytes(const BackwardParams&) { no_cuda(); }
 void page_write(const PageWriteParams&) { no_cuda(); }
 void page_gradient_read(const PageGradientReadParams&) { no_cuda(); }

@@ -33,12 +33,16 @@ std::optional<Implementation> forced();
 // the GIL; what it throws ends the call.
 void set_warning_hook(std::function<void(const std::string&)> hook);
 
+// Whether a call that falls through is worth that warning; one that only checks something is not.
+void set_warnings(bool wanted);
+
 // What forward() and backward() would run.
 Implementation implementation_of(const ForwardParams& params);
 Implementation implementation_of(const BackwardParams& params);
 
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
+int64_t forward_workspace_bytes(const ForwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 void page_write(const PageWriteParams& params);

@@ -90,6 +90,8 @@ struct ForwardParams {
   void* lse = nullptr;  // [B, Hq, C] contiguous, natural logarithm; float (double for double)
   Strides o_strides;
 
+  void* workspace = nullptr;  // forward_workspace_bytes(params), or null: slower in places
+  int64_t workspace_bytes = 0;
   void* stream = nullptr;  // cudaStream_t
 };
 

@@ -24,7 +24,7 @@ void attention_forward(py::object q, py::object k, py::object v, py::object o, p
                        int64_t kv_num_slots, py::object block_table, int64_t num_past,
                        int64_t page_begin, int64_t page_end, py::object selection, bool own_chunk,
                        bool first_wave, bool last_wave, py::object acc, py::object max,
-                       py::object sum, int64_t stream) {
+                       py::object sum, py::object workspace, int64_t stream) {
   const Tensor q_tensor = to_tensor(q, "q", 4), k_tensor = to_tensor(k, "k", 4);
   const Chunk chunk = chunk_of(q_tensor, k_tensor, page_size);
   const Tensor v_tensor = tensor_like(v, "v", chunk.keys());
@@ -55,6 +55,9 @@ void attention_forward(py::object q, py::object k, py::object v, py::object o, p
     params.o_strides = strides_of(o_tensor);
     params.lse = tensor_like(lse, "lse", chunk.statistics()).data;
   }
+  const py::object keep = provide_workspace(
+      params, workspace, chunk.device,
+      chunk.device.cuda && !workspace.is_none() ? cuda::forward_workspace_bytes(params) : 0);
   params.stream = pointer_to(stream);
   launch(chunk.device, params, &cpu::forward, &cuda::forward);
 }
@@ -145,7 +148,7 @@ void bind_attention(py::module_& module) {
              arg("num_past") = 0, arg("page_begin") = 0, arg("page_end") = 0,
              arg("selection") = none, arg("own_chunk") = true, arg("first_wave") = true,
              arg("last_wave") = true, arg("acc") = none, arg("max") = none, arg("sum") = none,
-             arg("stream") = 0);
+             arg("workspace") = none, arg("stream") = 0);
   module.def("attention_backward", &attention_backward, py::kw_only(), arg("q"), arg("k"), arg("v"),
              arg("o"), arg("d_o"), arg("lse"), arg("dq"), arg("dk"), arg("dv"), arg("delta"),
              arg("scale"), arg("page_size"), arg("d_lse") = none, arg("window") = 0,
@@ -166,6 +169,8 @@ void bind_attention(py::module_& module) {
       },
       arg("implementation"),
       "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
+  module.def("set_attention_warnings", &cuda::set_warnings, arg("wanted"),
+             "Whether a call without a fast kernel warns, once per process.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -60,18 +62,6 @@ int device_index(const std::string& device) {
   return std::stoi(digits);
 }
 
-paging::OwnAlone own_alone_named(const std::string& name) {
-  if (name == "always") return paging::OwnAlone::kAlways;
-  if (name == "in flight") return paging::OwnAlone::kInFlight;
-  expect(name == "host only", "own_alone", "always, in flight or host only", name);
-  return paging::OwnAlone::kHostOnly;
-}
-
-bool is_measured(const std::string& prefetch) {
-  expect(prefetch == "fixed" || prefetch == "measured", "prefetch", "fixed or measured", prefetch);
-  return prefetch == "measured";
-}
-
 void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t slot_bytes,
@@ -79,18 +69,14 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                             std::optional<uint64_t> copy_delay_seed,
                                             std::optional<uint64_t> shuffle_seed,
                                             const std::optional<std::string>& disabled_wait,
-                                            bool poison, bool explicit_host_memory, bool dry,
-                                            const std::optional<std::string>& own_alone,
-                                            const std::optional<std::string>& prefetch) {
+                                            bool poison, bool explicit_host_memory, bool dry) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
     expect(disabled.has_value(), "disabled_wait", "the name of a wait (_C.page_waits())",
            *disabled_wait);
   }
-  paging::PageManagerOptions paging = {.disabled_wait = disabled, .poison = poison};
-  if (own_alone) paging.own_alone = own_alone_named(*own_alone);
-  if (prefetch) paging.measured_prefetch = is_measured(*prefetch);
+  const paging::PageManagerOptions paging = {.disabled_wait = disabled, .poison = poison};
   if (device.starts_with("cuda") && !dry) {
     [[maybe_unused]] const int index = device_index(device);
 #if OOMB_WITH_CUDA
@@ -188,12 +174,23 @@ py::dict statistics_of(SharedManager& manager) {
   result["host_peak_bytes"] = s.host_peak_bytes;
   result["h2d_bytes"] = s.h2d_bytes;
   result["d2h_bytes"] = s.d2h_bytes;
+  result["h2d_seconds"] = s.h2d_seconds;
+  result["d2h_seconds"] = s.d2h_seconds;
   result["loaded_runs"] = s.loaded_runs;
   result["stored_runs"] = s.stored_runs;
   result["exposed_copy_seconds"] = s.exposed_copy_seconds;
   result["hits"] = s.hits;
   result["misses"] = s.misses;
   return result;
+}
+
+// float64 [2, visits]: seconds that compute stood still in each visit, for loads and for stores.
+py::array_t<double> waits_of(SharedManager& manager) {
+  const paging::CallTimes& times = (*manager).times();
+  py::array_t<double> waits({py::ssize_t{2}, std::ssize(times.waits_for_loads())});
+  std::ranges::copy(times.waits_for_loads(), waits.mutable_data(0));
+  std::ranges::copy(times.waits_for_stores(), waits.mutable_data(1));
+  return waits;
 }
 
 }  // namespace
@@ -236,8 +233,7 @@ void bind_paging(py::module_& module) {
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
            py::arg("poison") = false, py::arg("explicit_host_memory") = false,
-           py::arg("dry") = false, py::arg("own_alone") = py::none(),
-           py::arg("prefetch") = py::none())
+           py::arg("dry") = false)
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
@@ -351,6 +347,7 @@ void bind_paging(py::module_& module) {
           py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("kv") = true,
           py::arg("grads") = true, py::arg("stream") = 0)
       .def("stats", &statistics_of)
+      .def("waits", &waits_of)
       .def("snapshot",
            [](SharedManager& self) {
              return self.with([](PageManager& manager) { return manager.snapshot(); });

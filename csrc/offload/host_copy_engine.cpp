@@ -68,8 +68,8 @@ void HostCopyEngine::wait(Lane waiter, Lane awaited, Ticket ticket) {
   }
   const auto start = std::chrono::steady_clock::now();
   block_on(awaited, ticket);
-  exposed_seconds_ +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+  times_.add_wait(times_.label(awaited), waited.count());
 }
 
 void HostCopyEngine::block_on(Lane awaited, Ticket ticket) {

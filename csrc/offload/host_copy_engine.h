@@ -39,8 +39,7 @@ class HostCopyEngine final : public paging::CopyEngine {
   void wait(paging::Lane waiter, paging::Lane lane, paging::Ticket ticket) override;
   paging::Ticket completed(paging::Lane lane) override;
   void drain() override;
-  double exposed_seconds() override { return exposed_seconds_; }
-  void reset_statistics() override { exposed_seconds_ = 0; }
+  paging::CallTimes& times() override { return times_; }
 
   void enqueue_compute(std::function<void()> task);
 
@@ -54,7 +53,7 @@ class HostCopyEngine final : public paging::CopyEngine {
   HostCopyOptions options_;
   std::mt19937_64 random_;
   paging::Ticket compute_ticket_ = 0;  // of compute on the caller's thread: done when issued
-  double exposed_seconds_ = 0;
+  paging::CallTimes times_;
   std::array<WorkerLane, paging::kNumLanes> lanes_;
 };
 

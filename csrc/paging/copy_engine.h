@@ -1,22 +1,13 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <span>
 
 #include "memory/slot_pool.h"
-#include "paging/load_pace.h"
+#include "paging/call_times.h"
+#include "paging/lane.h"
 
 namespace oomb::paging {
-
-// The three queues in which work on pages runs. Each runs its work in the order of issue; between
-// them nothing is ordered but by wait().
-enum class Lane : uint8_t { kCompute, kStore, kLoad };
-constexpr int kNumLanes = 3;
-
-// A point in a lane: everything issued to it up to then. Tickets of one lane increase; 0 is
-// "nothing".
-using Ticket = int64_t;
 
 struct PageCopy {
   memory::Slot device_slot;
@@ -67,17 +58,8 @@ class CopyEngine {
   // Events made so far; they are reused, so this stays small.
   virtual int64_t events_created() const { return 0; }
 
-  // Where loads are not measured, nothing is known.
-  virtual LoadPace load_pace() { return {}; }
-  // The clock of the host, in seconds.
-  virtual double now() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
-
-  // Time that compute stood still for pages since the last reset.
-  virtual double exposed_seconds() = 0;
-  virtual void reset_statistics() = 0;
+  // With the copies and waits that are over by now.
+  virtual CallTimes& times() = 0;
 };
 
 }  // namespace oomb::paging

@@ -10,8 +10,6 @@ namespace {
 
 using Growth = memory::SlotPool::Growth;
 
-constexpr int32_t kNow = -1;  // for make_room: any page that is not pinned
-
 }  // namespace
 
 PageManager::PageManager(TierPool device, TierPool host, std::unique_ptr<CopyEngine> engine,
@@ -55,11 +53,9 @@ void PageManager::begin_call(CallPlan plan) {
   hits_ = misses_ = 0;
   device_.resource->reset();
   host_.resource->reset();
-  engine_->reset_statistics();
-  tiers_.begin(space_, schedule_, grad_slots_,
-               plan.exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
-  prefetcher_.begin(space_, schedule_,
-                    PrefetchWindow(device_slots(), slot_bytes(), smallest_slots_), plan.exact);
+  engine_->times().begin(schedule_.size());
+  tiers_.begin(space_, schedule_, grad_slots_, plan.exact);
+  prefetcher_.begin(space_, schedule_, smallest_slots_, plan.exact);
   engine_->reset_tables(tiers_.tables().size());
   active_ = true;
   prepare_host();
@@ -260,16 +256,10 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   return result;
 }
 
-// A gradient page that is nowhere will be made in place.
 bool PageManager::own_alone(int32_t visit, int64_t begin, int64_t end) {
   gather(visit, begin, end);
-  if (options_.own_alone == OwnAlone::kAlways) return true;
-  const bool in_flight = options_.own_alone == OwnAlone::kInFlight;
-  if (in_flight) tiers_.poll();
-  return std::any_of(gathered_.begin(), gathered_.end(), [&](PageIndex index) {
-    const Residency state = tiers_[index].state;
-    return state == Residency::kHostOnly || (in_flight && state == Residency::kLoading);
-  });
+  return std::any_of(gathered_.begin(), gathered_.end(),
+                     [&](PageIndex index) { return tiers_[index].state == Residency::kHostOnly; });
 }
 
 void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, void* stream) {
@@ -360,10 +350,9 @@ void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, v
 // Time moves on: pages filed under visits that are over get their next use.
 void PageManager::advance(int32_t visit) {
   if (visit > now_) {
-    if (options_.measured_prefetch) {
-      prefetcher_.advance(visit - now_, engine_->now(), engine_->load_pace());
-    }
     now_ = visit;
+    tiers_.enter(visit);
+    engine_->times().enter(visit);
   }
   for (int32_t past = tiers_.nearest_visit(); past >= 0 && past < now_;
        past = tiers_.nearest_visit()) {
@@ -378,7 +367,7 @@ void PageManager::advance(int32_t visit) {
 void PageManager::require_room(int64_t slots) {
   for (const Growth growth : {Growth::kSteps, Growth::kMissing}) {
     tiers_.reserve(slots, growth);
-    if (tiers_.make_room(slots, kNow)) return;
+    if (tiers_.make_room(slots)) return;
   }
   throw_out_of_memory(slots);
 }
@@ -429,15 +418,18 @@ void PageManager::store_ahead() {
 
 PageStatistics PageManager::statistics() const {
   const TrafficStatistics& traffic = tiers_.traffic();
+  const CallTimes& times = engine_->times();
   return {.device_peak_bytes = device_.resource->statistics().peak_bytes,
           .host_peak_bytes = host_.resource->statistics().peak_bytes,
           .h2d_bytes = traffic.loaded_slots * slot_bytes(),
           .d2h_bytes = traffic.stored_slots * slot_bytes(),
+          .h2d_seconds = times.copying(Lane::kLoad),
+          .d2h_seconds = times.copying(Lane::kStore),
           .loaded_runs = traffic.loaded_runs,
           .stored_runs = traffic.stored_runs,
           .hits = hits_,
           .misses = misses_,
-          .exposed_copy_seconds = engine_->exposed_seconds()};
+          .exposed_copy_seconds = times.waits()};
 }
 
 void PageManager::check_integrity() const {

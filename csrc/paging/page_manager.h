@@ -24,20 +24,10 @@ struct TierPool {
   memory::StatisticsResource* resource = nullptr;  // inside the pool
 };
 
-// When the kernel on the chunk's own keys gets a launch in front of the first wave's, to run while
-// pages are on their way. Two launches write and read the state that passes between them.
-enum class OwnAlone : uint8_t {
-  kAlways,
-  kInFlight,  // a page of the wave has still to arrive
-  kHostOnly,  // a page of the wave was not foreseen: its load has not been issued
-};
-
 struct PageManagerOptions {
   std::optional<Wait> disabled_wait = std::nullopt;  // tests only
   bool poison = false;                               // fill freed slots with NaN
   bool keep_host_memory = false;  // between calls; pinned memory is slow to get back
-  OwnAlone own_alone = OwnAlone::kAlways;
-  bool measured_prefetch = false;  // its depth from the engine's load_pace(); false: fixed
 };
 
 struct PageStatistics {
@@ -45,6 +35,8 @@ struct PageStatistics {
   int64_t host_peak_bytes = 0;
   int64_t h2d_bytes = 0;
   int64_t d2h_bytes = 0;
+  double h2d_seconds = 0;  // while loads ran, without what they waited for; 0: not measured
+  double d2h_seconds = 0;
   int64_t loaded_runs = 0;  // stretches of host slots of all batches, see host_runs()
   int64_t stored_runs = 0;
   int64_t hits = 0;    // pages found on the device, or on their way, when acquired
@@ -88,7 +80,9 @@ class PageManager {
   // Cuts the visit's range into waves [begin, end), each of which can be acquired at once.
   std::vector<std::pair<int64_t, int64_t>> waves(int32_t visit);
   // Whether the chunk's own keys shall have a launch of their own in front of the visit's first
-  // wave, before it is acquired.
+  // wave, before it is acquired: where a page of it was not foreseen, so that its load has not been
+  // issued. Elsewhere that would cost more than it hides: launches write and read the state that
+  // passes between them.
   bool own_alone(int32_t visit, int64_t begin, int64_t end);
   void acquire(int32_t visit, int64_t begin, int64_t end, void* stream);
   void release(int32_t visit, int64_t begin, int64_t end, void* stream);
@@ -109,6 +103,7 @@ class PageManager {
   const int32_t* device_tables() const { return engine_->device_tables(); }
 
   PageStatistics statistics() const;
+  const CallTimes& times() const { return engine_->times(); }
   std::string snapshot() const;
   void check_integrity() const;
 

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "paging/page_space.h"
-#include "paging/prefetch_window.h"
 #include "paging/schedule.h"
 #include "paging/tiers.h"
 
@@ -20,12 +19,12 @@ class Prefetcher {
   explicit Prefetcher(Tiers& tiers) : tiers_(tiers) {}
 
   // `exact`: visits read all of their ranges; otherwise only those with a list are worth a copy.
-  void begin(const PageSpace& space, const Schedule& schedule, PrefetchWindow window, bool exact);
+  // `smallest`: the slots of one wave that must not be parted.
+  void begin(const PageSpace& space, const Schedule& schedule, int64_t smallest, bool exact);
 
-  int64_t window() const { return window_.slots(); }
-  void advance(int32_t visits, double now, const LoadPace& pace) {
-    window_.advance(visits, now, pace);
-  }
+  // How many slots are loaded ahead of their use, at most; 0: the tier is too small for anything
+  // but page by page. More would take room from pages that stay.
+  int64_t window() const { return window_; }
 
   // Compute is at page `page` of visit `now`: goes on behind it.
   void run(int32_t now, int64_t page);
@@ -36,7 +35,7 @@ class Prefetcher {
   Tiers& tiers_;
   const PageSpace* space_ = nullptr;
   const Schedule* schedule_ = nullptr;
-  PrefetchWindow window_;
+  int64_t window_ = 0;
   bool exact_ = true;
   int32_t visit_ = 0;  // where loading goes on: visit and logical page
   int64_t page_ = 0;

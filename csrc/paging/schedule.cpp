@@ -20,6 +20,16 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
     of_layer_[static_cast<size_t>((*this)[i].layer)].push_back(i);
   }
   ranged_ = of_layer_;
+  // A page's gradient is read once: searching ranges for that one visit would take the longer the
+  // more chunks there are.
+  for (int32_t i = 0; i < size(); ++i) {
+    const Visit& visit = (*this)[i];
+    if (visit.kind != VisitKind::kReadGradient) continue;
+    std::vector<int64_t> positions;
+    space.for_each_position(visit.first, visit.last,
+                            [&](int64_t position) { positions.push_back(position); });
+    set_pages(i, std::move(positions));
+  }
 }
 
 std::vector<int32_t>& Schedule::uses_of(int32_t layer, int64_t position) {

@@ -15,7 +15,7 @@ enum class VisitKind : int32_t {
 };
 
 // One step of the access order: a layer's pages [first, last) of every sequence, or the exact list
-// set for it.
+// set for it. A kReadGradient has its list from the start.
 struct Visit {
   int32_t layer = 0;
   VisitKind kind = VisitKind::kRead;

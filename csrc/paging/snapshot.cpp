@@ -36,10 +36,6 @@ std::string PageManager::snapshot() const {
   out << ", ";
   write_pool(out, "host", *host_.pool);
   out << ", \"events\": " << engine_->events_created();
-  if (const LoadPace pace = engine_->load_pace(); pace.known()) {
-    out << ", \"loads\": {\"batch_seconds\": " << pace.batch_seconds()
-        << ", \"slot_seconds\": " << pace.slot_seconds() << "}";
-  }
   if (!active_) {
     out << "}";
     return out.str();

@@ -4,18 +4,11 @@
 #include <exception>
 
 #include "common/error.h"
-#include "paging/host_runs.h"
 
 namespace oomb::paging {
 
 using memory::kNoSlot;
 using memory::Slot;
-
-namespace {
-
-constexpr int64_t kBatchBytes = int64_t{64} << 20;
-
-}  // namespace
 
 Tiers::Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engine,
              std::optional<Wait> disabled_wait, bool poison)
@@ -25,16 +18,19 @@ Tiers::Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engin
       ordering_(engine, disabled_wait),
       poison_(poison) {}
 
-void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slots,
-                  VictimQueue::Ties ties) {
+void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact) {
   space_ = &space;
   schedule_ = &schedule;
   grad_slots_ = grad_slots;
+  exact_ = exact;
   records_.assign(at(space.size()), PageRecord{});
   owner_.assign(at(device_.max_slots()), -1);
+  now_ = -1;
   device_use_.assign(at(device_.max_slots()), DeviceSlotUse{});
   host_use_.clear();
-  victims_.reset(device_.max_slots(), 2 * (int64_t{schedule.size()} + 1), ties);
+  // A scan in ascending order keeps its beginning; of what is guessed the least recently used goes.
+  victims_.reset(device_.max_slots(), 2 * (int64_t{schedule.size()} + 1),
+                 exact ? VictimQueue::Ties::kNewestFirst : VictimQueue::Ties::kOldestFirst);
   tables_ = BlockTables(space);
   pinned_slots_ = ahead_slots_ = 0;
   traffic_ = {};
@@ -72,54 +68,6 @@ void Tiers::move(PageIndex index, Residency to) {
   state = to;
 }
 
-// --- Order of eviction --------------------------------------------------------------------------
-
-int32_t Tiers::key(PageIndex index, int32_t now) const {
-  const bool gradient = is_gradient(index);
-  const int64_t row = index / space_->positions();
-  const int64_t position = index - row * space_->positions();
-  const int64_t layer = row - (gradient ? space_->num_layers() : 0);
-  const PageKind kind = gradient ? PageKind::kGradient : PageKind::kKeyValue;
-  return key_at(schedule_->next_use(kind, static_cast<int32_t>(layer), position, now), kind);
-}
-
-int32_t Tiers::key_at(int32_t visit, PageKind kind) {
-  // Of two pages needed at the same time the KV page goes first: it need not be stored again.
-  return 2 * visit + (kind == PageKind::kGradient ? 0 : 1);
-}
-
-void Tiers::enqueue(PageIndex index, int32_t now) {
-  victims_.insert(records_[at(index)].device[0], key(index, now));
-}
-
-void Tiers::requeue(PageIndex index, int32_t now) {
-  victims_.remove(records_[at(index)].device[0]);
-  enqueue(index, now);
-}
-
-void Tiers::requeue_unlisted(int32_t visit, int32_t heir) {
-  victims_.move_all(key_at(visit, PageKind::kKeyValue), key_at(heir, PageKind::kKeyValue));
-  for (const int64_t position : schedule_->pages(visit)) {
-    const PageIndex index = space_->index(PageKind::kKeyValue, (*schedule_)[visit].layer, position);
-    const PageRecord& record = records_[at(index)];
-    if (record.on_device() && victims_.contains(record.device[0])) requeue(index, visit - 1);
-  }
-}
-
-std::vector<PageIndex> Tiers::filed_under(int32_t visit) const {
-  std::vector<PageIndex> pages;
-  for (const PageKind kind : {PageKind::kGradient, PageKind::kKeyValue}) {
-    for (const Slot slot : victims_.with_key(key_at(visit, kind)))
-      pages.push_back(owner_[at(slot)]);
-  }
-  return pages;
-}
-
-int32_t Tiers::nearest_visit() const {
-  const int32_t key = victims_.nearest_key();
-  return key < 0 ? -1 : key / 2;
-}
-
 // --- Pins ---------------------------------------------------------------------------------------
 
 void Tiers::pin(PageIndex index, bool will_write) {
@@ -147,6 +95,7 @@ void Tiers::unpin(PageIndex index, Ticket use, bool written, int32_t now) {
     if (slot != kNoSlot) device_use_[at(slot)].use = use;
   }
   if (written && record.state == Residency::kResident) move(index, Residency::kDirty);
+  record.used = now;
   cancel_pin(index, now);
 }
 
@@ -261,142 +210,10 @@ void Tiers::create(std::span<const PageIndex> pages, bool zeroed) {
   }
 }
 
-// Whoever needs the first pages of a batch waits for its last: batches of about a millisecond.
-template <typename Issue>
-void Tiers::in_batches(std::span<const PageIndex> pages, Issue issue) {
-  const auto limit = std::max<size_t>(1, at(kBatchBytes / device_.slot_bytes() / grad_slots_));
-  for (; pages.size() > limit; pages = pages.subspan(limit)) issue(pages.first(limit));
-  if (!pages.empty()) issue(pages);
-}
-
-void Tiers::load(std::span<const PageIndex> pages, int32_t now, bool ahead) {
-  in_batches(pages, [&](std::span<const PageIndex> batch) { load_batch(batch, now, ahead); });
-}
-
-void Tiers::store(std::span<const PageIndex> pages) {
-  in_batches(pages, [&](std::span<const PageIndex> batch) { store_batch(batch); });
-}
-
-void Tiers::load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead) {
-  int64_t count = 0;
-  for (const PageIndex index : pages) count += slots_of(index);
-  const std::vector<Slot> slots = take_device_slots(count);
-  std::vector<PageCopy> copies;
-  copies.reserve(slots.size());
-  size_t next = 0;
-  for (const PageIndex index : pages) {
-    for (int64_t i = 0; i < slots_of(index); ++i) {
-      const PageCopy copy = {slots[next++], records_[at(index)].host[at(i)]};
-      const DeviceSlotUse& use = device_use_[at(copy.device_slot)];
-      ordering_.need(Wait::kLoadAfterUse, use.use);
-      ordering_.need(Wait::kLoadAfterStore, use.store);
-      ordering_.need(Wait::kLoadAfterHostWrite, host_use_[at(copy.host_slot)].store);
-      copies.push_back(copy);
-    }
-  }
-  Ticket ticket = 0;
-  try {
-    ordering_.issue(Lane::kLoad);
-    ticket = engine_.copy(Lane::kLoad, copies);
-  } catch (...) {
-    for (const Slot slot : slots) device_.give_back(slot);
-    throw;
-  }
-  next = 0;
-  for (const PageIndex index : pages) {
-    PageRecord& record = records_[at(index)];
-    move(index, Residency::kLoading);
-    for (int64_t i = 0; i < slots_of(index); ++i) {
-      const PageCopy& copy = copies[next++];
-      record.device[at(i)] = copy.device_slot;
-      owner_[at(copy.device_slot)] = index;
-      device_use_[at(copy.device_slot)].load = ticket;
-      host_use_[at(copy.host_slot)].load = ticket;
-    }
-    tables_.set(index, record.device[0], record.device[1]);
-    enqueue(index, now);
-    loads_.push_back({index, ticket});
-    record.ahead = ahead;
-  }
-  if (ahead) ahead_slots_ += count;
-  traffic_.loaded_pages += static_cast<int64_t>(pages.size());
-  traffic_.loaded_slots += count;
-  traffic_.loaded_runs += host_runs(copies);
-}
-
-void Tiers::store_batch(std::span<const PageIndex> pages) {
-  std::vector<PageCopy> copies;
-  for (const PageIndex index : pages) {
-    const PageRecord& record = records_[at(index)];
-    for (int64_t i = 0; i < slots_of(index); ++i) {
-      const PageCopy copy = {record.device[at(i)], record.host[at(i)]};
-      ordering_.need(Wait::kStoreAfterWrite, device_use_[at(copy.device_slot)].use);
-      ordering_.need(Wait::kStoreAfterHostRead, host_use_[at(copy.host_slot)].load);
-      copies.push_back(copy);
-    }
-  }
-  ordering_.issue(Lane::kStore);
-  const Ticket ticket = engine_.copy(Lane::kStore, copies);
-  for (const PageCopy& copy : copies) {
-    device_use_[at(copy.device_slot)].store = ticket;
-    host_use_[at(copy.host_slot)].store = ticket;
-  }
-  for (const PageIndex index : pages) {
-    move(index, Residency::kStoring);
-    stores_.push_back({index, ticket});
-  }
-  traffic_.stored_pages += static_cast<int64_t>(pages.size());
-  traffic_.stored_slots += static_cast<int64_t>(copies.size());
-  traffic_.stored_runs += host_runs(copies);
-}
-
 void Tiers::clear_ahead(PageIndex index) {
   PageRecord& record = records_[at(index)];
   if (record.ahead) ahead_slots_ -= slots_of(index);
   record.ahead = false;
-}
-
-void Tiers::evict(PageIndex index) {
-  clear_ahead(index);
-  victims_.remove(records_[at(index)].device[0]);
-  move(index, Residency::kHostOnly);
-  free_device_slots(index);
-}
-
-bool Tiers::make_room(int64_t slots, int32_t visit) {
-  host_error_.clear();
-  int64_t room = available_slots();
-  if (room >= slots) return true;
-  std::vector<PageIndex> chosen, dirty;
-  for (Slot slot = victims_.first(); slot != kNoSlot && room < slots; slot = victims_.after(slot)) {
-    if (victims_.key(slot) / 2 <= visit) break;
-    const PageIndex index = owner_[at(slot)];
-    if (records_[at(index)].state == Residency::kDirty) {
-      // With a full host tier a page that already has its place there can still go.
-      if (!take_host_slots(index)) continue;
-      dirty.push_back(index);
-    }
-    chosen.push_back(index);
-    room += slots_of(index);
-  }
-  if (room < slots) return false;
-  store(dirty);
-  for (const PageIndex index : chosen) evict(index);
-  return true;
-}
-
-void Tiers::store_ahead(int64_t slots) {
-  int64_t ready = available_slots();
-  std::vector<PageIndex> dirty;
-  for (Slot slot = victims_.first(); slot != kNoSlot && ready < slots;
-       slot = victims_.after(slot)) {
-    const PageIndex index = owner_[at(slot)];
-    ready += slots_of(index);
-    if (records_[at(index)].state != Residency::kDirty) continue;
-    if (!take_host_slots(index)) break;
-    dirty.push_back(index);
-  }
-  store(dirty);
 }
 
 void Tiers::drop(PageIndex index) {

@@ -27,6 +27,8 @@ struct PageRecord {
   bool wanted = false;  // gradient page: takes part in the call, zero until first touched
   bool ahead = false;   // loaded before it was asked for, and not asked for yet
   uint16_t pins = 0;    // acquired this many times: must stay where it is
+  int32_t used = -1;    // the latest visit that released it
+  int32_t due = 0;  // in the queue of victims: the visit that needs it, if not the one it is under
   std::array<memory::Slot, 2> device = {memory::kNoSlot, memory::kNoSlot};
   std::array<memory::Slot, 2> host = {memory::kNoSlot, memory::kNoSlot};
 
@@ -51,8 +53,8 @@ class Tiers {
   Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engine,
         std::optional<Wait> disabled_wait, bool poison);
 
-  void begin(const PageSpace& space, const Schedule& schedule, int grad_slots,
-             VictimQueue::Ties ties);
+  // `exact`: visits without a list use all of their ranges.
+  void begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact);
   // Every page dies. Copies on their way are waited for.
   void end(bool release_host);
 
@@ -76,11 +78,14 @@ class Tiers {
   // available.
   void load(std::span<const PageIndex> pages, int32_t now, bool ahead);
 
-  // Evicts until `slots` device slots are available; only pages whose next use is later than
-  // `visit`
-  // (-1: any that is not pinned). False when that is not possible; `why` then holds an error of
-  // the host tier if one was met.
-  bool make_room(int64_t slots, int32_t visit);
+  // The visit under way: what it and the one before it have released may still be in use.
+  void enter(int32_t visit) { now_ = visit; }
+  // Evicts until `slots` device slots are available. All or nothing; when it fails host_error() has
+  // an error of the host tier, if one was met.
+  bool make_room(int64_t slots);
+  // Evicts pages needed later than `visit`, as far as there are. Returns how many of `slots` are
+  // available then.
+  int64_t make_room_ahead(int64_t slots, int32_t visit);
   const std::string& host_error() const { return host_error_; }
 
   // Starts storing the likeliest victims, as far as `slots` slots, so that taking them will be
@@ -108,6 +113,8 @@ class Tiers {
   // Lets the device tier grow, if it can, until so many slots are free; usable_slots() is less than
   // its cap once it could not.
   void reserve(int64_t slots, memory::SlotPool::Growth growth) { device_.reserve(slots, growth); }
+  int64_t max_slots() const { return device_.max_slots(); }
+  int64_t slot_bytes() const { return device_.slot_bytes(); }
   int64_t usable_slots() const { return device_.usable_slots(); }
   int64_t available_slots() const { return device_.available_slots(); }
   int64_t pinned_slots() const { return pinned_slots_; }
@@ -139,7 +146,8 @@ class Tiers {
 
   static size_t at(int64_t index) { return static_cast<size_t>(index); }
   void move(PageIndex index, Residency to);
-  int32_t key(PageIndex index, int32_t now) const;
+  int32_t next_use(PageIndex index, int32_t now) const;
+  int32_t filed(PageIndex index, int32_t now, int32_t next) const;
   static int32_t key_at(int32_t visit, PageKind kind);
   void enqueue(PageIndex index, int32_t now);
   std::vector<memory::Slot> take_device_slots(int64_t count);
@@ -150,6 +158,8 @@ class Tiers {
   void load_batch(std::span<const PageIndex> pages, int32_t now, bool ahead);
   void store(std::span<const PageIndex> pages);
   void store_batch(std::span<const PageIndex> pages);
+  bool choose_victims(int64_t slots, int32_t visit);
+  void evict_chosen();
   void evict(PageIndex index);
   void clear_ahead(PageIndex index);
   void free_device_slots(PageIndex index);
@@ -164,6 +174,8 @@ class Tiers {
   const PageSpace* space_ = nullptr;
   const Schedule* schedule_ = nullptr;
   int grad_slots_ = 1;
+  bool exact_ = true;
+  int32_t now_ = -1;
   std::vector<PageRecord> records_;
   std::vector<PageIndex> owner_;  // per device slot
   std::vector<DeviceSlotUse> device_use_;
@@ -171,6 +183,7 @@ class Tiers {
   VictimQueue victims_;
   BlockTables tables_;
   std::deque<InFlight> loads_, stores_;
+  std::vector<PageIndex> chosen_, dirty_;
   int64_t pinned_slots_ = 0;
   int64_t ahead_slots_ = 0;
   TrafficStatistics traffic_;

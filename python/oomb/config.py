@@ -156,7 +156,7 @@ class Config:
         page_size: tokens per page.
         attention: :class:`Dense` or :class:`TopKPages`.
         backward: :class:`AllChunks` or :class:`SampledChunks`.
-        device_memory: hard cap of the device tier (KV, its gradients, summaries, tables): bytes or
+        device_memory: hard cap of the device tier, the pages of KV and its gradients: bytes or
             ``"40GiB"``. None: what is free, less a margin.
         host_memory: cap of the host tier, likewise.
         kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.

@@ -8,11 +8,11 @@
 //   per 16 queries: S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T
 //   Q
 
-#include "attention/device/gradient_page.cuh"
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
+#include "attention/sm80/key_block.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/query_steps.cuh"
 #include "common/cuda_check.h"
@@ -31,13 +31,6 @@ struct KeyPass {
   static constexpr int kSharedBytes = 2 * kStageBytes;
 };
 
-// A block's keys: rows [row0, row0 + 64) of its own chunk or of a page. Kept in shared memory while
-// the main loop needs the registers.
-struct KeyPlace {
-  bool own;
-  int page, row0;
-};
-
 // Grid: (own key tiles, then tiles of the wave's pages; kv heads; batch).
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
@@ -46,64 +39,32 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
   using Tile = device::Tile<kDim>;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ QuerySteps<kKeys> steps;
-  __shared__ KeyPlace place;
+  __shared__ KeyBlock place;  // leaves the registers to the main loop
   const uint32_t shared = device::shared_address(shared_memory);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int batch = blockIdx.z, kv_head = blockIdx.y;
-  const int num_past = static_cast<int>(p.past.num_tokens);
-  const int page_size = static_cast<int>(p.shape.page_size);
-  const bool own = static_cast<int>(blockIdx.x) < own_tiles;
-
-  int page = 0, row0, key_first, key_end, key_rows = kKeys;
-  const T *k, *v;
-  int64_t k_stride = kDim, v_stride = kDim;
-  const uint32_t* blocks = nullptr;
-  if (own) {
-    row0 = blockIdx.x * kKeys;
-    key_first = num_past + row0;
-    key_end = INT32_MAX;
-    key_rows = min(kKeys, static_cast<int>(p.shape.chunk) - row0);
-    if (p.visibility.num_keys != nullptr) {
-      key_rows = max(0, min(key_rows, p.visibility.num_keys[batch] - key_first));
-    }
-    k_stride = p.k_strides.token;
-    v_stride = p.v_strides.token;
-    k = static_cast<const T*>(p.k) + batch * p.k_strides.batch + kv_head * p.k_strides.head +
-        row0 * k_stride;
-    v = static_cast<const T*>(p.v) + batch * p.v_strides.batch + kv_head * p.v_strides.head +
-        row0 * v_stride;
-  } else {
-    const int parts = page_size / kKeys;
-    const int unit = (blockIdx.x - own_tiles) / parts;
-    row0 = (blockIdx.x - own_tiles) % parts * kKeys;
-    if (plan.work != nullptr) {
-      const int list = p.past.selection_heads == 1 ? 0 : kv_head;
-      const int64_t row = batch * p.past.selection_heads + list;
-      if (unit >= plan.counts[row]) return;
-      page = plan.work[row * plan.capacity + unit];
-      blocks = plan.blocks + (row * plan.pages + page - p.past.page_begin) * plan.words;
-    } else {
-      page = static_cast<int>(p.past.page_begin) + unit;
-    }
-    key_first = page * page_size + row0;
-    key_end = device::visible_past(p.visibility, num_past, batch);
-    if (key_first >= key_end) return;
-    key_rows = min(kKeys, key_end - key_first);
-    const int64_t entry = batch * p.past.table_stride + page;
+  KeyBlock block{static_cast<int>(blockIdx.x) < own_tiles, batch, kv_head, 0, 0};
+  const int tile = block.own ? blockIdx.x : blockIdx.x - own_tiles;
+  const int parts = block.own ? 1 : static_cast<int>(p.shape.page_size) / kKeys;
+  block.page = tile / parts;
+  block.row0 = (block.own ? tile : tile % parts) * kKeys;
+  KeySource<T> source;
+  if (!find_keys<T, kDim, kKeys>(p, plan, block, source)) return;
+  if (!block.own) {
+    const int64_t entry = batch * p.past.table_stride + block.page;
     if (p.grads.dkv_table[entry * 2] < 0 && p.grads.dkv_table[entry * 2 + 1] < 0) return;
-    const int64_t matrix = int64_t{page_size} * kDim;
-    k = device::keys_of_page<T>(p.past, batch, page) + kv_head * matrix + row0 * kDim;
-    v = k + p.shape.kv_heads * matrix;
   }
 
   // K and V pass through the second stage on their way to registers.
-  load_rows<kDim, kKeys>(shared + Pass::kStageBytes, k, k_stride, key_rows);
-  load_rows<kDim, kKeys>(shared + Pass::kStageBytes + Pass::kMatrixBytes, v, v_stride, key_rows);
+  load_rows<kDim, kKeys>(shared + Pass::kStageBytes, source.k, source.k_stride, source.rows);
+  load_rows<kDim, kKeys>(shared + Pass::kStageBytes + Pass::kMatrixBytes, source.v, source.v_stride,
+                         source.rows);
   device::commit_copies();
   if (threadIdx.x == 0) {
-    place = KeyPlace{own, page, row0};
-    steps.start(p, plan, batch, kv_head, key_first, key_end, own ? row0 / kQueries : 0, blocks);
+    place = block;
+    steps.start(p, plan, batch, kv_head, source.first, source.end,
+                block.own ? block.row0 / kQueries : 0, source.query_blocks);
   }
   __syncthreads();
 
@@ -216,41 +177,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
     }
   }
 
-  const float out_scale = static_cast<float>(p.scale);
-  const BlockPlace block;
-  const int column = (lane % 4) * 2;
-  if (place.own) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = place.row0 + warp * 16 + r * 8 + lane / 4;
-      if (row >= p.shape.chunk) continue;
-      T* dk_row = static_cast<T*>(p.dk) + block.batch * p.dk_strides.batch +
-                  block.head * p.dk_strides.head + row * p.dk_strides.token + column;
-      T* dv_row = static_cast<T*>(p.dv) + block.batch * p.dv_strides.batch +
-                  block.head * p.dv_strides.head + row * p.dv_strides.token + column;
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        *reinterpret_cast<uint32_t*>(dk_row + n * 8) =
-            device::pack<T>(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-        *reinterpret_cast<uint32_t*>(dv_row + n * 8) =
-            device::pack<T>(dv[n][2 * r], dv[n][2 * r + 1]);
-      }
-    }
-    return;
-  }
-  const device::GradientPage dk_page(p.grads, p.past.table_stride, block.batch, place.page, 0);
-  const device::GradientPage dv_page(p.grads, p.past.table_stride, block.batch, place.page, 1);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = place.row0 + warp * 16 + r * 8 + lane / 4;
-    if (place.page * page_size + row >= steps.key_end) continue;
-    const int64_t element = (int64_t{block.head} * page_size + row) * kDim + column;
-    dk_page.add_pairs<kDim / 8>(element, [&](int n) {
-      return make_float2(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-    });
-    dv_page.add_pairs<kDim / 8>(element,
-                                [&](int n) { return make_float2(dv[n][2 * r], dv[n][2 * r + 1]); });
-  }
+  write_gradient<T, kDim>(p, place, steps.key_end, dk, dv);
 }
 
 template <typename T, int kDim>

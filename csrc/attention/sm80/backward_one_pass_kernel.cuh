@@ -14,18 +14,21 @@
 //   | K 128 | V 128 | Q0 dO0 64 | Q1 dO1 64 | dS0 dS1 |
 //
 // dQ is added up in fp32 in memory. Where the order is fixed, a block's part waits for its turn
-// (QueryStep::dq_order); blocks side by side trail each other by a step or two. Units are handed
-// out in an order in which every wait is for an earlier unit.
+// (QueryStep::dq_order); blocks side by side trail each other by some steps. Units are handed out
+// in an order in which every wait is for an earlier unit. Neither a look at a turn nor passing it
+// on may hold up the warps, which meet at every step: one of them looks while there is still all of
+// the step to do, and passes a turn on when the sums it stands for have long arrived.
 
-#include "attention/device/gradient_page.cuh"
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
 #include "attention/sm80/dq_tile.cuh"
+#include "attention/sm80/key_block.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/one_pass.h"
 #include "attention/sm80/query_steps.cuh"
+#include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
@@ -46,13 +49,6 @@ struct OnePass {
   static_assert(kScores + 2 * kScoreBytes == kOnePassSharedBytes<kDim>);
 };
 
-// A block's keys: rows [row0, row0 + 128) of its own chunk, or a page. Kept in shared memory while
-// the main loop needs the registers.
-struct Unit {
-  bool own;
-  int batch, kv_head, page, row0;
-};
-
 // Grid: own key tiles and pages, of every kv head and sequence.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
@@ -62,12 +58,13 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
   constexpr int kKeys = kOnePassKeys;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ QuerySteps<kKeys> steps;
-  __shared__ Unit unit;
+  __shared__ KeyBlock unit;  // leaves the registers to the main loop
+  __shared__ int ready;      // a step whose turn has come
   const uint32_t shared = device::shared_address(shared_memory);
-  const int num_past = static_cast<int>(p.past.num_tokens);
 
   {
     if (threadIdx.x == 0) {
+      ready = -1;
       const int index = plan.turns != nullptr ? atomicAdd(plan.next_unit, 1) : blockIdx.x;
       const int tiles = grid.own_tiles + grid.pages;
       const int first_head = index / (tiles * grid.heads_together) * grid.heads_together;
@@ -82,51 +79,18 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     }
     __syncthreads();
   }
-  int key_first, key_end, key_rows;
-  const T *k, *v;
-  int64_t k_stride = kDim, v_stride = kDim;
-  const uint32_t* blocks = nullptr;
-  const int batch = unit.batch, kv_head = unit.kv_head;
-  int page = unit.page;
-  if (unit.own) {
-    key_first = num_past + unit.row0;
-    key_end = INT32_MAX;
-    key_rows = min(kKeys, static_cast<int>(p.shape.chunk) - unit.row0);
-    if (p.visibility.num_keys != nullptr) {
-      key_rows = max(0, min(key_rows, p.visibility.num_keys[batch] - key_first));
-    }
-    k_stride = p.k_strides.token;
-    v_stride = p.v_strides.token;
-    k = static_cast<const T*>(p.k) + batch * p.k_strides.batch + kv_head * p.k_strides.head +
-        unit.row0 * k_stride;
-    v = static_cast<const T*>(p.v) + batch * p.v_strides.batch + kv_head * p.v_strides.head +
-        unit.row0 * v_stride;
-  } else {
-    if (plan.work != nullptr) {
-      const int list = p.past.selection_heads == 1 ? 0 : kv_head;
-      const int64_t row = batch * p.past.selection_heads + list;
-      if (page >= plan.counts[row]) return;
-      page = plan.work[row * plan.capacity + page];
-      blocks = plan.blocks + (row * plan.pages + page - p.past.page_begin) * plan.words;
-    } else {
-      page += static_cast<int>(p.past.page_begin);
-    }
-    key_first = page * kKeys;
-    key_end = device::visible_past(p.visibility, num_past, batch);
-    if (key_first >= key_end) return;
-    key_rows = min(kKeys, key_end - key_first);
-    const int64_t matrix = int64_t{kKeys} * kDim;
-    k = device::keys_of_page<T>(p.past, batch, page) + kv_head * matrix;
-    v = k + p.shape.kv_heads * matrix;
-  }
+  KeyBlock block = unit;
+  KeySource<T> keys;
+  if (!find_keys<T, kDim, kKeys>(p, plan, block, keys)) return;
 
-  load_rows<kDim, kKeys, Pass::kThreads>(shared, k, k_stride, key_rows);
-  load_rows<kDim, kKeys, Pass::kThreads>(shared + Pass::kKeyBytes, v, v_stride, key_rows);
+  load_rows<kDim, kKeys, Pass::kThreads>(shared, keys.k, keys.k_stride, keys.rows);
+  load_rows<kDim, kKeys, Pass::kThreads>(shared + Pass::kKeyBytes, keys.v, keys.v_stride,
+                                         keys.rows);
   __syncthreads();  // everybody has read the unit
   if (threadIdx.x == 0) {
-    unit.page = page;
-    steps.start(p, plan, batch, kv_head, key_first, key_end, unit.own ? unit.row0 / kQueries : 0,
-                blocks);
+    unit.page = block.page;
+    steps.start(p, plan, block.batch, block.kv_head, keys.first, keys.end,
+                block.own ? block.row0 / kQueries : 0, keys.query_blocks);
   }
   __syncthreads();
 
@@ -184,12 +148,19 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     }
     const QueryStep& step = step_at(index);
     if (plan.turns != nullptr) {
-      if (lane == 0) wait_for_turn(plan.turns + step.dq_tile, step.dq_order);
+      if (lane == 0 && load_acquire_shared(&ready) != index) {
+        wait_for_turn(plan.turns + step.dq_tile, step.dq_order);
+      }
       __syncwarp();
     }
     DqTile<kDim>::add(plan.dq + step.row * kDim, warp, lane, step.rows, dq);
   };
-  // One thread calls it when everybody's part is under way.
+  // One thread calls these: the one early in the step that adds, the other when everybody's part is
+  // under way.
+  const auto look_at_turn = [&](int index) {
+    const QueryStep& step = step_at(index);
+    if (turn_of(plan.turns + step.dq_tile) >= step.dq_order) store_release_shared(&ready, index);
+  };
   const auto pass_turn = [&](int index) {
     const QueryStep& step = step_at(index);
     set_turn(plan.turns + step.dq_tile, step.dq_order + 1);
@@ -207,8 +178,8 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     start_copies(index + 1);
     const int lane = thread_index() % 32, warp = thread_index() / 32;
     if (lane == 0 && warp == index % kOnePassWarps) steps.describe(p, plan, index + 2);
-    if (plan.turns != nullptr && index >= 2 && lane == 0 && warp == (index + 4) % kOnePassWarps) {
-      pass_turn(index - 2);
+    if (plan.turns != nullptr && index >= 1 && lane == 0 && warp == (index + 2) % kOnePassWarps) {
+      look_at_turn(index - 1);
     }
     device::commit_copies();
     const uint32_t stage = shared + Pass::kStages + index % 2 * Pass::kStageBytes;
@@ -301,6 +272,9 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
         device::multiply<T>(dk[2 * n + 1], ds[part], b[2], b[3]);
       }
     }
+    if (plan.turns != nullptr && index >= 2 && lane == 0 && warp == (index + 4) % kOnePassWarps) {
+      pass_turn(index - 2);
+    }
     if (index > 0) add_dq(index - 1);
   }
   if (index > 0) {
@@ -313,41 +287,7 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
     }
   }
 
-  const float out_scale = static_cast<float>(p.scale);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first_row = warp * 16 + lane / 4, column = (lane % 4) * 2;
-  if (unit.own) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = unit.row0 + first_row + r * 8;
-      if (row >= p.shape.chunk) continue;
-      T* dk_row = static_cast<T*>(p.dk) + unit.batch * p.dk_strides.batch +
-                  unit.kv_head * p.dk_strides.head + row * p.dk_strides.token + column;
-      T* dv_row = static_cast<T*>(p.dv) + unit.batch * p.dv_strides.batch +
-                  unit.kv_head * p.dv_strides.head + row * p.dv_strides.token + column;
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        *reinterpret_cast<uint32_t*>(dk_row + n * 8) =
-            device::pack<T>(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-        *reinterpret_cast<uint32_t*>(dv_row + n * 8) =
-            device::pack<T>(dv[n][2 * r], dv[n][2 * r + 1]);
-      }
-    }
-    return;
-  }
-  const device::GradientPage dk_page(p.grads, p.past.table_stride, unit.batch, unit.page, 0);
-  const device::GradientPage dv_page(p.grads, p.past.table_stride, unit.batch, unit.page, 1);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + r * 8;
-    if (unit.page * kKeys + row >= steps.key_end) continue;
-    const int64_t element = (int64_t{unit.kv_head} * kKeys + row) * kDim + column;
-    dk_page.add_pairs<kDim / 8>(element, [&](int n) {
-      return make_float2(dk[n][2 * r] * out_scale, dk[n][2 * r + 1] * out_scale);
-    });
-    dv_page.add_pairs<kDim / 8>(element,
-                                [&](int n) { return make_float2(dv[n][2 * r], dv[n][2 * r + 1]); });
-  }
+  write_gradient<T, kDim>(p, unit, steps.key_end, dk, dv);
 }
 
 template <typename T, int kDim>

@@ -93,17 +93,4 @@ __global__ void __launch_bounds__(32 * kOnePassWarps)
   }
 }
 
-// Turns: how many parts have been added to a tile. What was added before a turn was passed on is
-// there for whoever has waited for it.
-__device__ inline void wait_for_turn(const int32_t* turn, int32_t order) {
-  int32_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(now) : "l"(turn) : "memory");
-  } while (now < order);
-}
-
-__device__ inline void set_turn(int32_t* turn, int32_t order) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(turn), "r"(order) : "memory");
-}
-
 }  // namespace oomb::attention::sm80

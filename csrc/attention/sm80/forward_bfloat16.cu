@@ -5,4 +5,8 @@ namespace oomb::attention::sm80 {
 
 void forward_bfloat16(const ForwardParams& params) { launch_forward<__nv_bfloat16>(params); }
 
+int64_t forward_workspace_bfloat16(const ForwardParams& params) {
+  return forward_workspace<__nv_bfloat16>(params);
+}
+
 }  // namespace oomb::attention::sm80

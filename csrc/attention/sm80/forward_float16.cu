@@ -5,4 +5,8 @@ namespace oomb::attention::sm80 {
 
 void forward_float16(const ForwardParams& params) { launch_forward<__half>(params); }
 
+int64_t forward_workspace_float16(const ForwardParams& params) {
+  return forward_workspace<__half>(params);
+}
+
 }  // namespace oomb::attention::sm80

@@ -8,14 +8,17 @@
 //           S = Q K^T, softmax, O += P V
 //
 // The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P
-// V.
+// V. A tile's keys may be parted among several blocks, one after the other (forward_plan.h).
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
+#include "attention/sm80/device_attribute.h"
+#include "attention/sm80/forward_plan.h"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
+#include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
@@ -34,31 +37,77 @@ struct ForwardShape {
   static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
 };
 
-// Grid: (query tiles, query heads, batch).
+// What a block works on: a piece of the keys of a tile of queries. In shared memory, so that the
+// main loop, which has no register to spare, keeps nothing of it.
+struct ForwardUnit {
+  int query_first, head, batch;
+  int tile;  // number of the tile
+  int piece, pieces;
+
+  __device__ void choose(const ForwardParams& p, const ForwardPlan& plan, int index, int rows) {
+    const int parted = plan.tiles - plan.whole;
+    const bool whole = index < plan.whole;
+    pieces = whole ? 1 : plan.pieces;
+    piece = whole ? 0 : (index - plan.whole) / parted;
+    tile = whole ? index : plan.whole + (index - plan.whole) % parted;
+    const int heads = static_cast<int>(p.shape.query_heads);
+    query_first = (plan.query_tiles - 1 - tile % plan.query_tiles) * rows;  // most keys first
+    head = tile / plan.query_tiles % heads;
+    batch = tile / plan.query_tiles / heads;
+  }
+};
+
+// Where the rows of a tile's softmax state lie: row i at place + i.
+struct StatePlace {
+  float *acc, *max, *sum;
+  int64_t row;
+
+  // Between waves.
+  __device__ StatePlace(const ForwardParams& p, const ForwardUnit& unit)
+      : acc(static_cast<float*>(p.state.acc)),
+        max(static_cast<float*>(p.state.max)),
+        sum(static_cast<float*>(p.state.sum)),
+        row((unit.batch * p.shape.query_heads + unit.head) * p.shape.chunk + unit.query_first) {}
+  // Between pieces.
+  __device__ StatePlace(const ForwardPlan& plan, const ForwardUnit& unit, int rows)
+      : acc(plan.acc), max(plan.max), sum(plan.sum), row(int64_t{unit.tile - plan.whole} * rows) {}
+};
+
+// Grid: plan.units.
 template <typename T, int kDim, int kRowTiles>
-__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParams p) {
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const ForwardParams p, const ForwardPlan plan) {
   using F = ForwardShape<kDim, kRowTiles>;
   using Tile = device::Tile<kDim>;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ KeyTiles<kKeys> tiles;
+  __shared__ ForwardUnit unit;
   const uint32_t shared = device::shared_address(shared_memory);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int batch = blockIdx.z, head = blockIdx.y;
+  if (threadIdx.x == 0) {
+    const int index = plan.turns != nullptr ? atomicAdd(plan.next_unit, 1) : blockIdx.x;
+    unit.choose(p, plan, index, F::kRows);
+  }
+  __syncthreads();
+  const int batch = unit.batch, head = unit.head;
   const int kv_head = head / static_cast<int>(p.shape.query_heads / p.shape.kv_heads);
   const int chunk = static_cast<int>(p.shape.chunk);
-  const int query_first = blockIdx.x * F::kRows;
+  const int query_first = unit.query_first;
 
   load_rows<kDim, F::kRows>(shared,
                             static_cast<const T*>(p.q) + batch * p.q_strides.batch +
                                 head * p.q_strides.head + query_first * p.q_strides.token,
                             p.q_strides.token, chunk - query_first);
-  tiles.start(p, batch, kv_head, query_first, F::kRows);
+  if (unit.piece > 0 && threadIdx.x == 0) {
+    wait_for_turn(plan.turns + unit.tile - plan.whole, unit.piece);
+  }
+  tiles.start(p, batch, kv_head, query_first, F::kRows, unit.piece, unit.pieces);
 
   // Lane's rows: row(m, r) = row0 + m * 16 + r * 8 of the tile.
   float acc[kRowTiles][kDim / 8][4];
   float highest[kRowTiles][2], total[kRowTiles][2];
-  if (p.first_wave) {
+  if (p.first_wave && unit.piece == 0) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -71,18 +120,18 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
     }
   } else {
     const int row0 = warp * kRowTiles * 16 + lane / 4;
-    const int64_t state_row = (int64_t{batch} * p.shape.query_heads + head) * chunk + query_first;
+    const StatePlace state =
+        unit.piece == 0 ? StatePlace(p, unit) : StatePlace(plan, unit, F::kRows);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row0 + m * 16 + r * 8;
         const bool inside = query_first + row < chunk;
-        const int64_t index = state_row + (inside ? row : 0);
-        highest[m][r] = static_cast<const float*>(p.state.max)[index];
-        total[m][r] = static_cast<const float*>(p.state.sum)[index];
-        const float* source =
-            static_cast<const float*>(p.state.acc) + index * kDim + (lane % 4) * 2;
+        const int64_t index = state.row + (inside ? row : 0);
+        highest[m][r] = state.max[index];
+        total[m][r] = state.sum[index];
+        const float* source = state.acc + index * kDim + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           const float2 pair = *reinterpret_cast<const float2*>(source + n * 8);
@@ -148,15 +197,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
     // What a row must not see. Most tiles need nothing.
     if (tiles.ring[index % 4].masked) {
       const int first = tiles.ring[index % 4].first, end = tiles.ring[index % 4].end;
-      const BlockPlace place;
-      const int row0 = place.x * F::kRows + warp * kRowTiles * 16 + lane / 4;
+      const int row0 = unit.query_first + warp * kRowTiles * 16 + lane / 4;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const auto keys =
               device::visible_keys(p.shape, p.visibility, static_cast<int>(p.past.num_tokens),
-                                   place.batch, row0 + m * 16 + r * 8);
+                                   unit.batch, row0 + m * 16 + r * 8);
           const int low = keys.begin - first - (lane % 4) * 2;
           const int high = min(keys.end, end) - first - (lane % 4) * 2;
 #pragma unroll
@@ -243,76 +291,105 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const ForwardParam
     }
   }
 
-  const BlockPlace place;
-  const int row0 = place.x * F::kRows + warp * kRowTiles * 16 + lane / 4;
-  const int64_t state_row = (place.batch * p.shape.query_heads + place.head) * p.shape.chunk;
+  const bool last = unit.piece == unit.pieces - 1;
+  const int row0 = warp * kRowTiles * 16 + lane / 4;
+  const StatePlace state = last ? StatePlace(p, unit) : StatePlace(plan, unit, F::kRows);
+  const int rows = static_cast<int>(p.shape.chunk) - unit.query_first;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row0 + m * 16 + r * 8;
-      if (row >= p.shape.chunk) continue;
-      if (p.last_wave) {
+      if (row >= rows) continue;
+      if (last && p.last_wave) {
         const float sum = total[m][r];
         const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-        T* o = static_cast<T*>(p.o) + place.batch * p.o_strides.batch +
-               place.head * p.o_strides.head + row * p.o_strides.token + (lane % 4) * 2;
+        T* o = static_cast<T*>(p.o) + unit.batch * p.o_strides.batch +
+               unit.head * p.o_strides.head + (unit.query_first + row) * p.o_strides.token +
+               (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<uint32_t*>(o + n * 8) =
               device::pack<T>(acc[m][n][2 * r] * inverse, acc[m][n][2 * r + 1] * inverse);
         }
         if (lane % 4 == 0) {
-          static_cast<float*>(p.lse)[state_row + row] =
+          static_cast<float*>(p.lse)[state.row + row] =
               sum > 0.0f ? highest[m][r] * kLn2 + logf(sum) : -INFINITY;
         }
       } else {
-        float* target =
-            static_cast<float*>(p.state.acc) + (state_row + row) * kDim + (lane % 4) * 2;
+        float* target = state.acc + (state.row + row) * kDim + (lane % 4) * 2;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<float2*>(target + n * 8) =
               make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
         }
         if (lane % 4 == 0) {
-          static_cast<float*>(p.state.max)[state_row + row] = highest[m][r];
-          static_cast<float*>(p.state.sum)[state_row + row] = total[m][r];
+          state.max[state.row + row] = highest[m][r];
+          state.sum[state.row + row] = total[m][r];
         }
       }
     }
   }
+  if (last) return;
+  __syncthreads();
+  if (threadIdx.x == 0) set_turn(plan.turns + unit.tile - plan.whole, unit.piece + 1);
 }
 
+// One element type, head dim and tile height of the kernel.
 template <typename T, int kDim, int kRowTiles>
-void launch_forward(const ForwardParams& params) {
-  using F = ForwardShape<kDim, kRowTiles>;
-  const auto kernel = forward_kernel<T, kDim, kRowTiles>;
-  check_cuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, F::kSharedBytes),
-      "cudaFuncSetAttribute");
-  const dim3 grid(ceil_div(params.shape.chunk, F::kRows), params.shape.query_heads,
-                  params.shape.batch);
-  kernel<<<grid, kThreads, F::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(params);
-  check_launch("attention_forward (sm80)");
-}
+struct Forward {
+  using Shape = ForwardShape<kDim, kRowTiles>;
+  static constexpr auto kKernel = forward_kernel<T, kDim, kRowTiles>;
 
-// A tile of queries must not cross a query block where each block has its own page list.
-template <typename T, int kDim>
-void launch_forward(const ForwardParams& params) {
-  if (params.past.selection != nullptr && params.shape.page_size < 128) {
-    launch_forward<T, kDim, 1>(params);
-  } else {
-    launch_forward<T, kDim, 2>(params);
+  static ForwardPlan plan(const ForwardParams& params) {
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Shape::kSharedBytes),
+               "cudaFuncSetAttribute");
+    int blocks = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads,
+                                                             Shape::kSharedBytes),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return ForwardPlan(params, Shape::kRows,
+                       blocks * device_attribute(cudaDevAttrMultiProcessorCount));
+  }
+
+  static void launch(const ForwardParams& params) {
+    ForwardPlan plan = Forward::plan(params);
+    if (params.workspace == nullptr) {
+      plan.keep_whole();
+    } else {
+      expect(params.workspace_bytes >= plan.bytes, "workspace",
+             concat("at least ", plan.bytes, " bytes"), params.workspace_bytes);
+    }
+    const auto stream = static_cast<cudaStream_t>(params.stream);
+    if (plan.turns != nullptr) {
+      check_cuda(cudaMemsetAsync(plan.next_unit, 0, plan.clear_bytes, stream), "cudaMemsetAsync");
+    }
+    kKernel<<<plan.units, kThreads, Shape::kSharedBytes, stream>>>(params, plan);
+    check_launch("attention_forward (sm80)");
+  }
+};
+
+// Calls function(Forward<...>{}) with the kernel to use. A tile of queries must not cross a query
+// block where each block has its own page list.
+template <typename T, typename Function>
+auto with_forward(const ForwardParams& params, Function&& function) {
+  const bool low = params.past.selection != nullptr && params.shape.page_size < 128;
+  switch (params.shape.head_dim) {
+    case 64: return low ? function(Forward<T, 64, 1>{}) : function(Forward<T, 64, 2>{});
+    case 96: return low ? function(Forward<T, 96, 1>{}) : function(Forward<T, 96, 2>{});
+    default: return low ? function(Forward<T, 128, 1>{}) : function(Forward<T, 128, 2>{});
   }
 }
 
 template <typename T>
 void launch_forward(const ForwardParams& params) {
-  switch (params.shape.head_dim) {
-    case 64: return launch_forward<T, 64>(params);
-    case 96: return launch_forward<T, 96>(params);
-    default: return launch_forward<T, 128>(params);
-  }
+  with_forward<T>(params, [&](auto forward) { forward.launch(params); });
+}
+
+template <typename T>
+int64_t forward_workspace(const ForwardParams& params) {
+  return with_forward<T>(params, [&](auto forward) { return forward.plan(params).bytes; });
 }
 
 }  // namespace oomb::attention::sm80

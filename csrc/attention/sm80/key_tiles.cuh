@@ -55,16 +55,19 @@ struct KeyTiles {
   int own_next, own_end;
   int past_end, page_limit;
   const int32_t* list;
+  int list_end;
   int position;  // next place of the list, or next page
   int in_page;   // keys of the current page done with
   int page;      // the next page, slot its slot
   int slot;
   int page_after;
 
-  // The thread block's rows are queries [first, first + rows). All threads call it; the first two
-  // tiles are described afterwards.
+  // The thread block's rows are queries [first, first + rows), its keys one of `pieces` parts of
+  // the sequence, about as long as the others; the own chunk is never cut. All threads call it; the
+  // first two tiles are described afterwards.
   template <typename Params>
-  __device__ void start(const Params& p, int batch_index, int kv_head_index, int first, int rows) {
+  __device__ void start(const Params& p, int batch_index, int kv_head_index, int first, int rows,
+                        int piece = 0, int pieces = 1) {
     const int num_past = static_cast<int>(p.past.num_tokens);
     if (threadIdx.x == 0) first_begin = INT32_MAX, last_begin = 0, full_end = INT32_MAX;
     __syncthreads();
@@ -85,16 +88,27 @@ struct KeyTiles {
       if (p.visibility.num_keys != nullptr) {
         chunk_rows = min(chunk_rows, p.visibility.num_keys[batch] - num_past);
       }
-      own_end = p.own_chunk ? min(first + rows, chunk_rows) : 0;
+      const int own = p.own_chunk ? max(min(first + rows, chunk_rows), 0) : 0;
+      own_end = piece == 0 ? own : 0;
       past_end = max(device::visible_past(p.visibility, num_past, batch), 0);
       page_limit = static_cast<int>(min(p.past.page_end, ceil_div(past_end, page_size)));
       list = device::page_list(p.past, ceil_div(p.shape.chunk, page_size), batch, first / page_size,
                                kv_head);
       const int begin =
           max(static_cast<int>(p.past.page_begin), min(first_begin / page_size, page_limit));
-      position = list == nullptr
-                     ? begin
-                     : device::lower_bound(list, static_cast<int>(p.past.budget), begin);
+      const int budget = static_cast<int>(p.past.budget);
+      const int from = list == nullptr ? begin : device::lower_bound(list, budget, begin);
+      const int pages = max((list == nullptr ? page_limit : budget) - from, 0);
+      const auto border = [&](int index) {
+        const int64_t keys = (int64_t{pages} * page_size + own) * index / pieces - own;
+        return from + static_cast<int>(max(keys, int64_t{0}) / page_size);
+      };
+      position = border(piece);
+      if (list == nullptr) {
+        page_limit = border(piece + 1);
+      } else {
+        list_end = border(piece + 1);
+      }
       in_page = page_size;
       page = fetch_page(p);
       if (page < page_limit) slot = p.past.block_table[batch * p.past.table_stride + page];
@@ -167,7 +181,7 @@ struct KeyTiles {
   template <typename Params>
   __device__ int fetch_page(const Params& p) {
     if (list == nullptr) return position++;
-    if (position >= p.past.budget) return kNoPage;
+    if (position >= list_end) return kNoPage;
     const int entry = list[position++];
     return entry < 0 ? kNoPage : entry;
   }
@@ -181,7 +195,7 @@ struct KeyTiles {
       copy_word(&slot, entry);
       if (list == nullptr) {
         page_after = position++;
-      } else if (position >= p.past.budget) {
+      } else if (position >= list_end) {
         page_after = kNoPage;
       } else {
         copy_word(&page_after, list + position++);  // may be -1

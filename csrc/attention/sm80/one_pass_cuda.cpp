@@ -1,22 +1,10 @@
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 
+#include "attention/sm80/device_attribute.h"
 #include "attention/sm80/one_pass.h"
-#include "common/cuda_check.h"
 #include "common/math.h"
 
 namespace oomb::attention::sm80 {
-namespace {
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-}  // namespace
 
 bool one_pass(const BackwardParams& params) {
   const int64_t dim = params.shape.head_dim;
@@ -24,7 +12,7 @@ bool one_pass(const BackwardParams& params) {
   if (params.shape.page_size != kOnePassKeys || (dim != 64 && dim != 128)) return false;
   constexpr int kStatic = 1024;  // at most, beside it
   const int needed = (dim == 64 ? kOnePassSharedBytes<64> : kOnePassSharedBytes<128>)+kStatic;
-  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed;
 }
 
 OnePassGrid::OnePassGrid(const BackwardParams& params, const BackwardPlan& plan) {
@@ -35,7 +23,7 @@ OnePassGrid::OnePassGrid(const BackwardParams& params, const BackwardPlan& plan)
   units = (own_tiles + pages) * heads;
   if (plan.turns == nullptr) return;
   const int64_t steps = plan.query_tiles * (shape.query_heads / shape.kv_heads);
-  const int64_t busy = 2 * int64_t{attribute(cudaDevAttrMultiProcessorCount)};
+  const int64_t busy = 2 * int64_t{device_attribute(cudaDevAttrMultiProcessorCount)};
   heads_together = static_cast<int>(std::min(heads, ceil_div(busy, steps)));
   while (heads % heads_together != 0) ++heads_together;
 }

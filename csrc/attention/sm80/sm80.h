@@ -19,6 +19,7 @@ bool forward_supported(const ForwardParams& params);
 bool backward_supported(const BackwardParams& params);
 
 void forward(const ForwardParams& params);
+int64_t forward_workspace_bytes(const ForwardParams& params);
 void backward(const BackwardParams& params);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 

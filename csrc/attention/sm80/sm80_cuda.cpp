@@ -45,6 +45,12 @@ void forward(const ForwardParams& params) {
   }
 }
 
+int64_t forward_workspace_bytes(const ForwardParams& params) {
+  if (params.shape.batch == 0 || params.shape.chunk == 0) return 0;
+  return params.dtype == DType::kFloat16 ? forward_workspace_float16(params)
+                                         : forward_workspace_bfloat16(params);
+}
+
 int64_t backward_workspace_bytes(const BackwardParams& params) {
   return BackwardPlan(params, nullptr).bytes;
 }

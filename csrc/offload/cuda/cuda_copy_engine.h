@@ -15,7 +15,6 @@ struct CudaCopyOptions {
   int64_t slot_bytes = 0;
   double timeout_seconds = 60;  // work that takes longer counts as stuck
   bool batched = true;          // false: one copy call per page
-  bool measure_loads = false;   // for load_pace(); costs two events a batch
   bool overlap_hint = true;     // tells the driver that kernels run beside the copies
   std::optional<uint64_t> delay_seed = std::nullopt;  // batches are late at random (tests)
 };

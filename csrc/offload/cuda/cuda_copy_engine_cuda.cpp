@@ -46,13 +46,9 @@ class CudaCopyEngine final : public paging::CopyEngine {
       target.synchronize(target.issued() - kBatchesInFlight + 1, options_.timeout_seconds);
     }
     collect(which, pages);
-    const auto issue_them = [&] { issue(target.stream()); };
-    // Beyond the waits that come before it in the stream: what the link takes.
-    if (which == Lane::kLoad && options_.measure_loads) {
-      loads_.around(target.stream(), static_cast<int64_t>(pages.size()), issue_them);
-    } else {
-      issue_them();
-    }
+    // Behind the waits that come before it in the stream: what the link takes.
+    Stopwatch& watch = which == Lane::kLoad ? loads_ : stores_;
+    watch.around(target.stream(), static_cast<int64_t>(which), [&] { issue(target.stream()); });
     return target.mark();
   }
 
@@ -113,7 +109,7 @@ class CudaCopyEngine final : public paging::CopyEngine {
                 [&] { return cudaStreamWaitEvent(lane(waiter).stream(), event, 0); });
     };
     if (waiter == Lane::kCompute) {
-      waits_.around(compute_.stream(), 0, wait_for_it);
+      waits_.around(compute_.stream(), times_.label(awaited), wait_for_it);
     } else {
       wait_for_it();
     }
@@ -136,20 +132,13 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   int64_t events_created() const override {
-    return events_.created() + waits_.events_created() + loads_.events_created();
+    return events_.created() + waits_.events_created() + loads_.events_created() +
+           stores_.events_created();
   }
 
-  paging::LoadPace load_pace() override {
+  paging::CallTimes& times() override {
     harvest();
-    return pace_;
-  }
-  double exposed_seconds() override {
-    harvest();
-    return exposed_seconds_;
-  }
-  void reset_statistics() override {
-    harvest();
-    exposed_seconds_ = 0;
+    return times_;
   }
 
  private:
@@ -192,8 +181,12 @@ class CudaCopyEngine final : public paging::CopyEngine {
   }
 
   void harvest() {
-    waits_.harvest([this](int64_t, double seconds) { exposed_seconds_ += seconds; });
-    loads_.harvest([this](int64_t slots, double seconds) { pace_.add(slots, seconds); });
+    waits_.harvest([this](int64_t label, double seconds) { times_.add_wait(label, seconds); });
+    for (Stopwatch* watch : {&loads_, &stores_}) {
+      watch->harvest([this](int64_t lane, double seconds) {
+        times_.add_copy(static_cast<Lane>(lane), seconds);
+      });
+    }
   }
 
   CudaCopyOptions options_;
@@ -202,14 +195,14 @@ class CudaCopyEngine final : public paging::CopyEngine {
   EventPool events_{false};
   Stopwatch waits_;  // of compute for pages
   Stopwatch loads_;
+  Stopwatch stores_;
   CudaLane compute_{events_, false};
   CudaLane store_{events_, true};
   CudaLane load_{events_, true};
   std::vector<PageCopy> ascending_;
   CopyBatch batch_;
   std::vector<paging::TableChange> last_changes_;
-  paging::LoadPace pace_;
-  double exposed_seconds_ = 0;
+  paging::CallTimes times_;
   int32_t* tables_ = nullptr;
   int64_t table_capacity_ = 0;
 };

@@ -39,7 +39,6 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                                        .device_base = device.pool->base(),
                                        .host_base = host.pool->base(),
                                        .slot_bytes = options.slot_bytes,
-                                       .measure_loads = options.paging.measured_prefetch,
                                        .delay_seed = options.copy_delay_seed});
   paging::PageManagerOptions paging = options.paging;
   paging.keep_host_memory = true;

@@ -18,10 +18,11 @@ class Stopwatch {
   }
 
   // Calls `issue`, which puts work into the stream. Measures nothing while many are under way.
+  // `label` comes back with the seconds.
   template <typename Issue>
-  void around(cudaStream_t stream, int64_t weight, Issue issue) {
+  void around(cudaStream_t stream, int64_t label, Issue issue) {
     if (spans_.size() >= kMost) return issue();
-    Span span = {.weight = weight};
+    Span span = {.label = label};
     try {
       span.begin = timers_.take();
       span.end = timers_.take();
@@ -35,14 +36,14 @@ class Stopwatch {
     spans_.push_back(span);
   }
 
-  // Calls take(weight, seconds) for what has passed since, in the order of issue.
+  // Calls take(label, seconds) for what has passed since, in the order of issue.
   template <typename Take>
   void harvest(Take take) {
     while (!spans_.empty() && cudaEventQuery(spans_.front().end) == cudaSuccess) {
       const Span span = spans_.front();
       float milliseconds = 0;
       if (cudaEventElapsedTime(&milliseconds, span.begin, span.end) == cudaSuccess) {
-        take(span.weight, milliseconds * 1e-3);
+        take(span.label, milliseconds * 1e-3);
       }
       give_back(span);
       spans_.pop_front();
@@ -54,7 +55,7 @@ class Stopwatch {
  private:
   static constexpr size_t kMost = 256;
   struct Span {
-    int64_t weight = 0;
+    int64_t label = 0;
     cudaEvent_t begin = nullptr;
     cudaEvent_t end = nullptr;
   };

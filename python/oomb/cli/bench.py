@@ -66,19 +66,30 @@ def step(
         raise typer.BadParameter(f"attention: expected dense or topk, got {attention!r}")
     if optimizer not in ("none", "adamw"):
         raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
+    if device not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"device: expected cuda or cpu, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "device: expected a GPU for cuda, got none (see oomb doctor); on a CPU: --device cpu "
+            "--model qwen2.5-0.5b --layers 2 --tokens 4K --chunk-size 1024"
+        )
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
     shape, lengths = SHAPES[model], _lengths(tokens)
-    config = Config(
-        chunk_size=chunk_size,
-        page_size=page_size,
-        attention=Dense() if attention == "dense" else TopKPages(budget=budget),
-        backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
-        device_memory=device_memory or None,
-        host_memory=host_memory or None,
-        kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
-        recompute=recompute,  # type: ignore[arg-type]
-    )
+    try:
+        config = Config(
+            chunk_size=chunk_size,
+            page_size=page_size,
+            attention=Dense() if attention == "dense" else TopKPages(budget=budget),
+            backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
+            device_memory=device_memory or None,
+            host_memory=host_memory or None,
+            kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
+            recompute=recompute,  # type: ignore[arg-type]
+            record_selection=attention == "topk",
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     network = random_model(
@@ -109,7 +120,8 @@ def step(
                 rows.append(row)
                 print_steps(rows[-1:])
                 write()
-    print_steps(rows)
+    if len(rows) > 1:
+        print_steps(rows)
     typer.echo(FORMULA)
     for counter, megabytes in slopes(rows).items():
         typer.echo(f"GPU memory per further 10K tokens, {counter}: {megabytes:.2f} MB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 import torch
@@ -38,15 +39,12 @@ class StepBench:
 
     def __init__(self, engine: Engine, network: Any, shape: ModelShape, selection: str) -> None:
         self._engine, self._network, self._shape = engine, network, shape
-        self._kind = SELECTORS[selection]
-        self._latest: Selector | None = None
-        engine._pools.selector_type = self._selector
+        self._kind = engine._pools.selector_type = SELECTORS[selection]
 
     def run(self, length: int) -> Row:
         """Seconds, tokens/s, MFU, memory, copies and distinct pages of one step."""
         engine, network = self._engine, self._network
         ids = random_tokens(self._shape, length, network.device)
-        self._latest = None
         prepare_lists(engine, self._kind, self._shape, length)
         network.zero_grad(set_to_none=True)
         before = start_of_memory(network.device)
@@ -56,14 +54,7 @@ class StepBench:
         seconds = time.perf_counter() - began
         row = self._row(length, result, seconds) | {"loss": loss}
         row |= memory_since(network.device, before)
-        if self._latest is not None:
-            row |= distinct_pages(self._latest, engine, length)
-        return row
-
-    def _selector(self, *arguments: Any) -> Selector:
-        """Its lists are counted when the step is over."""
-        self._latest = self._kind(*arguments)
-        return self._latest
+        return row | distinct_pages(result)
 
     def _row(self, length: int, result: Step, seconds: float) -> Row:
         engine, shape = self._engine, self._shape
@@ -109,42 +100,33 @@ def prepare_lists(engine: Engine, kind: type[Selector], shape: ModelShape, lengt
     """Draw synthetic page lists before a step is timed."""
     config, device = engine.config, engine._model.device
     if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
-        chunks = _chunks(engine, length)
+        # the last token is no input
+        chunks = Chunks(length - 1, config.chunk_size, config.page_size)
         layers = len(engine.layer_windows)
         kind.prepare(config.attention, chunks, layers, shape.kv_heads, device)
 
 
-def distinct_pages(selector: Selector, engine: Engine, length: int) -> Row:
+def distinct_pages(step: Step) -> Row:
     """How many past pages the blocks of a chunk see together, per layer, where there was a choice.
 
-    ``distinct_pages_by_chunk`` holds (chunk, mean over layers, largest of the layers).
+    ``distinct_pages_by_chunk`` holds (chunk, mean over layers, largest of the layers). Needs
+    ``Config(record_selection=True)``.
     """
-    counts: dict[int, list[torch.Tensor]] = {}
-    number, layers = _chunks(engine, length).number, len(engine.layer_windows)
-    for chunk in range(number):
-        for layer in range(layers):
-            lists = selector.recorded(layer, chunk)
+    by_chunk: dict[int, list[int]] = {}
+    for of_layer in step.selection:
+        for chunk, lists in enumerate(of_layer):
             if lists is not None:
-                counts.setdefault(chunk, []).append(_distinct(lists))
-    by_chunk = {chunk: torch.stack(found).double() for chunk, found in counts.items()}
-    if not by_chunk:
+                by_chunk.setdefault(chunk, []).append(lists[lists >= 0].unique().numel())
+    every = [count for counts in by_chunk.values() for count in counts]
+    if not every:
         return {}
-    every = torch.cat(list(by_chunk.values()))
     return {
-        "distinct_pages_mean": float(every.mean()),
-        "distinct_pages_max": int(every.max()),
+        "distinct_pages_mean": mean(every),
+        "distinct_pages_max": max(every),
         "distinct_pages_by_chunk": [
-            (chunk, float(found.mean()), int(found.max())) for chunk, found in by_chunk.items()
+            (chunk, mean(counts), max(counts)) for chunk, counts in by_chunk.items()
         ],
     }
-
-
-def _distinct(lists: torch.Tensor) -> torch.Tensor:
-    """0-d: distinct page numbers >= 0; does not ask the device for it."""
-    ordered = lists.flatten().sort().values
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    return (first & (ordered >= 0)).sum()
 
 
 def slopes(rows: list[Row]) -> dict[str, float]:
@@ -176,8 +158,3 @@ def timed_call(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
-
-
-def _chunks(engine: Engine, length: int) -> Chunks:
-    config = engine.config
-    return Chunks(length - 1, config.chunk_size, config.page_size)  # the last is no input

@@ -139,6 +139,7 @@ def _memory(prediction: Prediction) -> Table:
         ("gradient sums (fp32)", prediction.sum_bytes, 0),
         ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
         ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
+        ("page lists", 0, prediction.list_bytes),
     )
     for name, device, host in rows:
         if device or host:

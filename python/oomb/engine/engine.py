@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from oomb.config import AllChunks, Config, SampledChunks
-from oomb.engine.attention import ChunkAttention
+from oomb.engine.call import Calls
 from oomb.engine.inputs import CallInputs, check_inputs
 from oomb.engine.layout import Chunks
-from oomb.engine.loop import ChunkLoop, OnProgress
-from oomb.engine.loss import ChunkLoss, OnLogits
+from oomb.engine.loop import OnProgress
+from oomb.engine.loss import OnLogits
 from oomb.engine.main_grad import MainGrads
-from oomb.engine.plan import Plan, activation_bytes, gradient_bytes, plan_call
+from oomb.engine.plan import Plan, plan_call
 from oomb.engine.pools import Pools
-from oomb.engine.recompute import LayerRunner
+from oomb.engine.probe import check_chunks
 from oomb.engine.results import Stats, Step
-from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import Error
-from oomb.hf.interface import AttentionCall
-from oomb.hf.model import CausalModel
-from oomb.hf.probe import attention_shapes, check_against_stock
-from oomb.hf.rope import check_float64_angles, warn_of_far_positions
-
-_ACTIVATION_SHARE = (
-    0.4  # of free memory that a chunk's activations may take before layers recompute
+from oomb.hf.model import CausalModel, check_places
+from oomb.hf.probe import attention_shapes
+from oomb.hf.rope import (
+    check_float64_angles,
+    warn_of_far_positions,
+    warn_of_unknown_positions,
 )
 
 
@@ -47,17 +42,20 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
         self._model = CausalModel(model)
+        check_places(self._model.causal.named_parameters())
         self._shapes = attention_shapes(self._model)
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
-        self._pools = Pools(self._model.device, self._shapes)
-        self._recompute: bool | None = None
+        self._pools = Pools(self._model.device)
+        self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
         self._step = 0
         self._closed = False
         self._warned_of_positions = False
+        self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
-        self._probe()
+        check_chunks(self._model, self._calls, self.config)
+        self._pools.close()
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -102,18 +100,19 @@ class Engine:
             loss_weights=loss_weights,
             num_items_in_batch=num_items_in_batch,
         )
-        chunks = self._chunks(inputs.tokens)
         rule = self.config.backward
-        swept = self._drawn(rule, chunks.number)
+        swept = self._drawn(rule, Chunks.of(self.config, inputs.tokens).number)
         loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
         parameters = [p for p in self._model.causal.parameters() if p.requires_grad]
         if not swept:
             return self._empty_draw(inputs, parameters)
-        with self._call(inputs, chunks, swept, on_progress, False) as (loop, loss, attention):
-            with self._grads.collecting(parameters), loop.running():
-                fill_seconds = loop.fill(swept[-1])
-                sweep_seconds = loop.sweep(swept, loss_factor)
-            step = self._result(inputs, loss, attention, fill_seconds, sweep_seconds)
+        with self._calls.under_way(
+            self.config, inputs, swept, step=self._step, on_progress=on_progress
+        ) as call:
+            with self._grads.collecting(parameters), call.loop.running():
+                fill_seconds = call.loop.fill(swept[-1])
+                sweep_seconds = call.loop.sweep(swept, loss_factor)
+            step = call.result(fill_seconds, sweep_seconds)
         self._grads.commit(parameters, self.config.keep_main_grad, zeros=False)
         self._step += 1
         self._seconds_per_shape[inputs.num_given, inputs.batch] = fill_seconds + sweep_seconds
@@ -151,15 +150,12 @@ class Engine:
             num_items_in_batch=num_items_in_batch,
             every_token=on_logits is not None,
         )
-        chunks = self._chunks(inputs.tokens)
-        with self._call(inputs, chunks, None, on_progress, return_logprobs) as (
-            loop,
-            loss,
-            attention,
-        ):
-            with loop.running():
-                seconds = loop.evaluate(on_logits)
-            return self._result(inputs, loss, attention, seconds, 0.0)
+        with self._calls.under_way(
+            self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
+        ) as call:
+            with call.loop.running():
+                seconds = call.loop.evaluate(on_logits)
+            return call.result(seconds)
 
     @property
     def layer_windows(self) -> list[int]:
@@ -173,8 +169,8 @@ class Engine:
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
-        recompute = self._resolve_recompute(batch_size)
-        layout = self._layout(self._key_dtype())
+        recompute = self._calls.recomputes(self.config, batch_size)
+        layout = self._calls.layout(self.config)
         plan = plan_call(
             self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute
         )
@@ -245,10 +241,10 @@ class Engine:
         )
         if self.config.rope_angles == "model" and not self._warned_of_positions:
             self._warned_of_positions = warn_of_far_positions(inputs.largest_position)
+        if not self._warned_of_unknown:
+            config = self._model.causal.config
+            self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
-
-    def _chunks(self, tokens: int) -> Chunks:
-        return Chunks(tokens, self.config.chunk_size, self.config.page_size)
 
     def _drawn(self, rule: AllChunks | SampledChunks, num_chunks: int) -> list[int]:
         drawn = list(rule.draw(num_chunks, self._step))
@@ -258,213 +254,10 @@ class Engine:
             )
         return drawn
 
-    @contextmanager
-    def _call(
-        self,
-        inputs: CallInputs,
-        chunks: Chunks,
-        swept: list[int] | None,  # None: evaluate
-        on_progress: OnProgress | None,
-        return_logprobs: bool,
-    ) -> Iterator[tuple[ChunkLoop, ChunkLoss, ChunkAttention]]:
-        layout = self._layout(self._key_dtype())
-        recompute = self._resolve_recompute(inputs.batch)
-        loss = ChunkLoss.of_call(
-            self._model.head,
-            inputs,
-            chunks.chunk_size,
-            self._model.vocab_size,
-            return_logprobs,
-            None if swept is None else self._grads,
-        )
-        with ExitStack() as stack:
-            seed = self._dropout_seed(stack)
-            others = 0
-            if swept is not None:
-                others = activation_bytes(self._model, self.config, inputs.batch, recompute)
-                others += gradient_bytes(self._model)
-            pages = stack.enter_context(
-                self._pools.call(
-                    self.config, inputs, chunks, layout, swept, others, self._rounding_seed()
-                )
-            )
-            attention = ChunkAttention(pages)
-            runner = LayerRunner(recompute=recompute, seed=seed)
-            yield (
-                ChunkLoop(
-                    self._model,
-                    inputs,
-                    chunks,
-                    attention,
-                    runner,
-                    loss,
-                    self.config.rope_angles,
-                    on_progress,
-                    None if swept is None else self._grads,
-                ),
-                loss,
-                attention,
-            )
-
-    def _result(
-        self,
-        inputs: CallInputs,
-        loss: ChunkLoss,
-        attention: ChunkAttention,
-        fill_seconds: float,
-        sweep_seconds: float,
-    ) -> Step:
-        counters = attention.pages.manager.stats()
-        reads = counters["hits"] + counters["misses"]
-        selector = attention.pages.selector
-        selection = []
-        if self.config.record_selection and selector is not None:
-            selection = selector.as_lists(attention.pages.chunks.number)
-        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
-        return Step(
-            loss=loss.total.to(dtype),
-            num_valid_tokens=inputs.num_valid,
-            stats=Stats(
-                fill_seconds=fill_seconds,
-                sweep_seconds=sweep_seconds,
-                device_peak_bytes=counters["device_peak_bytes"],
-                host_peak_bytes=counters["host_peak_bytes"],
-                h2d_bytes=counters["h2d_bytes"],
-                d2h_bytes=counters["d2h_bytes"],
-                exposed_copy_seconds=counters["exposed_copy_seconds"],
-                hit_rate=counters["hits"] / reads if reads else 1.0,
-            ),
-            selection=selection,
-            logprobs=loss.logprobs,
-        )
-
     def _empty_draw(self, inputs: CallInputs, parameters: list[nn.Parameter]) -> Step:
         """No chunk was drawn: the estimate is 0, and zero is added to the gradients."""
         self._grads.clear()
         self._grads.commit(parameters, keep=False, zeros=True)
         self._step += 1
-        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
-        return Step(
-            loss=torch.zeros((), dtype=dtype, device=self._model.device),
-            num_valid_tokens=inputs.num_valid,
-            stats=Stats(
-                fill_seconds=0.0,
-                sweep_seconds=0.0,
-                device_peak_bytes=0,
-                host_peak_bytes=0,
-                h2d_bytes=0,
-                d2h_bytes=0,
-                exposed_copy_seconds=0.0,
-                hit_rate=1.0,
-            ),
-        )
-
-    def _layout(self, dtype: torch.dtype) -> PageLayout:
-        first = self._shapes[0]
-        return PageLayout.of(
-            first.kv_heads, first.head_dim, self.config.page_size, dtype, self.config.kv_grad_dtype
-        )
-
-    def _key_dtype(self) -> torch.dtype:
-        """Dtype that keys have under the caller's autocast state: that of the pages."""
-        seen: list[torch.dtype] = []
-
-        class Seen(Exception):
-            pass
-
-        def record(call: AttentionCall) -> torch.Tensor:
-            seen.append(call.k.dtype)
-            raise Seen
-
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
-        torch.clear_autocast_cache()
-        try:
-            session = self._model.session(record, largest_position=0, rope_angles="model")
-            with torch.no_grad(), torch.random.fork_rng(devices=self._rng_devices()), session:
-                self._model.hidden(ids, ids)
-        except Seen:
-            pass
-        return seen[0]
-
-    def _resolve_recompute(self, batch: int) -> bool:
-        if self.config.recompute != "auto":
-            return self.config.recompute == "layer"
-        if self._recompute is None:
-            kept = activation_bytes(self._model, self.config, batch, recompute=False)
-            self._recompute = kept > _ACTIVATION_SHARE * free_memory(self._model.device)
-        return self._recompute
-
-    def _dropout_seed(self, stack: ExitStack) -> int | None:
-        """One draw from torch's generator per call; layers derive theirs from it."""
-        if not self._model.causal.training:
-            return None
-        seed = int(torch.randint(2**62, ()))
-        stack.enter_context(torch.random.fork_rng(devices=self._rng_devices()))
-        return seed
-
-    def _rng_devices(self) -> list[torch.device]:
-        return [self._model.device] if self._model.device.type == "cuda" else []
-
-    def _rounding_seed(self) -> int:
-        key = hashlib.blake2b(f"oomb rounding {self._step}".encode(), digest_size=8).digest()
-        return int.from_bytes(key, "little")
-
-    def _probe(self) -> None:
-        """Compare three tiny chunks with the stock forward, before the first real call."""
-        page = (
-            self.config.page_size
-            if self._model.device.type == "cuda"
-            else min(16, self.config.page_size)
-        )
-        tokens = 3 * page
-
-        def chunked_logits(ids: torch.Tensor) -> torch.Tensor:
-            tiny = Config(
-                chunk_size=page,
-                page_size=page,
-                rope_angles=self.config.rope_angles,
-                recompute="none",
-            )
-            own, self.config = self.config, tiny
-            try:
-                return self._logits_of(ids)
-            finally:
-                self.config = own
-
-        # Under the caller's autocast the two would differ by its rounding.
-        with torch.autocast(self._model.device.type, enabled=False):
-            check_against_stock(self._model, tokens, chunked_logits)
-        self._pools.close()
-
-    def _logits_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of one sequence, chunk by chunk; for the probe."""
-        inputs = self._checked(
-            ids,
-            ids,
-            attention_mask=None,
-            position_ids=None,
-            document_ids=None,
-            loss_weights=None,
-            num_items_in_batch=None,
-        )
-        collected: list[torch.Tensor] = []
-        logits_of = self._model.head.logits
-
-        chunks = self._chunks(ids.shape[1])
-        inputs = _uncut(inputs, ids)
-        with self._call(inputs, chunks, None, None, False) as (loop, _, _), loop.running():
-            loop.hidden_states(lambda hidden: collected.append(logits_of(hidden[0])))
-        return torch.cat(collected)
-
-
-def _uncut(inputs: CallInputs, ids: torch.Tensor) -> CallInputs:
-    """Inputs of all tokens, also those behind the last target."""
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    return CallInputs(
-        **{
-            **vars(inputs),
-            "input_ids": ids,
-            "position_ids": positions,
-            "targets": torch.full_like(ids, -100),
-        }
-    )
+        zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
+        return Step(loss=zero, num_valid_tokens=inputs.num_valid, stats=Stats())

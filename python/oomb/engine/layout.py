@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-READ, ACCUMULATE = 0, 1  # a visit reads KV; or reads KV and adds to its gradient
+from oomb.config import Config
+
+# A visit reads KV; or reads KV and adds to its gradient; or reads what was added.
+READ, ACCUMULATE, READ_GRADIENT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,10 @@ class Chunks:
     tokens: int
     chunk_size: int
     page_size: int
+
+    @staticmethod
+    def of(config: Config, tokens: int) -> Chunks:
+        return Chunks(tokens, config.chunk_size, config.page_size)
 
     @property
     def number(self) -> int:
@@ -41,17 +48,28 @@ class Order:
 
         fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output)
                paired: layer 0 of chunks 0 and 1, layer 1 of chunks 0 and 1, …, then chunks 2 and 3
-        sweep  chunk last … 0: layer 0 … L-1 read, then L-1 … 0 read and accumulate
+        sweep  chunk last … 0: layer 0 … L-1 read, then L-1 … 0 read and accumulate, each followed
+               by the chunk's own gradient
 
     Attributes:
         visits: int32 [T, 4].
-        fill, read, accumulate: row of (chunk, layer), -1 where there is none.
+        fill, read, accumulate, own_gradient: row of (chunk, layer), -1 where there is none.
     """
 
     visits: npt.NDArray[np.int32]
     fill: npt.NDArray[np.int64]
     read: npt.NDArray[np.int64]
     accumulate: npt.NDArray[np.int64]
+    own_gradient: npt.NDArray[np.int64]
+
+    def by_pass(self, per_visit: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
+        """Sums of what is counted per visit [T], for each pass: float64 [chunks, layers]."""
+        padded = np.append(per_visit, 0.0)  # row -1
+        return {
+            "fill": padded[self.fill],
+            "forward": padded[self.read],
+            "backward": padded[self.accumulate] + padded[self.own_gradient],
+        }
 
 
 def call_order(
@@ -72,8 +90,8 @@ def call_order(
     """
     num_layers = len(windows)
     rows: list[tuple[int, int, int, int]] = []
-    tables = [np.full((chunks.number, num_layers), -1, dtype=np.int64) for _ in range(3)]
-    fill, read, accumulate = tables
+    tables = [np.full((chunks.number, num_layers), -1, dtype=np.int64) for _ in range(4)]
+    fill, read, accumulate, own_gradient = tables
 
     def visit(table: npt.NDArray[np.int64], chunk: int, layer: int, kind: int) -> None:
         table[chunk, layer] = len(rows)
@@ -90,8 +108,12 @@ def call_order(
             visit(read, chunk, layer, READ)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
+            if chunk != swept[-1]:
+                own_gradient[chunk, layer] = len(rows)
+                own = chunks.first_page(chunk), chunks.first_page(chunk + 1)
+                rows.append((layer, READ_GRADIENT, *own))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
-    return Order(visits, fill, read, accumulate)
+    return Order(visits, fill, read, accumulate, own_gradient)
 
 
 def first_page_in_window(chunks: Chunks, chunk: int, window: int) -> int:

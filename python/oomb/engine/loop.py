@@ -12,11 +12,12 @@ from contextlib import contextmanager
 import torch
 
 from oomb.engine.alternation import Alternation
-from oomb.engine.attention import ChunkAttention, FillComplete, chunk_attention, with_sinks
+from oomb.engine.attention import ChunkAttention, FillComplete
 from oomb.engine.finite import expect_finite
 from oomb.engine.inputs import CallInputs
 from oomb.engine.layout import Chunks
 from oomb.engine.loss import ChunkLoss, OnLogits
+from oomb.engine.operation import chunk_attention, with_sinks
 from oomb.engine.recompute import LayerRunner
 from oomb.engine.results import Progress
 from oomb.hf.interface import AttentionCall
@@ -102,7 +103,8 @@ class ChunkLoop:
 
         def run(first: int, step: int) -> None:
             for chunk in range(first, num_chunks, step):
-                hidden = self._run(chunk)
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
                 if consume is not None:
                     assert hidden is not None
                     consume(self._chunks.span(chunk)[0], hidden)
@@ -137,21 +139,22 @@ class ChunkLoop:
         with torch.enable_grad():
             for chunk in reversed(swept):
                 begin, end = self._chunks.span(chunk)
-                hidden = self._run(chunk)
-                assert hidden is not None
-                grad = self._loss.of_chunk(hidden, begin, loss_factor)
-                if attention.pages.check_finite:
-                    expect_finite("the loss", self._loss.total, chunk=chunk)
-                if hidden.requires_grad:
-                    hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
-                del hidden, grad
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
+                    assert hidden is not None
+                    grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                    if attention.pages.check_finite:
+                        expect_finite("the loss", self._loss.total, chunk=chunk)
+                    if hidden.requires_grad:
+                        hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+                    del hidden, grad
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
         return time.perf_counter() - began
 
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
-        self._attention.chunk = self._runner.chunk = chunk
+        self._runner.chunk = chunk
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
         begin, end = self._chunks.span(chunk)
         try:
@@ -165,7 +168,7 @@ class ChunkLoop:
         layer = self._model.layer_of(call.module)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
-        self._attention.begin(layer, q, k, v, call.window)
+        self._attention.begin(layer, q, k, v)
         if self._turns is not None:
             self._let_the_other_run(self._turns)
         o: torch.Tensor

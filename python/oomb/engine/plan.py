@@ -12,6 +12,7 @@ from torch import nn
 from oomb.config import Config, TopKPages
 from oomb.engine.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.engine.layout import Chunks
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.tiers import PageLayout, free_memory
 from oomb.errors import UnsupportedModelError
 from oomb.hf.model import CausalModel, LayerShape
@@ -20,6 +21,8 @@ from oomb.hf.model import CausalModel, LayerShape
 # inner size: norms, projections, residuals; gate, up, product.
 _HIDDEN_KEPT, _INNER_KEPT = 10, 4
 _TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
+
+ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
 
 _tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -30,7 +33,7 @@ class Plan:
 
     Attributes:
         device_bytes: device tier, a chunk's activations and the gradient sums.
-        host_bytes: host tier.
+        host_bytes: host tier and page lists.
         seconds: predicted time; None until a call of this shape was measured.
         fits: both tiers hold it now.
         advice: what to change, most useful first, and whether ordinary training would need less;
@@ -77,7 +80,9 @@ def _counted(model: CausalModel, config: Config, batch: int, recompute: bool) ->
 def _estimated(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
-    inner: int = getattr(settings, "intermediate_size", 4 * hidden)
+    inner = getattr(settings, "intermediate_size", 4 * hidden)
+    if not isinstance(inner, int):  # one per layer
+        inner = max(inner)
     size = torch.finfo(model.dtype).bits // 8
     per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
     layers = len(model.layers)
@@ -119,10 +124,13 @@ def plan_call(
     chunks = Chunks(num_tokens, config.chunk_size, config.page_size)
     pages = batch * chunks.first_page(chunks.number - 1)
     page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
-    summaries = 0
+    summaries = lists = 0
     if isinstance(config.attention, TopKPages):
-        summaries = len(shapes) * pages * layout.slot_bytes // (2 * layout.page_size)
-    others = _counted(model, config, batch, recompute) + gradient_bytes(model) + summaries
+        sizes = ListSizes.of(config.attention, chunks, shapes, batch)
+        summaries = sizes.layers * pages * layout.summary_bytes
+        lists = sizes.num_bytes
+    # Mean keys are gone before the sums of gradients come.
+    others = _counted(model, config, batch, recompute) + max(gradient_bytes(model), summaries)
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
     assert config.host_memory is None or isinstance(config.host_memory, int)
@@ -132,6 +140,7 @@ def plan_call(
     host_free = free_memory(torch.device("cpu"))
     if model.device.type == "cpu":
         host_free = max(0, host_free - others - on_device)
+    host_free = max(0, host_free - lists)
     if config.host_memory is not None:
         host_free = min(host_free, config.host_memory)
     advice = []
@@ -147,7 +156,7 @@ def plan_call(
         advice.append(f"raise host_memory to {on_host} bytes")
     layerwise = _layerwise(model, shapes, num_tokens * batch)
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + others + on_host:
+    if theirs < on_device + others + on_host + lists:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {theirs} bytes on device and host, "
@@ -155,7 +164,7 @@ def plan_call(
         )
     return Plan(
         device_bytes=on_device + others,
-        host_bytes=on_host,
+        host_bytes=on_host + lists,
         seconds=None,
         fits=fits,
         advice=tuple(advice),

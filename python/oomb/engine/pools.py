@@ -1,4 +1,4 @@
-"""Page pools that an engine keeps from call to call, and the pages of one call in them."""
+"""Page pools that an engine keeps from call to call."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 import torch
 
 from oomb import _C
-from oomb.config import Config, SampledChunks, TopKPages
-from oomb.engine.attention import CallPages
-from oomb.engine.inputs import CallInputs
-from oomb.engine.layout import Chunks, call_order
-from oomb.engine.plan import slots_of_call
+from oomb.engine.call_pages import CallPages, begin_pages
+from oomb.engine.demand import Demand
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import expect_room, leave_to_driver, refused
-from oomb.engine.tiers import Caps, Held, PageLayout, page_manager, wave_pages
+from oomb.engine.tiers import Caps, Held, PageLayout, page_manager
 from oomb.errors import Error
-from oomb.hf.model import LayerShape
 
 
 class Pools:
@@ -34,9 +30,8 @@ class Pools:
         test_switches: further arguments of the page manager, for tests.
     """
 
-    def __init__(self, device: torch.device, shapes: list[LayerShape]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._shapes = shapes
         self._key: object = None
         self.manager: _C.PageManager | None = None
         self.selector_type: Callable[..., Selector] = Selector
@@ -56,16 +51,7 @@ class Pools:
         return snapshot
 
     @contextmanager
-    def call(
-        self,
-        config: Config,
-        inputs: CallInputs,
-        chunks: Chunks,
-        layout: PageLayout,
-        swept: list[int] | None,  # None: evaluate
-        others: int,
-        rounding_seed: int,
-    ) -> Iterator[CallPages]:
+    def call(self, demand: Demand, others: int, rounding_seed: int) -> Iterator[CallPages]:
         """Pages of one call; afterwards all of them are dead, whatever happened.
 
         Args:
@@ -75,7 +61,10 @@ class Pools:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         try:
-            yield self._begin(config, inputs, chunks, layout, swept, others, rounding_seed)
+            caps = self._caps_with_room(demand, others)
+            manager = self._manager_for(demand, caps)
+            spills = caps.host_slots > 0
+            yield begin_pages(demand, manager, spills, self.selector_type, rounding_seed)
         except Error as error:
             error.snapshot = self.snapshot()
             raise
@@ -90,123 +79,28 @@ class Pools:
             if self.manager is not None:
                 self.manager.end_call()
 
-    def _begin(
-        self,
-        config: Config,
-        inputs: CallInputs,
-        chunks: Chunks,
-        layout: PageLayout,
-        swept: list[int] | None,
-        others: int,
-        rounding_seed: int,
-    ) -> CallPages:
-        num_layers = len(self._shapes)
-        filled = chunks.number - 1 if swept is None else swept[-1]
-        per_sequence = _pages_per_sequence(inputs, chunks, filled)
+    def _caps_with_room(self, demand: Demand, others: int) -> Caps:
+        """Sizes of the tiers; the device has what they and the rest of the call take of it."""
         expect_room(self._device, 0, others)
-        kv_pages = sum(per_sequence)
-        caps = self._caps(
-            config, config.device_memory, inputs, chunks, layout, swept, kv_pages, others
-        )
-        pool_bytes = caps.device_slots * layout.slot_bytes
+        caps = self._caps(demand, demand.config.device_memory, others)
+        pool_bytes = caps.device_slots * demand.layout.slot_bytes
         expect_room(self._device, pool_bytes, others)
         given = leave_to_driver(self._device, pool_bytes)
-        if given < pool_bytes:
-            caps = self._caps(
-                config, max(given, 1), inputs, chunks, layout, swept, kv_pages, others
-            )
-        # Where lists and pages have to travel, two chunks of the fill hide it for each other.
-        paired = caps.host_slots > 0 and isinstance(config.attention, TopKPages)
-        order = call_order(
-            chunks,
-            [shape.window for shape in self._shapes],
-            chunks.number if swept is None else filled,
-            swept or [],
-            whole_fill=swept is None,
-            paired=paired,
-        )
-        manager = self._manager_for(layout, caps, explicit_host=config.host_memory is not None)
-        manager.begin_call(
-            num_layers=num_layers,
-            pages_per_sequence=per_sequence,
-            grad_slots=layout.grad_slots,
-            visits=order.visits,
-            exact=not isinstance(config.attention, TopKPages),
-            wave_pages=wave_pages(self._device, config.page_size),
-        )
-        selector: Selector | None = None
-        summaries: list[torch.Tensor | None] = [None] * num_layers
-        if isinstance(config.attention, TopKPages):
-            max_pages = max(per_sequence)
-            selector = self.selector_type(config.attention, chunks, num_layers, max_pages)
-            summaries = self._summaries(inputs.batch, max_pages, layout)
-        rule = config.backward
-        pages = CallPages(
-            manager=manager,
-            layout=layout,
-            chunks=chunks,
-            order=order,
-            shapes=self._shapes,
-            first_key=inputs.first_key,
-            num_keys=inputs.num_keys,
-            swept=swept or [],
-            dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
-            selector=selector,
-            summaries=summaries,
-            rounding_seed=rounding_seed,
-            deterministic=config.deterministic,
-            check_finite=config.check_finite,
-            spilled=caps.host_slots > 0,
-            filled=filled,
-            paired=paired,
-        )
-        for layer in range(num_layers):
-            pages.tables.append(_table(manager.block_table(layer)))
-            pages.gradient_tables.append(_table(manager.gradient_table(layer)))
-            for chunk in pages.swept[:-1]:
-                manager.create_gradients(
-                    layer, chunks.first_page(chunk), chunks.first_page(chunk + 1)
-                )
-        return pages
+        return caps if given >= pool_bytes else self._caps(demand, max(given, 1), others)
 
-    def _caps(
-        self,
-        config: Config,
-        device_memory: int | str | None,
-        inputs: CallInputs,
-        chunks: Chunks,
-        layout: PageLayout,
-        swept: list[int] | None,
-        kv_pages: int,
-        others: int,
-    ) -> Caps:
-        gradient_pages = len((swept or [])[:-1]) * chunks.first_page(1) * inputs.batch
-        needed = slots_of_call(layout, len(self._shapes), kv_pages, gradient_pages)
-        smallest = _C.smallest_device_slots(
-            batch=inputs.batch,
-            grad_slots=layout.grad_slots,
-            backward=swept is not None,
-            wave_pages=wave_pages(self._device, config.page_size),
-        )
-        host_memory = config.host_memory
+    def _caps(self, demand: Demand, device_memory: int | str | None, others: int) -> Caps:
+        host_memory = demand.config.host_memory
         assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
         return Caps.of(
-            layout,
-            max(needed, smallest),
+            demand.layout,
+            demand.needed_slots,
             self._device,
             device_memory,
             host_memory,
-            smallest,
+            demand.smallest_slots,
             others,
-            self._held(layout),
+            self._held(demand.layout),
         )
-
-    def _summaries(self, batch: int, pages: int, layout: PageLayout) -> list[torch.Tensor | None]:
-        shape = (batch, pages, layout.kv_heads, layout.head_dim)
-        return [
-            None if layer.window else torch.zeros(shape, dtype=layout.dtype, device=self._device)
-            for layer in self._shapes
-        ]
 
     def _held(self, layout: PageLayout) -> Held | None:
         """The pools of the last call, where this one can use them."""
@@ -218,9 +112,8 @@ class Pools:
     def _key_of(self, layout: PageLayout) -> object:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
 
-    def _manager_for(
-        self, layout: PageLayout, caps: Caps, *, explicit_host: bool
-    ) -> _C.PageManager:
+    def _manager_for(self, demand: Demand, caps: Caps) -> _C.PageManager:
+        layout = demand.layout
         held = self._held(layout)
         fits = (
             held is not None
@@ -231,8 +124,9 @@ class Pools:
             assert self.manager is not None
             return self.manager
         self.close()
+        explicit = demand.config.host_memory is not None
         self.manager = page_manager(
-            self._device, layout, caps, explicit_host_memory=explicit_host, **self.test_switches
+            self._device, layout, caps, explicit_host_memory=explicit, **self.test_switches
         )
         self._key = self._key_of(layout)
         return self.manager
@@ -240,15 +134,3 @@ class Pools:
 
 def _committed(snapshot: dict[str, Any]) -> int:
     return int(snapshot["device"]["committed_bytes"]) if snapshot else 0
-
-
-def _pages_per_sequence(inputs: CallInputs, chunks: Chunks, filled: int) -> list[int]:
-    tokens = filled * chunks.chunk_size
-    lengths = [tokens] * inputs.batch
-    if inputs.num_keys is not None:
-        lengths = [min(tokens, int(length)) for length in inputs.num_keys.tolist()]
-    return [-(-length // chunks.page_size) for length in lengths]
-
-
-def _table(table: Any) -> torch.Tensor:
-    return table if isinstance(table, torch.Tensor) else torch.utils.dlpack.from_dlpack(table)

@@ -10,16 +10,29 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Time and memory of one call; ``*_peak_bytes`` are those of the page pools."""
+    """Time and memory of one call; ``*_peak_bytes`` are those of the page pools.
 
-    fill_seconds: float
-    sweep_seconds: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    h2d_bytes: int
-    d2h_bytes: int
-    exposed_copy_seconds: float
-    hit_rate: float
+    Attributes:
+        h2d_seconds, d2h_seconds: while pages moved, without what copies waited for; 0 where that is
+            not measured (CPU).
+        exposed_copy_seconds: time that compute waited for pages.
+        exposed_by_chunk, exposed_by_layer: the same, a number per chunk or layer, of each pass:
+            "fill", "forward" and "backward" of the sweep.
+        hit_rate: share of pages that were on the device, or on their way, when asked for.
+    """
+
+    fill_seconds: float = 0.0
+    sweep_seconds: float = 0.0
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    exposed_copy_seconds: float = 0.0
+    hit_rate: float = 1.0
+    h2d_seconds: float = 0.0
+    d2h_seconds: float = 0.0
+    exposed_by_chunk: dict[str, list[float]] = field(default_factory=dict)
+    exposed_by_layer: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from oomb.errors import OutOfMemoryError
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 _GPU_KEY_TILE = 128
-_MARGIN = 0.9  # share of free memory that a pool without a cap may take
+TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 _ENOUGH = 0.8  # a pool of this share of what could be had is used again
 
 
@@ -31,6 +31,11 @@ class PageLayout:
     @property
     def slot_bytes(self) -> int:
         return 2 * self.kv_heads * self.page_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+    @property
+    def summary_bytes(self) -> int:
+        """Mean key of a page, per KV head."""
+        return self.slot_bytes // (2 * self.page_size)
 
     @property
     def grad_slots(self) -> int:
@@ -91,7 +96,7 @@ class Caps:
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
         """
-        device_free = device_memory or max(0, int(free_memory(device) * _MARGIN) - others)
+        device_free = device_memory or max(0, int(free_memory(device) * TIER_SHARE) - others)
         allowed = device_free // layout.slot_bytes
         device_slots = min(allowed, needed_slots)
         if device_slots < smallest_slots:
@@ -113,7 +118,7 @@ class Caps:
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
         kept = 0 if held is None else held.host_bytes
         host_free = host_memory or max(
-            0, int((free_memory(torch.device("cpu")) + kept) * _MARGIN) - taken
+            0, int((free_memory(torch.device("cpu")) + kept) * TIER_SHARE) - taken
         )
         capacity = host_free // layout.slot_bytes
         if capacity + device_slots < needed_slots:

@@ -28,6 +28,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """What heads of any kind look for in their decoder's output."""
 
     cross_attentions: None = None
+    shared_kv_states: None = None
 
 
 class Head:

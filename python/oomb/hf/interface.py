@@ -94,13 +94,19 @@ def _attention(
     for name, given in keywords.items():
         if name == "is_causal" and given in (None, True):
             continue
+        if name == "softcap" and given is not None:
+            raise UnsupportedModelError(
+                f"{where}: soft-capped attention (softcap={given}) is not supported; the model "
+                "would be another one without its cap"
+            )
         if name not in _INERT and given is not None and given is not False:
             raise UnsupportedModelError(
                 f"{where}: attention keyword {name}={given!r} is not supported"
             )
     if dropout:
         raise UnsupportedModelError(
-            f"{where}: attention dropout {dropout} is not supported; set it to 0"
+            f"{where}: attention dropout {dropout} is not supported; load the model without, as "
+            "in from_pretrained(…, attention_dropout=0.0) (GPT-2's name for it: attn_pdrop)"
         )
     if value.shape != key.shape:
         raise UnsupportedModelError(

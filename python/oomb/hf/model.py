@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,15 @@ class CausalModel:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.causal.get_input_embeddings().weight.dtype
         return dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for a model in fp64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def rng_devices(self) -> list[torch.device]:
+        """Devices whose random state a call may change, beside the CPU."""
+        return [self.device] if self.device.type == "cuda" else []
 
     @property
     def is_fused(self) -> bool:
@@ -156,6 +165,11 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
                 )
         if hasattr(model, "get_base_model"):
             base = getattr(model, "get_base_model")()  # noqa: B009  # peft's, not typed
+    if hasattr(base, "_orig_mod"):
+        raise UnsupportedModelError(
+            "model: expected a transformers causal language model, got one wrapped by "
+            "torch.compile; give the engine the model itself"
+        )
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModelError(
             f"model: expected a transformers causal language model, got {type(model).__name__}"
@@ -167,6 +181,28 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     if base.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
     return base
+
+
+def check_places(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse weights that are not there, or not together.
+
+    Raises:
+        UnsupportedModelError: some are on the meta device, or on another one than the rest.
+    """
+    places: set[torch.device] = set()
+    for name, weight in weights:
+        if weight.device.type == "meta":
+            raise UnsupportedModelError(
+                f"{name}: expected weights in memory, got none (device 'meta'); load them, or ask "
+                "oomb.plan, which needs no weights"
+            )
+        places.add(weight.device)
+    if len(places) > 1:
+        named = ", ".join(sorted(map(str, places)))
+        raise UnsupportedModelError(
+            f"model: expected all weights on one device, got {named}; load it with "
+            "device_map={'': 0}, or move it with model.to('cuda')"
+        )
 
 
 def _refuse_distributed(model: nn.Module) -> None:

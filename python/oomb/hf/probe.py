@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
+from oomb import _C
 from oomb.errors import UnsupportedModelError
 from oomb.hf.interface import AttentionCall, recorded_masks
 from oomb.hf.model import CausalModel, LayerShape
@@ -42,13 +44,18 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
     with torch.no_grad(), recorded_masks(), session:
         try:
             model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            raise
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{type(model.decoder).__name__}: fails where attention is the engine's: {error}"
             ) from error
     for layer, name in enumerate(model.layer_names):
         if layer not in shapes:
-            raise UnsupportedModelError(f"{name}: does not call attention")
+            raise UnsupportedModelError(
+                f"{name}: does not call attention through transformers' interface: it is "
+                "recurrent, a convolution, or brings attention of its own"
+            )
         if _page_of(shapes[layer]) != _page_of(shapes[0]):
             raise UnsupportedModelError(
                 f"{name}: its keys and values differ in shape from layer 0's"
@@ -58,6 +65,30 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
 
 def _page_of(shape: LayerShape) -> tuple[int, int]:
     return shape.kv_heads, shape.head_dim
+
+
+def key_dtype(model: CausalModel) -> torch.dtype:
+    """Dtype that keys have under the caller's autocast state: that of the pages."""
+    seen: list[torch.dtype] = []
+
+    class Seen(Exception):
+        pass
+
+    def record(call: AttentionCall) -> torch.Tensor:
+        seen.append(call.k.dtype)
+        raise Seen
+
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    torch.clear_autocast_cache()
+    session = model.session(record, largest_position=0, rope_angles="model")
+    with (
+        suppress(Seen),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=model.rng_devices()),
+        session,
+    ):
+        model.hidden(ids, ids)
+    return seen[0]
 
 
 def check_against_stock(
@@ -76,6 +107,8 @@ def check_against_stock(
     ids = torch.randint(model.vocab_size, (1, tokens), generator=generator).to(model.device)
     training = [m for m in model.causal.modules() if m.training]
     model.causal.eval()  # dropout would differ between the two
+    # fp32 weights under autocast have no fast kernel here, and do have one in a step.
+    _C.set_attention_warnings(False)
     try:
         with torch.no_grad():
             positions = torch.arange(tokens, device=model.device)[None]
@@ -86,6 +119,7 @@ def check_against_stock(
             )
             ours = chunked_logits(ids).double()
     finally:
+        _C.set_attention_warnings(True)
         for module in training:
             module.training = True
     error = float((ours - stock).norm() / stock.norm())

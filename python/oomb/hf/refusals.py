@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,9 +51,12 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"optim: expected an optimizer that steps after backward, got {optimizer!r}: it would "
             "see the gradient of one chunk"
         )
-    if settings.world_size > 1:
+    # On a CPU transformers does not look at what torchrun says.
+    processes = max(settings.world_size, int(os.environ.get("WORLD_SIZE", 1)))
+    if processes > 1:
         raise ValueError(
-            f"world_size: expected 1, got {settings.world_size}: one process drives one GPU"
+            f"world_size: expected 1, got {processes}: one process drives one GPU, and several do "
+            "not share a run; start the script without torchrun or accelerate launch"
         )
     if settings.n_gpu > 1:
         raise ValueError(

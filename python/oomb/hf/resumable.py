@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, has_length
 
+from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
@@ -148,8 +148,11 @@ class ResumableTrainer(transformers.Trainer):
             )
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
-        self.optimizer.load_state_dict(self._resumed.pop("optimizer"))
-        self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        changed = ChangedSettings(Path(checkpoint), self.args)
+        changed.load(self.optimizer, self.lr_scheduler, self._resumed)
+        del self._resumed["optimizer"]
+        if changed.values:
+            _log.warning(f"resumed with {changed}")
         self._load_engine_state(self._resumed["engine"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -271,8 +274,7 @@ class ResumableTrainer(transformers.Trainer):
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-        arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
-        (folder / "training_args.json").write_text(arguments)
+        (folder / ARGUMENTS_FILE).write_text(arguments_as_json(self.args))
 
     # For subclasses -------------------------------------------------------------------------------
 

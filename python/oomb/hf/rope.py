@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from oomb.errors import UnsupportedModelError
 
@@ -50,9 +51,10 @@ def _with_largest(
     module: nn.Module, forward: Callable[..., _CosSin], largest: int, precision: str
 ) -> Callable[..., _CosSin]:
     def angles(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **keywords: Any) -> _CosSin:
-        last = position_ids.new_full((position_ids.shape[0], 1), largest)
-        cos, sin = forward(x, torch.cat((position_ids, last), dim=1), *args, **keywords)
-        cos, sin = cos[:, :-1], sin[:, :-1]
+        # [B, T], or [3, B, T] where a model that also sees pictures counts time, height and width
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), largest)
+        cos, sin = forward(x, torch.cat((position_ids, last), dim=-1), *args, **keywords)
+        cos, sin = cos[..., :-1, :], sin[..., :-1, :]
         if precision == "model":
             return cos, sin
         return _in_float64(module, position_ids, cos, args, keywords)
@@ -101,6 +103,32 @@ def check_float64_angles(decoder: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{type(module).__name__}: rope_angles='float64' does not know its layout"
                 )
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """Positions that a model is made for, scaling included; None where it does not say."""
+    text: Any = config.get_text_config()
+    declared: int | None = getattr(text, "max_position_embeddings", None)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    factor = parameters.get("factor")
+    if declared is None or not isinstance(factor, (int, float)):
+        return declared
+    original = parameters.get("original_max_position_embeddings") or declared
+    return max(declared, int(factor * original))
+
+
+def warn_of_unknown_positions(largest_position: int, config: PreTrainedConfig) -> bool:
+    """Warn of positions that the model was not made for; returns whether so."""
+    made_for = positions(config)
+    if made_for is None or largest_position < made_for:
+        return False
+    warnings.warn(
+        f"position {largest_position}: the model's config declares {made_for}, so it has not seen "
+        "such; extend them in its config, for example with rope_parameters of rope_type 'yarn' "
+        "(oomb train: model.rope)",
+        stacklevel=5,
+    )
+    return True
 
 
 def warn_of_far_positions(largest_position: int) -> bool:

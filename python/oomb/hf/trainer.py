@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import TrainerCallback
@@ -24,6 +25,8 @@ from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
+
+_log = transformers.logging.get_logger("oomb.hf")
 
 
 class EngineTrainerMixin(EvaluatingTrainer):
@@ -59,6 +62,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer
         self._record = StepRecord()
+        self._warned_of_no_target = False
         self._build_engine()
         self.add_callback(_Reports(self))
 
@@ -106,6 +110,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         arguments = engine_arguments(self._prepare_inputs(inputs))
         targets = num_targets(arguments)
         if targets == 0:  # nothing to predict: no loss and no gradient
+            self._warn_of_no_target()
             return torch.zeros((), device=self.args.device)
         if num_items_in_batch is None:
             num_items_in_batch = targets * self.current_gradient_accumulation_steps
@@ -124,6 +129,14 @@ class EngineTrainerMixin(EvaluatingTrainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss
+
+    def _warn_of_no_target(self) -> None:
+        if not self._warned_of_no_target:
+            self._warned_of_no_target = True
+            _log.warning(
+                f"step {self.state.global_step + 1}: a batch has no token to predict (labels are "
+                "all -100, or one token long), so it has no loss and no gradient; said once"
+            )
 
     def _training_progress(self, progress: Progress) -> None:
         if self.observer is not None:

@@ -40,6 +40,7 @@ def _paged_attention(
         window=window,
         first_key=first_key,
         num_keys=num_keys,
+        workspace=workspace_on(q.device),
         stream=stream_of(q.device),
         **past,
     )

@@ -38,7 +38,7 @@ class DryRunResult:
 
 
 class DryRun:
-    """The calls that :class:`oomb.engine.attention.ChunkAttention` makes on its page manager."""
+    """What the engine asks of its page manager in a call, in the same order."""
 
     def __init__(self, call: PageCall, caps: Caps) -> None:
         self._shapes = _some_layers(call)
@@ -119,6 +119,9 @@ class DryRun:
                 for chunk in turns:  # while one attends, the other's pages are on their way
                     self._visit("fill", int(self._order.fill[chunk, layer]), chunk, layer)
                     self._create(chunk, layer + 1)
+            for chunk in turns:  # the last layer chooses for the sweep
+                if chunk in self._call.swept:
+                    self._announce(chunk, last)
 
     def _create(self, chunk: int, layer: int) -> None:
         first, last = self._own(chunk)

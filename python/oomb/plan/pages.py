@@ -9,6 +9,7 @@ import torch
 from oomb import _C
 from oomb.config import TopKPages
 from oomb.engine.layout import Chunks
+from oomb.engine.list_sizes import ListSizes
 from oomb.engine.plan import slots_of_call
 from oomb.engine.tiers import PageLayout, wave_pages
 from oomb.hf.model import LayerShape
@@ -71,21 +72,26 @@ class PageCall:
 
     @property
     def summary_bytes(self) -> int:
-        """Mean keys of the pages, in torch's memory."""
+        """Mean keys of the pages, in torch's memory until the sweep has begun."""
         if self.selection is None:
             return 0
         layers = sum(1 for shape in self.shapes if not shape.window)
         pages = self.chunks.first_page(self.filled) * self.batch
-        return layers * pages * self.layout.slot_bytes // (2 * self.layout.page_size)
+        return layers * pages * self.layout.summary_bytes
 
     @property
-    def list_bytes(self) -> int:
-        """Recorded page lists of all layers and chunks, in torch's memory; int32."""
-        rule = self.selection
-        if rule is None:
+    def score_bytes(self) -> int:
+        """Scores of a layer's past pages for the blocks of a chunk, where there is a choice."""
+        lists = self.lists
+        if lists is None or lists.num_bytes == 0:
             return 0
-        heads = 1 if rule.share == "all_heads" else self.layout.kv_heads
-        blocks = self.chunks.first_page(1)
-        sparse = sum(1 for c in range(self.filled + 1) if self.chunks.first_page(c) > rule.budget)
-        layers = sum(1 for shape in self.shapes if not shape.window)
-        return layers * sparse * self.batch * blocks * heads * rule.budget * 4
+        batch, blocks, heads, _ = lists.of_layer(0)
+        size = 8 if self.layout.dtype == torch.float64 else 4
+        return batch * blocks * heads * self.chunks.first_page(self.filled) * size
+
+    @property
+    def lists(self) -> ListSizes | None:
+        """Page lists of the call."""
+        if self.selection is None:
+            return None
+        return ListSizes.of(self.selection, self.chunks, self.shapes, self.batch)

@@ -9,8 +9,10 @@ import torch
 
 from oomb.config import Config, SampledChunks, TopKPages
 from oomb.engine.layout import Chunks
-from oomb.engine.tiers import Caps, PageLayout
+from oomb.engine.plan import ACTIVATION_SHARE
+from oomb.engine.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.errors import OutOfMemoryError
+from oomb.monitor.units import bytes_text
 from oomb.plan.bare import bare_model
 from oomb.plan.choices import Choices
 from oomb.plan.duration import Duration, duration_of
@@ -22,10 +24,8 @@ from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
 from oomb.plan.trace import Setting, Trace, Tracer
 
-_TIER_SHARE = 0.9  # of free memory that the engine gives a tier without a cap
-_ACTIVATION_SHARE = 0.4  # of free memory beyond which the engine recomputes layers
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
-_INPUT_BYTES = 5 * 8  # per token: ids, labels, positions, targets and a mask, at most, int64
+_INPUT_BYTES = 3 * 8 + 2 * 4  # per token: ids, labels and a mask, at most; positions, targets
 
 
 class Planner:
@@ -96,19 +96,18 @@ class Planner:
         free = self.machine.device_bytes - tracer.parameter_bytes - kept
         call = self.pages(num_tokens, config, batch_size, step, choices)
         recompute = self._recompute(config, call, free)
-        beside = call.summary_bytes + call.list_bytes + batch_size * num_tokens * _INPUT_BYTES
 
         trace = self._trace(call, recompute, waves=False)
         shortage = ""
         try:
-            caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+            caps = self._caps(config, call, free, _call_bytes(call, trace))
             if caps.host_slots:
                 trace = self._trace(call, recompute, waves=True)
-                caps = self._caps(config, call, free, trace.sweep_peak_bytes + beside)
+                caps = self._caps(config, call, free, _call_bytes(call, trace))
             pools = pool_use(call, caps, dry_run=dry_run)
         except OutOfMemoryError as error:
             shortage = str(error)
-            room = self._device_room(config, free, trace.sweep_peak_bytes + beside)
+            room = self._device_room(config, free, _call_bytes(call, trace))
             pools = least_pools(call, room // call.layout.slot_bytes)
         duration: Duration | None = None
         if timed:
@@ -126,10 +125,11 @@ class Planner:
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
             kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
-            call_bytes=trace.sweep_peak_bytes + beside,
+            call_bytes=_call_bytes(call, trace),
             step_bytes=tracer.gradient_bytes + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
+            list_bytes=0 if call.lists is None else call.lists.num_bytes,
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,
@@ -176,7 +176,7 @@ class Planner:
         if config.recompute != "auto":
             return config.recompute == "layer"
         trace = self._trace(call, False, waves=False)
-        return trace.sweep_peak_bytes - trace.sum_bytes > _ACTIVATION_SHARE * free
+        return trace.sweep_peak_bytes - trace.sum_bytes > ACTIVATION_SHARE * free
 
     def _caps(self, config: Config, call: PageCall, free: int, others: int) -> Caps:
         """Sizes of the tiers, as the engine will choose them."""
@@ -185,17 +185,17 @@ class Planner:
         needed = max(call.needed_slots, call.smallest_slots)
         device = self._device_room(config, free, others)
         if host is None:
-            host = int(self.machine.host_bytes * _TIER_SHARE)
+            host = int(self.machine.host_bytes * TIER_SHARE)
             if self.machine.device_type == "cpu":
                 taken = min(device, needed * call.layout.slot_bytes)
-                host = int((self.machine.host_bytes - taken) * _TIER_SHARE)
+                host = int((self.machine.host_bytes - taken) * TIER_SHARE)
         kind = torch.device(self.machine.device_type)
         return Caps.of(call.layout, needed, kind, device, max(1, host), call.smallest_slots, others)
 
     def _device_room(self, config: Config, free: int, others: int) -> int:
         """Bytes that the device tier may take."""
         assert not isinstance(config.device_memory, str)
-        return config.device_memory or max(1, int(free * _TIER_SHARE) - others)
+        return config.device_memory or max(1, int(free * TIER_SHARE) - others)
 
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
         machine, tracer = self.machine, self.tracer
@@ -217,6 +217,17 @@ class Planner:
         )
 
 
+def _call_bytes(call: PageCall, trace: Trace) -> int:
+    """The most that a call takes of torch's memory on the device, with its arguments.
+
+    Mean keys are there until the sweep has begun; the sums of gradients grow with it.
+    """
+    inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
+    lists = 0 if call.lists is None else call.lists.chunk_bytes
+    fill = trace.fill_peak_bytes + call.summary_bytes + call.score_bytes
+    return inputs + lists + max(fill, trace.sweep_peak_bytes)
+
+
 def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:
     """Chunks that are swept; without a step, of several draws the one with the most pages."""
     rule = config.backward
@@ -233,16 +244,19 @@ def _shortage(prediction: Prediction) -> str:
     room = machine.device_bytes
     if prediction.device_bytes > room:
         return (
-            f"device memory: expected {prediction.device_bytes} bytes for parameters, optimizer, "
-            f"one chunk and the page pool, got {room}"
+            f"device memory: expected {bytes_text(prediction.device_bytes)} for parameters, "
+            f"optimizer, one chunk and the page pool, got {bytes_text(room)}"
         )
     if machine.device_type == "cpu":
         both = prediction.device_bytes + prediction.host_bytes
         if both > room:
-            return f"memory: expected {both} bytes for the step and both tiers, got {room}"
+            return (
+                f"memory: expected {bytes_text(both)} for the step and both tiers, got "
+                f"{bytes_text(room)}"
+            )
     elif prediction.host_bytes > machine.host_bytes:
         return (
-            f"host memory: expected {prediction.host_bytes} bytes for the host tier and the "
-            f"optimizer, got {machine.host_bytes}"
+            f"host memory: expected {bytes_text(prediction.host_bytes)} for the host tier and the "
+            f"optimizer, got {bytes_text(machine.host_bytes)}"
         )
     return ""

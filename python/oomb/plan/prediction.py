@@ -24,10 +24,11 @@ class Prediction:
         optimizer_host_bytes: its state in host memory (paged optimizers).
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
-            sums, logits, page summaries and lists, inputs.
+            sums, logits, page summaries, inputs.
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
+        list_bytes: page lists, in host memory (pinned where there is a GPU).
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
         duration: seconds of the step by kind of work; None where no rates are known.
         shortage: what does not fit, one sentence; empty if all does.
@@ -47,6 +48,7 @@ class Prediction:
     step_bytes: int
     device_pool_bytes: int
     host_pool_bytes: int
+    list_bytes: int
     h2d_bytes: int
     d2h_bytes: int
     duration: Duration | None
@@ -80,7 +82,7 @@ class Prediction:
     @property
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
-        return self.host_pool_bytes + self.optimizer_host_bytes
+        return self.host_pool_bytes + self.list_bytes + self.optimizer_host_bytes
 
     @property
     def seconds(self) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config
+from oomb.monitor.units import bytes_text
 from oomb.plan.machine import Machine
 from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
@@ -201,11 +202,11 @@ def _advice(
     if not prediction.fits:
         yield prediction.shortage
         if longest:
-            yield f"the longest context that fits with these settings: {longest} tokens"
+            yield f"the longest context that fits with these settings: {longest:,} tokens"
         yield (
-            f"the smallest settings for {prediction.num_tokens} tokens need "
-            f"{_gib(prediction.device_bytes)} on the device and {_gib(prediction.host_bytes)} on "
-            "the host"
+            f"the smallest settings for {prediction.num_tokens:,} tokens need "
+            f"{bytes_text(prediction.device_bytes)} on the device and "
+            f"{bytes_text(prediction.host_bytes)} on the host"
         )
         for name in _SMALLER_OPTIMIZERS:
             if asked["optimizer"] in (None, name) or prediction.machine.device_type == "cpu":
@@ -225,10 +226,6 @@ def _advice(
     if ordinary.fits and theirs < ours:
         yield (
             "ordinary training with checkpointing and layer-input offload needs less here: about "
-            f"{_gib(ordinary.device_bytes)} on the device and {_gib(ordinary.host_bytes)} on the "
-            "host"
+            f"{bytes_text(ordinary.device_bytes)} on the device and "
+            f"{bytes_text(ordinary.host_bytes)} on the host"
         )
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -74,7 +74,7 @@ class TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
     def __init__(self, num_layers: int, waves: bool) -> None:
-        pages = SimpleNamespace(check_finite=False, paired=False)
+        pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
         super().__init__(pages)  # type: ignore[arg-type]
         self._last_layer = num_layers - 1
         self.shapes: dict[int, LayerShape] = {}
@@ -86,9 +86,7 @@ class TracedAttention(ChunkAttention):
         self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
         self.key_dtype = call.k.dtype
 
-    def begin(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int
-    ) -> None:
+    def begin(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if self.stop_at_last and layer == self._last_layer:
             raise FillComplete
 

@@ -37,7 +37,7 @@ class SyntheticSelector(Selector):
     def _kind(cls, budget: int) -> tuple[int, int, bool]:
         return budget, int(cls.carried_share * budget), cls.forced
 
-    def _choose(
+    def choose(
         self,
         layer: int,
         chunk: int,
@@ -47,7 +47,7 @@ class SyntheticSelector(Selector):
         first_key: torch.Tensor | None,
         num_keys: torch.Tensor | None,
     ) -> torch.Tensor:
-        real = super()._choose(layer, chunk, q, summary, num_past, first_key, num_keys)
+        real = super().choose(layer, chunk, q, summary, num_past, first_key, num_keys)
         shape = (self._num_layers, self._chunks.first_page(1), real.shape[2])
         past = self._chunks.first_page(chunk)
         lists = _drawn(*self._kind(self._rule.budget), past, shape, str(q.device))

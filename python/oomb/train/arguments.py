@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 from transformers import TrainingArguments, get_scheduler
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
-from oomb.train.errors import BadInput
+from oomb.train.errors import BadInput, nearest
 from oomb.train.settings import RunSettings
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
@@ -83,3 +87,24 @@ def check_schedule(settings: RunSettings) -> None:
         raise BadInput(
             f"schedule.arguments: expected those of {schedule.name}, got: {error}"
         ) from error
+
+
+def check_trackers(settings: RunSettings) -> None:
+    """Look for the trackers before anything else takes time.
+
+    Raises:
+        BadInput: one that transformers does not know, or that is not installed.
+    """
+    known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
+    installed = [*get_available_reporting_integrations(), "all", "none"]
+    for name in settings.logging.report_to:
+        if name not in known:
+            near = nearest(name, known) or f"; known are {', '.join(known)}"
+            raise BadInput(
+                f"logging.report_to: expected names that transformers knows, got {name!r}{near}"
+            )
+        if name not in installed:
+            raise BadInput(
+                f"logging.report_to: expected trackers that are installed, got {name!r}, which is "
+                f"not; pip install {name.replace('_', '-')}"
+            )

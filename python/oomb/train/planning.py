@@ -103,7 +103,10 @@ def _print_plan(console: Console, prediction: Prediction) -> None:
 def _refusal(prediction: Prediction, fits: bool, config: Any, advice: tuple[str, ...]) -> str:
     if not fits:
         return "\n".join(
-            [f"engine: expected what this machine holds, got more: {prediction.shortage}", *advice]
+            [
+                f"engine: expected what this machine holds, got more: {prediction.shortage}",
+                *(sentence for sentence in advice if sentence != prediction.shortage),
+            ]
         )
     asked = prediction.config
     changes = [

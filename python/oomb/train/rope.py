@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from oomb.hf.rope import positions
 from oomb.train.errors import BadInput
 from oomb.train.settings import ModelSettings
 
@@ -45,18 +46,6 @@ def extend_positions(config: PreTrainedConfig, settings: ModelSettings) -> None:
         text.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"model.rope: expected parameters of {kind}, got {error}") from error
-
-
-def positions(config: PreTrainedConfig) -> int | None:
-    """Positions that a model is made for, scaling included; None where it does not say."""
-    text: Any = config.get_text_config()
-    declared: int | None = getattr(text, "max_position_embeddings", None)
-    parameters = getattr(text, "rope_parameters", None) or {}
-    factor = parameters.get("factor")
-    if declared is None or not isinstance(factor, (int, float)):
-        return declared
-    original = parameters.get("original_max_position_embeddings") or declared
-    return max(declared, int(factor * original))
 
 
 def check_positions(config: PreTrainedConfig, needed: int) -> None:

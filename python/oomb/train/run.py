@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,11 +23,12 @@ from transformers import (
     set_seed,
 )
 
+from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
 from oomb.monitor import RunMonitor
 from oomb.plan import write_plan
 from oomb.report import write_report
-from oomb.train.arguments import check_schedule, training_arguments
+from oomb.train.arguments import check_schedule, check_trackers, training_arguments
 from oomb.train.checkpoint import model_identity
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
@@ -62,6 +64,7 @@ def train(
     console = console or Console()
     check_folder(settings, resume)
     check_schedule(settings)
+    check_trackers(settings)
     device_of(settings.model)
     sources = find_data(settings.data)
     config = load_config(settings.model)
@@ -132,6 +135,11 @@ def _build_trainer(
             )
         except ValueError as error:  # names an argument that the engine cannot honour
             raise BadInput(str(error)) from error
+        except OSError as error:  # the stock trainer makes the folder
+            raise BadInput(
+                f"output_dir: expected a folder that can be made, got {settings.output_dir}: "
+                f"{error.strerror}"
+            ) from error
         try:
             trainer.create_optimizer()
         except (ImportError, TypeError, ValueError) as error:
@@ -181,10 +189,21 @@ def _unmade_on_error(folder: Path) -> Iterator[None]:
 
 
 def _save_model(trainer: Trainer, folder: Path) -> None:
-    """The final weights, complete or not there at all."""
+    """The final weights, complete or not there at all.
+
+    Raises:
+        oomb.Error: they could not be written.
+    """
     unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    trainer.save_model(str(unfinished))
+    try:
+        trainer.save_model(str(unfinished))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise Error(
+            f"the model was not saved in {folder}: {error}; the checkpoints are as they were, and "
+            "oomb train --resume writes it from the last one"
+        ) from error
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 

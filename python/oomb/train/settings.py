@@ -33,7 +33,8 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Paths = Annotated[list[str], BeforeValidator(_one_or_more), Field(min_length=1)]
+Names = Annotated[list[str], BeforeValidator(_one_or_more)]
+Paths = Annotated[Names, Field(min_length=1)]
 
 
 class RopeSettings(Section):
@@ -91,7 +92,7 @@ class LoraSettings(Section):
     """On the adapters' input."""
     target_modules: str | list[str] = "all-linear"
     """Names of the layers that get adapters, or `all-linear`."""
-    modules_to_save: list[str] | None = None
+    modules_to_save: Names | None = None
     """Layers that are trained whole and saved with the adapters, such as `embed_tokens`."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r)."""
@@ -213,7 +214,7 @@ class SavingSettings(Section):
 class LoggingSettings(Section):
     every_steps: Count = 1
     """Optimizer steps between records for `report_to`."""
-    report_to: list[str] = Field(default_factory=list)
+    report_to: Names = Field(default_factory=list)
     """Trackers by transformers' names: `tensorboard`, `wandb`, `mlflow`, …"""
     chunk_records_every: Count = 100
     """Steps between two whose chunks and page choices are recorded; the first always is."""

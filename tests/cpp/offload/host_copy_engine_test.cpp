@@ -88,12 +88,12 @@ TEST(HostCopyEngine, WaitHoldsALaneBack) {
 
 TEST(HostCopyEngine, TimeOfTheCallerIsExposedTime) {
   Fixture f({.delay_seed = 1, .max_delay_us = 2000});
-  EXPECT_EQ(f.engine.exposed_seconds(), 0);
+  EXPECT_EQ(f.engine.times().waits(), 0);
   const std::vector<PageCopy> copies(20, PageCopy{0, 0});
   f.engine.wait(Lane::kCompute, Lane::kLoad, f.engine.copy(Lane::kLoad, copies));
-  EXPECT_GT(f.engine.exposed_seconds(), 0);
-  f.engine.reset_statistics();
-  EXPECT_EQ(f.engine.exposed_seconds(), 0);
+  EXPECT_GT(f.engine.times().waits(), 0);
+  f.engine.times().begin(0);
+  EXPECT_EQ(f.engine.times().waits(), 0);
 }
 
 TEST(HostCopyEngine, StuckCopyIsReported) {

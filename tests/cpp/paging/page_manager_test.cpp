@@ -327,12 +327,8 @@ TEST(PageManager, ExactListsAreAllThatIsLoaded) {
   EXPECT_LE(f.manager.statistics().h2d_bytes, 4 * kSlotBytes);
 }
 
-class OwnChunk : public ::testing::TestWithParam<OwnAlone> {};
-
-TEST_P(OwnChunk, IsLaunchedAloneWherePagesAreOnTheirWay) {
-  const bool always = GetParam() == OwnAlone::kAlways;
-  const bool in_flight = GetParam() != OwnAlone::kHostOnly;
-  Fixture f(16, 32, {.own_alone = GetParam()});
+TEST(PageManager, OwnKeysAreAloneWhereAPageWasNotForeseen) {
+  Fixture f(16);
   f.manager.begin_call(
       plan(1, {24}, {{0, VisitKind::kRead, 0, 24}, {0, VisitKind::kAccumulate, 0, 24}}));
   f.manager.create_gradients(0, 0, 24);
@@ -343,23 +339,45 @@ TEST_P(OwnChunk, IsLaunchedAloneWherePagesAreOnTheirWay) {
   int64_t away = 0;
   while (on_device(away)) ++away;
   ASSERT_GT(away, 0);
-  EXPECT_EQ(f.manager.own_alone(0, 0, away), always);
-  EXPECT_EQ(f.manager.own_alone(1, 0, away), always) << "gradients do not exist and will be made";
+  EXPECT_FALSE(f.manager.own_alone(0, 0, away));
+  EXPECT_FALSE(f.manager.own_alone(1, 0, away)) << "gradients do not exist and will be made";
   EXPECT_TRUE(f.manager.own_alone(0, 0, away + 1));
   f.engine().finishing = false;
   f.manager.acquire(0, 0, away, nullptr);
   f.manager.release(0, 0, away, nullptr);
-  EXPECT_EQ(f.manager.own_alone(0, away, away + 1), in_flight) << "loaded ahead";
+  EXPECT_FALSE(f.manager.own_alone(0, away, away + 1)) << "on its way";
   EXPECT_TRUE(f.manager.own_alone(0, away, 24));
   f.manager.set_visit_pages(0, {away});
-  EXPECT_EQ(f.manager.own_alone(0, 0, 24), in_flight) << "only what is listed counts";
-  f.engine().finishing = true;
-  EXPECT_EQ(f.manager.own_alone(0, 0, 24), always) << "its load is over";
+  EXPECT_FALSE(f.manager.own_alone(0, 0, 24)) << "only what is listed counts";
 }
 
-INSTANTIATE_TEST_SUITE_P(Rules, OwnChunk,
-                         ::testing::Values(OwnAlone::kAlways, OwnAlone::kInFlight,
-                                           OwnAlone::kHostOnly));
+// The gradients of a chunk's own pages are read in the visit after next; nobody asks for them
+// before.
+TEST(PageManager, OwnGradientsAreThereWhenTheyAreRead) {
+  Fixture f(48);
+  std::vector<Visit> visits;
+  for (int32_t layer = 0; layer < 4; ++layer) {
+    visits.push_back({layer, VisitKind::kAccumulate, 0, 12});
+  }
+  for (int32_t layer = 0; layer < 4; ++layer) {
+    visits.push_back({layer, VisitKind::kAccumulate, 0, 8});
+    visits.push_back({layer, VisitKind::kReadGradient, 8, 12});
+  }
+  f.manager.begin_call(plan(4, {12}, visits));
+  for (int32_t layer = 0; layer < 4; ++layer) {
+    f.manager.create_gradients(layer, 0, 12);
+    f.write(layer, 0, 12);
+  }
+  for (int32_t t = 0; t < 4; ++t) f.visit(t);
+  for (int32_t layer = 0; layer < 4; ++layer) {
+    f.visit(4 + 2 * layer);
+    const int64_t misses = f.manager.statistics().misses;
+    f.manager.acquire_gradients(layer, 8, 12, nullptr);
+    EXPECT_EQ(f.manager.statistics().misses, misses) << "layer " << layer;
+    f.manager.drop(layer, 8, 12, false, true, nullptr);
+  }
+  EXPECT_GT(f.manager.statistics().h2d_bytes, 0);
+}
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
   Fixture f(5);

@@ -23,12 +23,13 @@ namespace oomb::paging {
 // 4.2 ms forward, 12 ms backward.
 struct PhaseCost {
   double fixed_seconds;
+  double before;  // share of it that comes before attention
   double page_seconds;
   double host_seconds;  // until the layer is issued
 };
-constexpr PhaseCost kFill = {3.04e-3, 15e-6, 0.9e-3};
-constexpr PhaseCost kForward = {3.24e-3, 15e-6, 0.9e-3};
-constexpr PhaseCost kBackward = {9.6e-3, 37.5e-6, 0.8e-3};
+constexpr PhaseCost kFill = {3.04e-3, 0.2, 15e-6, 0.9e-3};
+constexpr PhaseCost kForward = {3.24e-3, 0.2, 15e-6, 0.9e-3};
+constexpr PhaseCost kBackward = {9.6e-3, 0.6, 37.5e-6, 0.8e-3};
 constexpr double kLossSeconds = 30e-3;  // a chunk's logits, both ways
 constexpr double kLaunchSeconds = 20e-6;
 constexpr double kStateSeconds = 30e-6;      // to write and read what passes between two launches
@@ -105,7 +106,6 @@ class TimedCall {
       compute(kLossSeconds);
       for (int32_t layer = shape_.layers - 1; layer >= 0; --layer) {
         attend(chunk, layer, turn(chunk, layer).backward, kBackward);
-        end_own_pages(chunk, layer);
       }
       manager_->check_integrity();
     }
@@ -114,7 +114,7 @@ class TimedCall {
   // What the same kernels would take with every page in place, back to back.
   double ideal_seconds() const { return ideal_; }
   double seconds() const { return engine_->compute_end(); }
-  double copy_seconds() const { return engine_->copy_seconds(); }
+  double copy_seconds() const { return statistics().h2d_seconds + statistics().d2h_seconds; }
   PageStatistics statistics() const { return manager_->statistics(); }
 
  private:
@@ -158,6 +158,9 @@ class TimedCall {
       }
       for (int32_t layer = shape_.layers - 1; layer >= 0; --layer) {
         turn(chunk, layer).backward = add(chunk, layer, VisitKind::kAccumulate);
+        if (chunk < last()) {
+          visits.push_back({layer, VisitKind::kReadGradient, past(chunk), past(chunk + 1)});
+        }
       }
     }
     return visits;
@@ -216,6 +219,7 @@ class TimedCall {
         static_cast<double>(shape_.budget == 0 ? pages : std::min(pages, shape_.budget));
     ideal_ += kLaunchSeconds + own_keys + attention;
     const std::optional<List>& list = turn(chunk, layer).pages;
+    compute(cost.before * cost.fixed_seconds);
     const auto waves = manager_->waves(visit);
     bool started = false;
     const auto launch = [&](double seconds) {
@@ -233,7 +237,8 @@ class TimedCall {
       manager_->release(visit, begin, end, nullptr);
     }
     ASSERT_EQ(covered, pages);
-    compute(0.9 * cost.fixed_seconds);
+    if (visit == turn(chunk, layer).backward) end_own_pages(chunk, layer);
+    compute((0.9 - cost.before) * cost.fixed_seconds);
     engine_->let_host_wait_until(engine_->compute_end() - kIssuedAhead);
   }
 

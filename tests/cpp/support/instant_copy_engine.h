@@ -49,8 +49,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
     return finishing ? tickets_[static_cast<size_t>(lane)] : 0;
   }
   void drain() override {}
-  double exposed_seconds() override { return 0; }
-  void reset_statistics() override {}
+  paging::CallTimes& times() override { return times_; }
 
   struct Batch {
     paging::Lane lane;
@@ -64,6 +63,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
   std::byte* device_;
   std::byte* host_;
   int64_t slot_bytes_;
+  paging::CallTimes times_;
   std::array<paging::Ticket, paging::kNumLanes> tickets_{};
 };
 

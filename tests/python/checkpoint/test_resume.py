@@ -371,3 +371,44 @@ def test_a_full_disk_ends_the_run_with_the_step_before(
     resumed = trainer(tmp_path / "run", seed=1)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def rates(run: Trainer) -> dict[int, float]:
+    """Learning rate of each step that was logged."""
+    logged = run.state.log_history
+    return {entry["step"]: entry["learning_rate"] for entry in logged if "loss" in entry}
+
+
+def test_settings_that_a_resumed_run_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are those of a run that had them from the start, and the log says which."""
+    trainer(tmp_path, max_steps=3).train()
+    changed = {"max_steps": 8, "learning_rate": 0.25, "weight_decay": 0.125, "adam_beta1": 0.5}
+    resumed = trainer(tmp_path, **changed)
+    logger = transformers.logging.get_logger("oomb.hf")
+    logger.addHandler(caplog.handler)
+    try:
+        resumed.train(resume_from_checkpoint=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "learning_rate 0.25 (0.003 before)" in caplog.text
+    whole = trainer(tmp_path / "whole", **changed)
+    whole.train()
+    after = {step: rate for step, rate in rates(whole).items() if step > 3}
+    assert after and {s: r for s, r in rates(resumed).items() if s > 3} == after
+    groups = zip(resumed.optimizer.param_groups, whole.optimizer.param_groups, strict=True)
+    assert all({**group, "params": 0} == {**own, "params": 0} for group, own in groups)
+
+
+def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
+    plateau: dict[str, Any] = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    trainer(tmp_path, max_steps=2, **plateau).train()
+    trainer(tmp_path, max_steps=3, **plateau).train(resume_from_checkpoint=True)
+    changed = trainer(tmp_path, max_steps=4, learning_rate=1.0, **plateau)
+    with pytest.raises(ValueError, match=r"learning_rate: expected 0\.003.*ReduceLROnPlateau"):
+        changed.train(resume_from_checkpoint=True)

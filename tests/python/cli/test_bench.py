@@ -167,9 +167,24 @@ def test_slope_of_gpu_memory_is_between_the_last_steps_of_the_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--model", "gpt-2"), ("--tokens", "many"), ("--attention", "some"), ("--selection", "best")],
+    [
+        ("--model", "gpt-2"),
+        ("--tokens", "many"),
+        ("--attention", "some"),
+        ("--selection", "best"),
+        ("--chunk-size", "1000"),
+        ("--device-memory", "4XB"),
+        ("--keep", "7"),
+    ],
 )
 def test_bad_options_are_refused(option: str, value: str) -> None:
     result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", option, value])
     assert result.exit_code == 2
     assert value in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_how_to_use_the_cpu() -> None:
+    result = CliRunner().invoke(app, ["bench", "step"])
+    assert result.exit_code == 2
+    assert "got none" in result.output and "--device cpu" in result.output

@@ -96,6 +96,26 @@ def test_far_positions_warn_once() -> None:
         engine.evaluate(ids, ids, position_ids=far)
 
 
+def test_positions_that_the_model_was_not_made_for_warn_once() -> None:
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    scaled["original_max_position_embeddings"] = 30
+    ids = random_ids(1, 40)
+    with oomb.Engine(make("llama", max_position_embeddings=39), config()) as engine:
+        with pytest.warns(UserWarning, match="position 39: the model's config declares 39"):
+            engine.evaluate(ids, ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.evaluate(ids, ids)
+    for fits in (
+        {"max_position_embeddings": 40},
+        {"max_position_embeddings": 30, "rope_parameters": scaled},
+    ):
+        model = make("llama", **fits)
+        with oomb.Engine(model, config()) as engine, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.evaluate(ids, ids)
+
+
 # bf16 and autocast --------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import oomb
-from oomb.engine import attention, pools, shortage
+from oomb.engine import attention, call_pages, pools, shortage
 from oomb.engine import loss as loss_module
 from oomb.engine.attention import ChunkAttention
 
@@ -90,18 +90,26 @@ def test_stopped_at_a_chunk_border(
         assert_untouched(engine, model, before, expected)
 
 
-@pytest.mark.parametrize("method", ["_write", "_launches", "_end_own_pages", "backward"])
+PARTS = [
+    (attention, "write_own"),
+    (attention, "launches"),
+    (attention, "end_own"),
+    (ChunkAttention, "backward"),
+]
+
+
+@pytest.mark.parametrize(("owner", "part"), PARTS, ids=[part for _, part in PARTS])
 @pytest.mark.parametrize("count", [1, 9, 20])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_stopped_inside_a_layer(
-    method: str, count: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+    owner: object, part: str, count: int, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also inside autograd's backward, with pages of the layer held."""
     model = make("llama")
     with oomb.Engine(model, config(model, recompute=recompute)) as engine:
         expected = usual(engine, model)
         before = with_gradients(model)
-        own = getattr(ChunkAttention, method)
+        own = getattr(owner, part)
         calls = 0
 
         def failing(*arguments: Any) -> Any:
@@ -112,7 +120,7 @@ def test_stopped_inside_a_layer(
             return own(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkAttention, method, failing)
+            patch.setattr(owner, part, failing)
             with pytest.raises(KeyboardInterrupt):
                 engine.forward_backward(IDS, IDS)
         assert calls == count
@@ -245,6 +253,29 @@ def test_torch_finds_no_memory(phase: str, chunk: int, settings: dict[str, Any])
         assert_untouched(engine, model, before, expected)
 
 
+def test_no_host_memory_for_page_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before the first chunk."""
+    model, seen = make("llama"), []
+    with oomb.Engine(model, config(model, attention=SPARSE)) as engine:
+        expected = usual(engine, model)
+        before = with_gradients(model)
+        own = torch.empty
+
+        def refuse(*shape: Any, **settings: Any) -> torch.Tensor:
+            if "pin_memory" in settings:
+                raise RuntimeError("CUDA error: out of memory")
+            return own(*shape, **settings)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refuse)
+            with pytest.raises(oomb.OutOfMemoryError, match="page lists of the call") as caught:
+                engine.forward_backward(IDS, IDS, on_progress=seen.append)
+        chunks = sum(1 for chunk in range(8) if 2 * chunk > SPARSE.budget)
+        assert caught.value.needed_bytes == 3 * chunks * 2 * SPARSE.budget * 4
+        assert not seen
+        assert_untouched(engine, model, before, expected)
+
+
 def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not enough for a chunk and the sums of gradients; then for these, but not for a capped tier
     beside them.
@@ -321,7 +352,7 @@ def test_a_refused_step_is_taken_again_where_torch_gives_up_memory(
     with oomb.Engine(model, config(model)) as engine:
         expected = usual(engine, model)
         before = with_gradients(model)
-        monkeypatch.setattr(attention, "with_torchs_unused", refused_once)
+        monkeypatch.setattr(call_pages, "with_torchs_unused", refused_once)
         if given:
             take_gradients(model)
             assert_identical(usual(engine, model), expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import oomb
+from oomb.engine.selection import Selector
 from oomb.ops.pages import page_select
 
 from . import naive_selection
@@ -155,3 +156,43 @@ def test_selection_is_recorded_on_request_alone() -> None:
     result = chunked(model, plain, ids, ids)
     assert result.step is not None
     assert result.step.selection == []
+
+
+class Sweeps(oomb.SampledChunks):
+    """Chunks 1 and 3 of 5."""
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return [1, 3]
+
+
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize(
+    ("backward", "swept"), [(oomb.AllChunks(), range(5)), (Sweeps(), [1, 3])], ids=["all", "some"]
+)
+def test_a_choice_is_made_once(
+    backward: oomb.AllChunks | oomb.SampledChunks, swept: list[int], recompute: str, spills: bool
+) -> None:
+    """In the fill, also by the last layer of what will be swept; the sweep's first chunk in it."""
+    model, ids = make("llama"), random_ids(1, TOKENS)
+    chosen: list[tuple[int, int]] = []
+
+    class Noted(Selector):
+        def choose(self, layer: int, chunk: int, *arguments: Any) -> torch.Tensor:
+            chosen.append((layer, chunk))
+            return super().choose(layer, chunk, *arguments)
+
+    tiers = {"device_memory": 12 * 2 * 2 * PAGE * 8 * 8, "host_memory": "1MiB"} if spills else {}
+    settings = config(oomb.TopKPages(budget=2), recompute=recompute, backward=backward, **tiers)
+    with oomb.Engine(model, settings) as engine:
+        engine._pools.selector_type = Noted
+        step = engine.forward_backward(ids, ids)
+    assert (step.stats.h2d_bytes > 0) == spills
+    last, first = len(step.selection) - 1, swept[-1]
+    filled = [(i, c) for c in range(1, first) for i in range(last + 1) if i < last or c in swept]
+    assert sorted(chosen[: len(filled)]) == sorted(filled)
+    assert chosen[len(filled) :] == [(layer, first) for layer in range(last + 1)]
+    for layer, lists in enumerate(step.selection):
+        assert [c for c, x in enumerate(lists) if x is not None] == [
+            c for c in range(5) if (layer, c) in chosen
+        ]

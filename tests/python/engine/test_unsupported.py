@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -12,6 +13,7 @@ import transformers
 from torch import nn
 
 import oomb
+from oomb.hf.model import check_places
 
 from .models import make, spread_weights
 from .reference import assert_equal, chunked, ordinary, random_ids
@@ -112,6 +114,44 @@ def no_head() -> nn.Module:
     return make("llama").model  # type: ignore[no-any-return]
 
 
+def without_weights() -> nn.Module:
+    with torch.device("meta"):
+        return make("llama", torch.float32)
+
+
+def compiled() -> nn.Module:
+    return torch.compile(make("llama"))  # type: ignore[no-any-return,return-value]
+
+
+def layer_that_fails() -> nn.Module:
+    model = make("llama")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("sizes differ")
+
+    model.model.layers[0].self_attn.forward = forward
+    return model
+
+
+def wants_more_of_its_decoder() -> nn.Module:
+    """A causal model that reads a part of the decoder's output that the engine does not make."""
+    model = make("llama")
+    decoder = model.model
+    inner = decoder.forward
+
+    def decode(*arguments: Any, **keywords: Any) -> Any:
+        output = inner(*arguments, **keywords)
+        output.extra = 0
+        return output
+
+    def forward(**keywords: Any) -> Any:
+        output = decoder(**keywords)
+        return SimpleNamespace(logits=model.lm_head(output.last_hidden_state) + output.extra)
+
+    decoder.forward, model.forward = decode, forward
+    return model
+
+
 def twice() -> nn.Module:
     """A layer that calls attention two times."""
     model = make("llama")
@@ -135,8 +175,8 @@ def looks_at_other_tokens() -> nn.Module:
 
 
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
-    (gemma2, r"layer 0 \(Gemma2Attention\).*softcap=50"),
-    (mamba, r"layers\.0.*does not call attention"),
+    (gemma2, r"^layer 0 \(Gemma2Attention\): soft-capped attention \(softcap=50"),
+    (mamba, r"layers\.0.*does not call attention.*recurrent"),
     (hybrid, r"layers\.0 \(Qwen3NextDecoderLayer\).*does not call attention"),
     (t5, "T5ForConditionalGeneration: encoder-decoder"),
     (encoder, "BertModel"),
@@ -146,8 +186,15 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (router_jitter, "jitter"),
     (prompt_tuning, "PromptTuningConfig.*prompt learning"),
     (prefix_tuning, "PrefixTuningConfig.*prompt learning"),
-    (attention_dropout, r"layer 0 \(LlamaAttention\).*attention dropout 0.1"),
+    (
+        attention_dropout,
+        r"layer 0 \(LlamaAttention\).*attention dropout 0.1.*attention_dropout=0.0",
+    ),
     (no_head, "LlamaModel"),
+    (without_weights, r"embed_tokens.*device 'meta'.*oomb\.plan"),
+    (compiled, r"torch\.compile; give the engine the model itself"),
+    (layer_that_fails, "LlamaModel: fails where attention is the engine's: sizes differ"),
+    (wants_more_of_its_decoder, "LlamaForCausalLM: fails when it is run in chunks: .*extra"),
     (twice, r"layers\.1 \(LlamaDecoderLayer\).*more than once"),
     (looks_at_other_tokens, "LlamaForCausalLM: chunked logits differ"),
     (lambda: nn.Linear(3, 3), "expected a transformers causal language model, got Linear"),
@@ -207,6 +254,21 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 12},
     "Mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "Qwen3Moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "Gemma4": {  # the output of its decoder has further parts
+        "config": "Gemma4TextConfig",
+        "sliding_window": 12,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "Gemma3n": {  # an inner size per layer
+        "config": "Gemma3nTextConfig",
+        "sliding_window": 12,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+    },
     "GPTBigCode": {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256},
 }
 
@@ -226,3 +288,38 @@ def test_other_decoders_of_the_same_parts_work(name: str) -> None:
     for recompute in ("none", "layer"):
         config = oomb.Config(chunk_size=16, page_size=8, recompute=recompute)  # type: ignore[arg-type]
         assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
+
+
+def vision_text(name: str, **vision: Any) -> nn.Module:
+    """Positions count time, height and width; text moves through all three alike."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, "rope_parameters": rope},
+        vision_config={**sizes, "out_hidden_size": 48, **vision},
+    )
+    made: nn.Module = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "vision"),
+    [
+        ("Qwen2_5_VL", {"fullatt_block_indexes": [0]}),
+        ("Qwen3VL", {"deepstack_visual_indexes": [0]}),
+    ],
+)
+def test_models_that_also_see_pictures_train_on_text(name: str, vision: dict[str, Any]) -> None:
+    model = vision_text(name, **vision)
+    spread_weights(model)
+    model = model.double().eval()
+    ids = random_ids(2, 60)
+    assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids), 1e-5)
+
+
+def test_weights_in_several_places() -> None:
+    places = [("a", torch.device("cuda:0")), ("b", torch.device("cuda:1"))]
+    weights: Any = [(name, SimpleNamespace(device=place)) for name, place in places]
+    with pytest.raises(oomb.UnsupportedModelError, match="got cuda:0, cuda:1; load it with"):
+        check_places(weights)
+    check_places(weights[:1])

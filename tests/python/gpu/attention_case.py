@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+
+
+def bytes_on_gpu(size: int) -> Tensor:
+    """What kernels take as a work space. Not zeros: they may not rely on anything."""
+    return torch.full((size,), 255, device="cuda", dtype=torch.uint8)
+
+
+# What a row may not see, beside the future.
+LIMITS: list[dict[str, Any]] = [
+    dict(window=1),
+    dict(window=100),
+    dict(window=700),
+    dict(documents=True),
+    dict(padding=True),
+    dict(documents=True, padding=True, window=250),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +139,22 @@ class Problem:
             slot[:] = 0
             slot[0, :, : end - begin] = self.k_all[b, :, begin:end]
             slot[1, :, : end - begin] = self.v_all[b, :, begin:end]
+
+    def move_apart(self, num_bytes: int) -> None:
+        """Spreads the pages over both ends of pools of that size."""
+        kv, dkv = self.pool, self.dkv_pool
+        old, table = self.block_table, self.block_table.clone()
+        slots, units = num_bytes // kv[0].nbytes, num_bytes // dkv[0].nbytes
+        self.pool = torch.empty(slots, *kv.shape[1:], device="cuda", dtype=kv.dtype)
+        self.dkv_pool = torch.empty(units, *dkv.shape[1:], device="cuda", dtype=dkv.dtype)
+        for b, page in itertools.product(range(self.case.batch), range(self.case.pages)):
+            place = b * self.case.pages + page
+            table[b, page] = slots - 1 - place if page % 2 == 0 else place
+            self.pool[table[b, page]] = kv[old[b, page]]
+            for kind in range(2):
+                unit = 2 * place + kind
+                self.dkv_table[b, page, kind] = units - 1 - unit if page % 2 else unit
+        self.block_table = table
 
     def _choose_pages(self, generator: torch.Generator) -> None:
         c = self.case
@@ -233,7 +266,11 @@ class Problem:
             for i, (begin, end) in enumerate(itertools.pairwise(edges))
         ]
 
-    def forward(self, borders: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        borders: tuple[int, ...] = (),
+        workspace: Callable[[int], Tensor] | None = bytes_on_gpu,
+    ) -> tuple[Tensor, Tensor]:
         c = self.case
         o = torch.full_like(self.q, float("nan"))
         rows = self.q.shape[:3]
@@ -244,7 +281,9 @@ class Problem:
             sum=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
         )
         for wave in self._waves(borders):
-            _C.attention_forward(**self.arguments(), **state, **wave, o=o, lse=lse)
+            _C.attention_forward(
+                **self.arguments(), **state, **wave, o=o, lse=lse, workspace=workspace
+            )
         return o, lse
 
     def backward(
@@ -275,7 +314,7 @@ class Problem:
                 deterministic=c.deterministic,
                 dq_acc=dq_acc,
                 delta=delta,
-                workspace=lambda size: torch.empty(size, device="cuda", dtype=torch.uint8),
+                workspace=bytes_on_gpu,
             )
         return dq, dk, dv
 

@@ -1,10 +1,11 @@
 """The GPU's attention forward against float64, and what must not change a bit of it."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from attention_case import Case, Problem
+from attention_case import LIMITS, Case, Problem
 
 from oomb import _C
 
@@ -63,20 +64,8 @@ def test_long_chunk_and_batch(page_size: int, lists: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
-@pytest.mark.parametrize(
-    "limits",
-    [
-        dict(window=1),
-        dict(window=100),
-        dict(window=700),
-        dict(documents=True),
-        dict(padding=True),
-        dict(documents=True, padding=True, window=250),
-        dict(packed=True),
-    ],
-    ids=str,
-)
-def test_masks(head_dim: int, page_size: int, lists: str, limits: dict[str, object]) -> None:
+@pytest.mark.parametrize("limits", [*LIMITS, dict(packed=True)], ids=str)
+def test_masks(head_dim: int, page_size: int, lists: str, limits: dict[str, Any]) -> None:
     check(
         Case(
             group=7,
@@ -87,7 +76,7 @@ def test_masks(head_dim: int, page_size: int, lists: str, limits: dict[str, obje
             batch=2,
             lists=lists,
             budget=4,
-            **limits,  # type: ignore[arg-type]
+            **limits,
         )
     )
 
@@ -147,16 +136,8 @@ def test_full_list_equals_dense() -> None:
 def test_pool_past_two_to_the_31_elements() -> None:
     """Pages at both ends of a pool of more than 8 GiB."""
     problem = Problem(Case(group=7, chunk=256, past=600))
-    small = problem.pool
-    slots = 9 * 2**30 // (small[0].numel() * small.element_size())
     expected, expected_lse = problem.forward()
-    big = torch.empty(slots, *small.shape[1:], device="cuda", dtype=small.dtype)
-    table = problem.block_table.clone()
-    for page in range(table.shape[1]):
-        slot = slots - 1 - page if page % 2 == 0 else page
-        big[slot] = small[int(table[0, page])]
-        table[0, page] = slot
-    problem.pool, problem.block_table = big, table
+    problem.move_apart(9 * 2**30)
     o, lse = problem.forward()
     assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
 

@@ -82,6 +82,39 @@ def test_page_that_is_not_resident(name: str) -> None:
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == 7
 
 
+WEIGHTS_OF_FP32 = """
+import sys, warnings
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+import oomb
+
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).cuda()
+ids = torch.randint(64, (1, 512), device="cuda")
+warnings.filterwarnings("error", "attention with")
+with oomb.Engine(model, oomb.Config(chunk_size=128, page_size=64)) as engine:
+    with torch.autocast("cuda", torch.bfloat16, enabled=sys.argv[1] == "autocast"):
+        try:
+            engine.forward_backward(ids, ids)
+        except RuntimeWarning as warning:
+            print(warning)
+"""
+
+
+@pytest.mark.parametrize(("precision", "warnings"), [("autocast", 0), ("fp32", 1)])
+def test_warning_is_about_the_step(precision: str, warnings: int) -> None:
+    """And not about the engine's first check of a model, which is of the weights' precision."""
+    run = subprocess.run(
+        [sys.executable, "-c", WEIGHTS_OF_FP32, precision],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("has no fast kernel") == warnings
+
+
 def test_one_warning_for_the_plain_kernels() -> None:
     code = NOT_RESIDENT.split("_C.force")[0] + (
         "import warnings\n"

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
-from oomb.engine.attention import ChunkAttention
+from oomb.engine import waves
 
 pytestmark = pytest.mark.gpu
 
@@ -120,7 +120,7 @@ def test_own_chunk_alone_or_not_has_the_same_bits(
     settings = {"attention": attention, "kv_grad_dtype": kv_grad_dtype}
     first, expected = chunked(model, ids, **settings)  # all in place: one launch each
     asked = []
-    monkeypatch.setattr(ChunkAttention, "_own_alone", lambda *_: asked.append(alone) or alone)
+    monkeypatch.setattr(waves, "own_alone", lambda *_: asked.append(alone) or alone)
     for memory in (None, 40 * 2 * PAGE * 64 * 2):
         step, again = chunked(model, ids, **settings, device_memory=memory, host_memory="64MiB")
         assert torch.equal(step.loss, first.loss)
@@ -148,3 +148,30 @@ def test_pools_give_their_memory_back() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         assert torch.cuda.mem_get_info()[0] >= free - 2**21
+
+
+@pytest.mark.parametrize("spills", [False, True], ids=["in HBM", "two tiers"])
+@pytest.mark.parametrize(
+    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
+)
+def test_what_the_sweep_holds_for_each_token(
+    attention: oomb.Dense | oomb.TopKPages, spills: bool
+) -> None:
+    """Positions and targets, int32 each; page lists are on the host, mean keys are gone."""
+    model = make_model(torch.bfloat16)
+    memory = {"device_memory": 40 * 2 * PAGE * 64 * 2, "host_memory": "64MiB"} if spills else {}
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, attention=attention, **memory)
+
+    def held(engine: oomb.Engine, chunks: int) -> int:
+        ids = torch.arange(chunks * CHUNK + 1, device="cuda")[None] % VOCABULARY
+        before, found = torch.cuda.memory_allocated(), []
+        engine.forward_backward(
+            ids, ids, on_progress=lambda _: found.append(torch.cuda.memory_allocated())
+        )
+        model.zero_grad(set_to_none=True)
+        return found[-2] - before
+
+    with oomb.Engine(model, config) as engine:
+        held(engine, 8)  # libraries take their work spaces
+        short, long = held(engine, 8), held(engine, 20)
+    assert long - short == pytest.approx(8 * 12 * CHUNK, abs=2048)

@@ -108,14 +108,9 @@ def test_bits(lists: str, dtype: torch.dtype) -> None:
         check_bits(case, borders)
 
 
-def test_pool_past_two_to_the_31_elements() -> None:
+def test_pools_past_two_to_the_31_elements() -> None:
     problem = Problem(Case(chunk=64, past=300, page_size=96))
     expected = problem.run().tensors()
-    kv = problem.pool
-    slots = 9 * 2**30 // kv[0].nbytes
-    problem.pool = torch.empty(slots, *kv.shape[1:], device="cuda", dtype=kv.dtype)
-    for page in range(problem.case.pages):
-        problem.pool[slots - 1 - page] = kv[int(problem.block_table[0, page])]
-        problem.block_table[0, page] = slots - 1 - page
+    problem.move_apart(9 * 2**30)
     for name, value in problem.run().tensors().items():
         assert torch.equal(value, expected[name]), name

@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from attention_case import Case, Problem, check, check_bits
+from attention_case import LIMITS, Case, Problem, bytes_on_gpu, check, check_bits
+from torch import Tensor
 
 from oomb import _C
 
@@ -124,20 +126,9 @@ def test_long_chunk(
 @in_both_orders
 @dims_and_pages
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
-@pytest.mark.parametrize(
-    "limits",
-    [
-        dict(window=1),
-        dict(window=100),
-        dict(window=700),
-        dict(documents=True),
-        dict(padding=True),
-        dict(documents=True, padding=True, window=250),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_masks(
-    head_dim: int, page_size: int, lists: str, limits: dict[str, int], deterministic: bool
+    head_dim: int, page_size: int, lists: str, limits: dict[str, Any], deterministic: bool
 ) -> None:
     check(
         Case(
@@ -149,7 +140,7 @@ def test_masks(
             lists=lists,
             budget=4,
             deterministic=deterministic,
-            **limits,  # type: ignore[arg-type]
+            **limits,
         )
     )
 
@@ -287,6 +278,37 @@ def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
     check_bits(case, (7, 200))
 
 
+@on_sm80
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("limits", [{}, dict(window=3000), dict(documents=True)], ids=str)
+@lists_of_pages
+def test_parted_tiles(head_dim: int, lists: str, limits: dict[str, Any]) -> None:
+    """More tiles of queries than run at once: done in pieces, they have the bits of the whole."""
+    problem = Problem(
+        Case(
+            kv_heads=4,
+            group=7,
+            chunk=1300,
+            past=6005,
+            head_dim=head_dim,
+            lists=lists,
+            budget=40,
+            **limits,
+        )
+    )
+    asked = []
+
+    def workspace(size: int) -> Tensor:
+        asked.append(size)
+        return bytes_on_gpu(size)
+
+    o, lse = problem.forward(workspace=None)
+    for borders in ((), (3,), (20, 21)):
+        parted, parted_lse = problem.forward(borders, workspace)
+        assert torch.equal(parted, o) and torch.equal(parted_lse, lse), borders
+    assert asked, "nothing was parted"
+
+
 def test_full_list_equals_dense(implementation: str) -> None:
     """All but what is summed in another order: dQ, on Hopper also dK and dV of the chunk."""
     reordered = {"sm90": {"dq", "dk", "dv"}, "sm80": {"dq"}}[implementation]
@@ -303,20 +325,6 @@ def test_pools_past_two_to_the_31_elements() -> None:
     """Pages at both ends of pools of more than 8 GiB."""
     problem = Problem(Case(chunk=256, past=600))
     expected = problem.run().tensors()
-    kv, dkv = problem.pool, problem.dkv_pool
-    table, dkv_table = problem.block_table.clone(), problem.dkv_table.clone()
-    slots = 9 * 2**30 // kv[0].nbytes
-    units = 9 * 2**30 // dkv[0].nbytes
-    problem.pool = torch.empty(slots, *kv.shape[1:], device="cuda", dtype=kv.dtype)
-    problem.dkv_pool = torch.empty(units, *dkv.shape[1:], device="cuda", dtype=dkv.dtype)
-    for page in range(table.shape[1]):
-        slot = slots - 1 - page if page % 2 == 0 else page
-        problem.pool[slot] = kv[int(table[0, page])]
-        problem.block_table[0, page] = slot
-        for kind in range(2):
-            problem.dkv_table[0, page, kind] = (
-                units - 1 - 2 * page - kind if page % 2 else 2 * page + kind
-            )
+    problem.move_apart(9 * 2**30)
     for name, value in problem.run().tensors().items():
         assert torch.equal(value, expected[name]), name
-    assert dkv_table.shape == problem.dkv_table.shape

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from paged_case import Case, Problem
 
-from oomb.engine.attention import ChunkAttention
+from oomb.engine.rounding import seed_of_chunk
 
 CASE = Case(
     query_heads=2, kv_heads=1, chunk=16, head_dim=32, page_size=16, num_past=48,
@@ -52,8 +51,7 @@ def add(
 
 
 def engine_seed(chunk: int) -> int:
-    attention = SimpleNamespace(pages=SimpleNamespace(rounding_seed=5), chunk=chunk)
-    return ChunkAttention._rounding_seed(attention, 1)  # type: ignore[arg-type]
+    return seed_of_chunk(5, layer=1, chunk=chunk)
 
 
 @dataclasses.dataclass

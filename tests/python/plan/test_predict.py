@@ -93,6 +93,17 @@ def test_measured_steps(
     assert found.seconds == pytest.approx(seconds, rel=0.2)
 
 
+def test_what_grows_under_a_cap() -> None:
+    """Ids, labels and a mask; positions and targets: the sweep has no mean keys nor page lists."""
+    settings: dict[str, Any] = {"attention": oomb.TopKPages(), "device_memory": "512MiB"}
+    short, long = (on_h200(2, chunks * 4096 + 1, **settings) for chunks in (16, 48))
+    tokens = 32 * 4096
+    assert long.device_pool_bytes == short.device_pool_bytes
+    assert long.call_bytes - short.call_bytes == tokens * (3 * 8 + 2 * 4)
+    assert long.list_bytes - short.list_bytes == 2 * tokens // 128 * 64 * 4
+    assert long.host_bytes == long.host_pool_bytes + long.list_bytes
+
+
 def test_pages_go_to_the_host_before_precision_goes() -> None:
     result = recommend("qwen2.5-7b", 2**19, timed=False, **H200)
     assert result.fits

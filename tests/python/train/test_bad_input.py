@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from oomb.cli.demo_tokenizer import byte_tokenizer
+from oomb.train import arguments
 
 
 def refused(folder: Path, *overrides: str, code: int = 2) -> str:
@@ -239,3 +240,12 @@ def test_optimizers_and_schedules_that_cannot_work(folder: Path) -> None:
 def test_an_output_folder_that_cannot_be(folder: Path) -> None:
     message = refused(folder, f"output_dir={folder / 'text.txt'}")
     assert "output_dir: expected a folder, got the file" in message
+    assert "output_dir: expected a folder that can be" in refused(folder, "output_dir=/proc/no/run")
+
+
+def test_trackers_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused(folder, "logging.report_to=tensorbord")
+    assert "got 'tensorbord'; did you mean 'tensorboard'?" in message
+    monkeypatch.setattr(arguments, "get_available_reporting_integrations", list)
+    message = refused(folder, "logging.report_to=[wandb]")
+    assert "'wandb', which is not; pip install wandb" in message

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from tiny_runs import TEXT, prepare, run, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import oomb
+from oomb.hf import Trainer
 from oomb.train.reading import read_settings
 
 
@@ -292,3 +294,25 @@ def test_settings_reach_the_engine(tmp_path: Path) -> None:
     assert events(tmp_path / "run", "selection")
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["engine"]["page_size"] == 16
     assert oomb.Config().page_size != 16
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Trainer.save_model
+
+    def full(self: Trainer, output_dir: str, **keywords: Any) -> None:
+        saved(self, output_dir, **keywords)
+        if Path(output_dir).name == ".model":
+            raise SafetensorError("No space left on device")
+
+    file = prepare(tmp_path)
+    monkeypatch.setattr(Trainer, "save_model", full)
+    result = run(file)
+    assert result.exit_code == 1
+    assert "the model was not saved" in result.output and "--resume" in result.output
+    folders = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert folders == ["checkpoints"]
+    monkeypatch.undo()
+    assert run(file, "--resume").exit_code == 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -211,6 +211,18 @@ def test_micro_batches_without_a_target(tmp_path: Path) -> None:
     assert_same_run(ours, stock, 6)
 
 
+def test_batches_without_a_target_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("oomb.hf.trainer._log.warning", told.append)
+    data = packed(12)
+    for row in data[6:]:
+        row["labels"] = [-100] * len(row["labels"])
+    run(Trainer, tmp_path, data, train_sampling_strategy="sequential")
+    assert len(told) == 1 and told[0].startswith("step 2: a batch has no token to predict")
+
+
 @pytest.mark.slow
 def test_model_init_and_a_second_train(tmp_path: Path) -> None:
     """Not packed: the stock trainer leaves a model made anew with its cache on, and packed

@@ -60,6 +60,14 @@ def test_several_gpus(
         Trainer(model(), settings, oomb_config=CONFIG)
 
 
+def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train on its own share of the data, and no gradient would be averaged."""
+    settings = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="^world_size: expected 1, got 2: .*without torchrun"):
+        Trainer(model(), settings, oomb_config=CONFIG)
+
+
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     class Weighted(Trainer):
         def compute_loss(self, *args: Any, **keywords: Any) -> Any:

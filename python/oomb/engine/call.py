@@ -1,0 +1,162 @@
+"""One call of an engine: its parts, made for it, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from oomb.config import Config
+from oomb.engine.attention import ChunkAttention
+from oomb.engine.demand import Demand
+from oomb.engine.inputs import CallInputs
+from oomb.engine.loop import ChunkLoop, OnProgress
+from oomb.engine.loss import ChunkLoss
+from oomb.engine.main_grad import MainGrads
+from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, gradient_bytes
+from oomb.engine.pools import Pools
+from oomb.engine.recompute import LayerRunner
+from oomb.engine.results import Selection, Stats, Step
+from oomb.engine.rounding import seed_of_call
+from oomb.engine.tiers import PageLayout, free_memory
+from oomb.hf.model import CausalModel, LayerShape
+from oomb.hf.probe import key_dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under way."""
+
+    model: CausalModel
+    config: Config
+    inputs: CallInputs
+    loop: ChunkLoop
+    loss: ChunkLoss
+    attention: ChunkAttention
+
+    def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
+        """What the caller gets; before the call's pages are gone."""
+        pages = self.attention.pages
+        counters = pages.manager.stats()
+        exposed = pages.order.by_pass(pages.manager.waits().sum(axis=0))
+        reads = counters["hits"] + counters["misses"]
+        selection: Selection = []
+        if self.config.record_selection and pages.choice is not None:
+            selection = pages.choice.lists.of_call(pages.num_layers)
+        return Step(
+            loss=self.loss.total.to(self.model.loss_dtype),
+            num_valid_tokens=self.inputs.num_valid,
+            stats=Stats(
+                fill_seconds=fill_seconds,
+                sweep_seconds=sweep_seconds,
+                device_peak_bytes=counters["device_peak_bytes"],
+                host_peak_bytes=counters["host_peak_bytes"],
+                h2d_bytes=counters["h2d_bytes"],
+                d2h_bytes=counters["d2h_bytes"],
+                exposed_copy_seconds=counters["exposed_copy_seconds"],
+                hit_rate=counters["hits"] / reads if reads else 1.0,
+                h2d_seconds=counters["h2d_seconds"],
+                d2h_seconds=counters["d2h_seconds"],
+                exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
+                exposed_by_layer={name: x.sum(axis=0).tolist() for name, x in exposed.items()},
+            ),
+            selection=selection,
+            logprobs=self.loss.logprobs,
+        )
+
+
+class Calls:
+    """Makes the calls of an engine.
+
+    Args:
+        pools: keep for the next call what can be kept.
+        grads: take the gradients of a call.
+    """
+
+    def __init__(
+        self, model: CausalModel, shapes: list[LayerShape], pools: Pools, grads: MainGrads
+    ) -> None:
+        self._model = model
+        self._shapes = shapes
+        self._pools = pools
+        self._grads = grads
+        self._recompute: bool | None = None
+
+    @contextmanager
+    def under_way(
+        self,
+        config: Config,
+        inputs: CallInputs,
+        swept: list[int] | None,
+        *,
+        step: int = 0,
+        on_progress: OnProgress | None = None,
+        return_logprobs: bool = False,
+    ) -> Iterator[Call]:
+        """A call, and its pages while it lasts.
+
+        Args:
+            swept: chunks that receive gradient, ascending; None: evaluate.
+            step: number of the call, for the rounding of gradient pages.
+
+        Raises:
+            OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
+        """
+        model, grads = self._model, None if swept is None else self._grads
+        recompute = self.recomputes(config, inputs.batch)
+        demand = Demand(
+            config=config,
+            shapes=self._shapes,
+            layout=self.layout(config),
+            inputs=inputs,
+            swept=swept,
+        )
+        loss = ChunkLoss.of_call(
+            model.head, inputs, config.chunk_size, model.vocab_size, return_logprobs, grads
+        )
+        others = 0
+        if swept is not None:
+            others = activation_bytes(model, config, inputs.batch, recompute)
+            others += gradient_bytes(model)
+        with ExitStack() as stack:
+            seed = self._dropout_seed(stack)
+            pages = stack.enter_context(self._pools.call(demand, others, seed_of_call(step)))
+            attention = ChunkAttention(pages)
+            loop = ChunkLoop(
+                model,
+                inputs,
+                demand.chunks,
+                attention,
+                LayerRunner(recompute=recompute, seed=seed),
+                loss,
+                config.rope_angles,
+                on_progress,
+                grads,
+            )
+            yield Call(model, config, inputs, loop, loss, attention)
+
+    def layout(self, config: Config) -> PageLayout:
+        """Pages as the caller's autocast state has them."""
+        first, dtype = self._shapes[0], key_dtype(self._model)
+        return PageLayout.of(
+            first.kv_heads, first.head_dim, config.page_size, dtype, config.kv_grad_dtype
+        )
+
+    def recomputes(self, config: Config, batch: int) -> bool:
+        """Whether layers are recomputed in backward; ``"auto"`` is decided once."""
+        if config.recompute != "auto":
+            return config.recompute == "layer"
+        if self._recompute is None:
+            kept = activation_bytes(self._model, config, batch, recompute=False)
+            self._recompute = kept > ACTIVATION_SHARE * free_memory(self._model.device)
+        return self._recompute
+
+    def _dropout_seed(self, stack: ExitStack) -> int | None:
+        """One draw from torch's generator per call; layers derive theirs from it."""
+        if not self._model.causal.training:
+            return None
+        seed = int(torch.randint(2**62, ()))
+        stack.enter_context(torch.random.fork_rng(devices=self._model.rng_devices()))
+        return seed

@@ -1,0 +1,92 @@
+"""What a resumed run has changed about its optimizer and its schedule.
+
+A checkpoint holds both with the settings they were made with, and loading them brings those back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments
+
+ARGUMENTS_FILE = "training_args.json"
+
+_RATE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
+_LENGTH = ("warmup_steps", "max_steps", "num_train_epochs")
+# Argument of the trainer: what an optimizer's parameter groups call it.
+_OF_GROUPS = {
+    "weight_decay": "weight_decay",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+}
+
+
+def arguments_as_json(arguments: TrainingArguments) -> str:
+    """Arguments as a checkpoint keeps them."""
+    return json.dumps(arguments.to_dict(), indent=2, default=str)
+
+
+class ChangedSettings:
+    """Settings in which a run and the checkpoint it goes on from differ.
+
+    Attributes:
+        values: name of an argument: (before, now). Empty where the run is the same.
+    """
+
+    def __init__(self, checkpoint: Path, arguments: TrainingArguments) -> None:
+        self.values: dict[str, tuple[Any, Any]] = {}
+        file = checkpoint / ARGUMENTS_FILE
+        if not file.exists():
+            return
+        before, now = json.loads(file.read_text()), json.loads(arguments_as_json(arguments))
+        for name in (*_RATE, *_LENGTH, *_OF_GROUPS):
+            if name in before and before[name] != now[name]:
+                self.values[name] = (before[name], now[name])
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {now} ({was} before)" for name, (was, now) in self.values.items())
+
+    def load(self, optimizer: Any, schedule: Any, state: dict[str, Any]) -> None:
+        """Load both from a checkpoint's state, and keep of the run's own what it has changed.
+
+        Raises:
+            ValueError: the rate of a schedule that depends on what came before cannot change.
+        """
+        fresh = [dict(group) for group in optimizer.param_groups]
+        own_rates = list(getattr(schedule, "base_lrs", []))
+        optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(optimizer.param_groups, fresh, strict=True):
+            for argument, key in _OF_GROUPS.items():
+                if argument in self.values and key in own:
+                    group[key] = own[key]
+        of_schedule = [name for name in (*_RATE, *_LENGTH) if name in self.values]
+        if not of_schedule:
+            schedule.load_state_dict(state["scheduler"])
+        elif isinstance(schedule, LambdaLR):
+            _continue_at(schedule, state["scheduler"]["last_epoch"], own_rates, optimizer)
+        else:
+            of_rate = [name for name in of_schedule if name in _RATE]
+            if of_rate:
+                was, now = self.values[of_rate[0]]
+                raise ValueError(
+                    f"{of_rate[0]}: expected {was!r}, as the run began, got {now!r}: what "
+                    f"{type(schedule).__name__} does depends on the steps before"
+                )
+            schedule.load_state_dict(state["scheduler"])
+
+
+def _continue_at(schedule: LambdaLR, step: int, rates: list[float], optimizer: Any) -> None:
+    """The rates that ``schedule`` has after ``step`` steps, as if it had been this one always."""
+    functions: list[Callable[[int], float]] = schedule.lr_lambdas
+    now = [rate * function(step) for rate, function in zip(rates, functions, strict=True)]
+    schedule.last_epoch = step
+    schedule._step_count = step + 1
+    schedule.base_lrs = list[Any](rates)
+    schedule._last_lr = list[Any](now)
+    for group, first, rate in zip(optimizer.param_groups, rates, now, strict=True):
+        group["initial_lr"], group["lr"] = first, rate
