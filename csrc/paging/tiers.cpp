@@ -125,9 +125,11 @@ std::vector<Slot> Tiers::take_device_slots(int64_t count) {
   return slots;
 }
 
+// For a dirty page. If it has a place there, with what it was before, it gets another one beside the
+// pages that go with it, as far as there are free ones: the tier does not grow for that.
 bool Tiers::take_host_slots(PageIndex index) {
   PageRecord& record = records_[at(index)];
-  if (record.on_host()) return true;
+  if (record.on_host() && host_.free_slots() < slots_of(index)) return true;
   std::array<Slot, 2> slots = {kNoSlot, kNoSlot};
   for (int64_t i = 0; i < slots_of(index); ++i) {
     try {
@@ -140,6 +142,7 @@ bool Tiers::take_host_slots(PageIndex index) {
       return false;
     }
   }
+  free_host_slots(index);
   record.host = slots;
   if (host_use_.size() < at(host_.mapped_slots())) host_use_.resize(at(host_.mapped_slots()));
   return true;
