@@ -150,7 +150,7 @@ WAITS = {
     "compute_after_load": ("dense", 5, {}),
     "write_after_store": ("dense", 5, {}),
     "load_after_store": ("dense", 5, {}),
-    "write_after_load": ("sparse", 16, {"poison": True}),
+    "write_after_load": ("sparse", 12, {"poison": True}),
 }
 
 
