@@ -69,6 +69,8 @@ class TightTier {
                          .grad_slots = 1,
                          .visits = {{0, paging::VisitKind::kRead, 2, 4},
                                     {0, paging::VisitKind::kRead, 1, 2},
+                                    {0, paging::VisitKind::kRead, 5, 6},
+                                    {0, paging::VisitKind::kRead, 5, 6},
                                     {0, paging::VisitKind::kRead, 0, 1}}});
     for (int64_t page = 0; page < 4; ++page) write(page, page + 1);
   }

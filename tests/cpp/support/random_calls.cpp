@@ -175,7 +175,7 @@ void RandomCalls::visit(const Step& step) {
 }
 
 void RandomCalls::operate(const std::function<void()>& operation) {
-  if (inject_failures_ && below(3) == 0) {
+  if (inject_failures_ && below(2) == 0) {
     FailureSwitch& failures = below(2) == 0 ? *tiers_.device_failures : *tiers_.host_failures;
     // One growth fails, or every one until the operation is over.
     (below(2) == 0 ? failures.countdown : failures.most_bytes) = below(3);
