@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -363,7 +364,16 @@ TEST(PageManager, OwnGradientsAreThereWhenTheyAreRead) {
     visits.push_back({layer, VisitKind::kAccumulate, 0, 8});
     visits.push_back({layer, VisitKind::kReadGradient, 8, 12});
   }
-  f.manager.begin_call(plan(4, {12}, visits));
+  f.manager.begin_call({.num_layers = 4,
+                        .pages_per_sequence = {12},
+                        .grad_slots = 1,
+                        .visits = visits,
+                        .exact = false});
+  for (int32_t t = 0; t < static_cast<int32_t>(visits.size()); ++t) {
+    std::vector<int64_t> pages(static_cast<size_t>(visits[static_cast<size_t>(t)].last));
+    std::iota(pages.begin(), pages.end(), 0);
+    if (visits[static_cast<size_t>(t)].first == 0) f.manager.set_visit_pages(t, pages);
+  }
   for (int32_t layer = 0; layer < 4; ++layer) {
     f.manager.create_gradients(layer, 0, 12);
     f.write(layer, 0, 12);
@@ -377,6 +387,51 @@ TEST(PageManager, OwnGradientsAreThereWhenTheyAreRead) {
     f.manager.drop(layer, 8, 12, false, true, nullptr);
   }
   EXPECT_GT(f.manager.statistics().h2d_bytes, 0);
+}
+
+// Layer 2 is needed last, but its kernels and those of layer 1 may still run.
+TEST(PageManager, SlotsInUseGoLast) {
+  Fixture f(12);
+  std::vector<Visit> visits;
+  for (const int32_t layer : {0, 1, 2, 0, 1, 2}) visits.push_back({layer, VisitKind::kRead, 0, 4});
+  f.manager.begin_call(plan(4, {4}, visits));
+  const auto on_device = [&](int32_t layer) {
+    const int64_t first = f.manager.tables().kv_entry(layer);
+    int64_t pages = 0;
+    for (int64_t page = 0; page < 4; ++page) pages += f.manager.tables()[first + page] >= 0 ? 1 : 0;
+    return pages;
+  };
+  for (int32_t layer = 0; layer < 3; ++layer) f.write(layer, 0, 4);
+  for (int32_t t = 0; t < 3; ++t) f.visit(t);
+  f.write(3, 0, 3);
+  EXPECT_EQ(on_device(0), 1);
+  EXPECT_EQ(on_device(1), 4);
+  EXPECT_EQ(on_device(2), 4);
+  f.write(3, 3, 4);
+  f.manager.acquire(3, 0, 1, nullptr);
+  EXPECT_EQ(on_device(3), 4) << "but they do go";
+}
+
+// What leaves the tier and comes back is spread over the layers: at the end of a round each has
+// kept some of its pages, not the last ones all and others none.
+TEST(PageManager, EveryLayerKeepsAShare) {
+  const int32_t layers = 16;
+  Fixture f(160);
+  std::vector<Visit> visits;
+  for (int round = 0; round < 4; ++round) {
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      visits.push_back({layer, VisitKind::kRead, 0, 16});
+    }
+  }
+  f.manager.begin_call(plan(layers, {16}, visits));
+  for (int32_t layer = 0; layer < layers; ++layer) f.write(layer, 0, 16);
+  for (int32_t t = 0; t < 3 * layers; ++t) f.visit(t);
+  for (int32_t layer = 0; layer < layers; ++layer) {
+    const int64_t first = f.manager.tables().kv_entry(layer);
+    int64_t kept = 0;
+    for (int64_t page = 0; page < 16; ++page) kept += f.manager.tables()[first + page] >= 0 ? 1 : 0;
+    EXPECT_GT(kept, 0) << "layer " << layer;
+  }
 }
 
 TEST(PageManager, TooSmallACapNamesTheSmallestThatWorks) {
