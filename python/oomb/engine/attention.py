@@ -385,7 +385,7 @@ def _like_tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
-# The operation that autograd and selective checkpointing see --------------------------------------
+# The operation that autograd sees -----------------------------------------------------------------
 
 
 @torch.library.custom_op("oomb::chunk_attention", mutates_args=())
