@@ -88,7 +88,7 @@ class Engine:
             on_progress: called at every chunk border.
 
         Raises:
-            ValueError: an argument does not fit; nothing was allocated.
+            ValueError: an argument does not fit, or nothing is trained; nothing was allocated.
             OutOfMemoryError: the pages do not fit both tiers.
         """
         inputs = self._checked(
@@ -104,6 +104,11 @@ class Engine:
         swept = self._drawn(rule, Chunks.of(self.config, inputs.tokens).number)
         loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
         parameters = [p for p in self._model.causal.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError(
+                "model: expected parameters that require gradients, got none (adapters of peft are "
+                "loaded frozen unless is_trainable=True)"
+            )
         if not swept:
             return self._empty_draw(inputs, parameters)
         with self._calls.under_way(

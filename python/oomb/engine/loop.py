@@ -168,11 +168,15 @@ class ChunkLoop:
         layer = self._model.layer_of(call.module)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
-        self._attention.begin(layer, q, k, v)
-        if self._turns is not None:
-            self._let_the_other_run(self._turns)
-        o: torch.Tensor
-        o, lse = chunk_attention(q, k, v, call.scale, call.window, self._attention.id, layer)
+
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            self._attention.begin(layer, q, k, v)
+            if self._turns is not None:
+                self._let_the_other_run(self._turns)
+            o, lse = chunk_attention(q, k, v, call.scale, call.window, self._attention.id, layer)
+            return o, lse
+
+        o, lse = self._runner.attention(attend, q, k, v)
         if call.sinks is not None:
             o = with_sinks(o, lse, call.sinks)
         return o.to(call.q.dtype)

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
+
+Attended = tuple[torch.Tensor, torch.Tensor]  # o and lse
 
 
 class LayerRunner:
@@ -24,6 +22,7 @@ class LayerRunner:
     def __init__(self, *, recompute: bool, seed: int | None) -> None:
         self._recompute = recompute
         self._seed = seed
+        self._kept: list[torch.Tensor] | None = None  # of the layer that runs; None: nothing is
         self.chunk = 0
 
     def __call__(
@@ -42,13 +41,28 @@ class LayerRunner:
 
         if not (self._recompute and torch.is_grad_enabled()):
             return run(*args)
-        return checkpoint(
-            run,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=_keep_attention,
-        )
+        kept: list[torch.Tensor] = []  # filled by the first run, used by the second
+
+        def run_keeping(*inputs: Any) -> Any:
+            self._kept = kept
+            try:
+                return run(*inputs)
+            finally:
+                self._kept = None
+
+        return checkpoint(run_keeping, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def attention(
+        self, attend: Callable[[], Attended], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Attended:
+        """What ``attend`` returns; where a layer is computed again, what it returned before."""
+        if self._kept:
+            attended: Attended = _Again.apply(q, k, v, *self._kept)  # type: ignore[no-untyped-call]
+            return attended
+        o, lse = attend()
+        if self._kept is not None:
+            self._kept += [o.detach(), lse.detach()]
+        return o, lse
 
     def random_state(self) -> list[torch.Tensor] | None:
         """Of every generator a layer may draw from; None where nothing is drawn."""
@@ -68,13 +82,22 @@ class LayerRunner:
             torch.cuda.set_rng_state_all(state[1:])
 
 
-def _keep_attention() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+class _Again(torch.autograd.Function):
+    """Attention in a layer that is computed again: saves what it saved before, computes nothing.
 
+    Torch takes the tensors that the second run saves, in their order, for those of the first. A
+    dispatch mode that leaves attention out (selective checkpointing) sees every operation of the
+    layer from Python and takes longer than starting them.
+    """
 
-def _policy(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
-    kept = op == torch.ops.oomb.chunk_attention.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Attended:
+        ctx.save_for_backward(*tensors)  # q, k, v, o, lse
+        return tensors[3].view_as(tensors[3]), tensors[4].view_as(tensors[4])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("the graph of the second run is not used")
 
 
 def _seed_generators(seed: int) -> None:

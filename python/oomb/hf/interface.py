@@ -106,7 +106,8 @@ def _attention(
     if dropout:
         raise UnsupportedModelError(
             f"{where}: attention dropout {dropout} is not supported; load the model without, as "
-            "in from_pretrained(…, attention_dropout=0.0) (GPT-2's name for it: attn_pdrop)"
+            "in from_pretrained(…, attention_dropout=0.0), or set it to 0 in its config.json "
+            "(GPT-2's name for it: attn_pdrop)"
         )
     if value.shape != key.shape:
         raise UnsupportedModelError(

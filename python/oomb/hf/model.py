@@ -47,8 +47,6 @@ class CausalModel:
         self.layers = _decoder_layers(self.decoder)
         self.layer_names = _names(self.decoder, self.layers)
         self.head = Head(self.causal, self.decoder)
-        embedding: Any = self.causal.get_input_embeddings()
-        self.vocab_size = int(embedding.weight.shape[0])
         self._attention_layer: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for module in layer.modules():
@@ -76,6 +74,11 @@ class CausalModel:
     def rng_devices(self) -> list[torch.device]:
         """Devices whose random state a call may change, beside the CPU."""
         return [self.device] if self.device.type == "cuda" else []
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding now: tokens may be added after an engine was made."""
+        return int(self.causal.get_input_embeddings().weight.shape[0])
 
     @property
     def is_fused(self) -> bool:

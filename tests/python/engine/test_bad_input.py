@@ -167,3 +167,22 @@ def test_a_state_of_another_seed() -> None:
     other = oomb.Engine(model, oomb.Config(backward=oomb.SampledChunks(seed=2)))
     with pytest.raises(ValueError, match="sampling_seed"):
         other.load_state_dict(state)
+
+
+def test_nothing_to_train() -> None:
+    """Not a step that silently does nothing, as for adapters that were loaded frozen."""
+    model = make("llama").requires_grad_(False)
+    ids = random_ids(1, 40)
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        with pytest.raises(ValueError, match="^model: expected parameters that require gradients"):
+            engine.forward_backward(ids, ids)
+        engine.evaluate(ids, ids)
+
+
+def test_tokens_added_after_the_engine_was_made() -> None:
+    model = make("llama", torch.float32)
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        model.resize_token_embeddings(VOCABULARY + 5)
+        ids = torch.full((1, 40), VOCABULARY + 4)
+        loss = engine.forward_backward(ids, ids).loss
+        torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)

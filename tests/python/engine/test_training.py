@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import oomb
+from oomb.engine.attention import ChunkAttention
 from oomb.engine.main_grad import MainGrads
 
 from .models import make
@@ -250,6 +251,30 @@ def test_layers_seed_only_generators_that_exist(monkeypatch: pytest.MonkeyPatch)
     with oomb.Engine(with_dropout(), config()) as engine:
         monkeypatch.setattr(torch, "manual_seed", refuse)
         engine.forward_backward(IDS, IDS)
+
+
+def test_recompute_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are run once more in the sweep, their attention is not."""
+    model = make("llama")
+    attended, layers = [], []
+    forward = ChunkAttention.forward
+
+    def counted(self: ChunkAttention, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        attended.append(self.chunk)
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(ChunkAttention, "forward", counted)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: layers.append(0))
+    runs = []
+    for recompute in ("none", "layer"):
+        attended.clear()
+        layers.clear()
+        chunked(model, config(recompute=recompute), IDS, IDS)
+        runs.append((len(attended), len(layers)))
+    (once, of_layers), (again, of_layers_again) = runs
+    assert once == again
+    assert of_layers_again > of_layers
 
 
 def test_dropout_is_the_same_in_recompute() -> None:
