@@ -191,6 +191,8 @@ class Tracer:
                     loop.sweep([1], 1.0)
                     with meter.stretch() as sweep:
                         loop.sweep([0], 1.0)
+            except UnsupportedModelError:  # cannot be run either
+                raise
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 raise UnsupportedModelError(
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
