@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
+from oomb.plan.experts import PRODUCTS, product_flops
+
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
 @dataclass
@@ -113,6 +115,10 @@ class Meter(TorchDispatchMode):
         moved = sum(x.numel() * x.element_size() for x in (*given, *results))
         if packet in flop_registry and packet.__name__.split(".")[-1] in _MATRIX_PRODUCTS:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.work.flops += max(flops, self._flops_per_byte * moved)
+            return
+        if packet._qualified_op_name in PRODUCTS:
+            flops = product_flops(packet._qualified_op_name, *given[:2])
             self.work.flops += max(flops, self._flops_per_byte * moved)
             return
         if packet.__name__.startswith("empty") or packet.__name__ == "new_empty":

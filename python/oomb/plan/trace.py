@@ -21,6 +21,7 @@ from oomb.engine.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.hf.model import CausalModel
 from oomb.plan.bare import shapes_only
+from oomb.plan.experts import experts_of_any_dtype
 from oomb.plan.fused import fused_on_shapes, rotate_on_shapes
 from oomb.plan.meter import Meter, Work
 from oomb.plan.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
@@ -178,6 +179,7 @@ class Tracer:
         )
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(experts_of_any_dtype())
             stack.enter_context(_autocast_of_device(self._device_type))
             for context in (self._mode, grads.collecting(parameters), meter, loop.running()):
                 stack.enter_context(context)
@@ -189,6 +191,8 @@ class Tracer:
                     loop.sweep([1], 1.0)
                     with meter.stretch() as sweep:
                         loop.sweep([0], 1.0)
+            except UnsupportedModelError:  # cannot be run either
+                raise
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 raise UnsupportedModelError(
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"

@@ -127,7 +127,7 @@ def test_the_nearest_thing_where_nothing_fits() -> None:
     assert "host" in result.advice[0]
     longest = result.longest_context
     assert longest is not None
-    assert any(str(longest) in sentence for sentence in result.advice)
+    assert any(f"{longest:,} tokens" in sentence for sentence in result.advice)
     planner = Planner("qwen2.5-7b", result.prediction.machine)
     config, beyond = result.config, longest + result.config.chunk_size + 1
     assert planner.predict(longest, config, timed=False, dry_run=False).fits

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
 import oomb
@@ -108,7 +109,55 @@ def test_fused_kernels_keep_less() -> None:
     assert fused.sweep_peak_bytes < plain.sweep_peak_bytes
 
 
+def test_a_model_that_cannot_be_run_is_refused_as_the_engine_does() -> None:
+    config = transformers.Gemma2Config(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=8, vocab_size=97
+    )
+    with pytest.raises(UnsupportedModelError, match="^layer 0 .*soft-capped attention"):
+        Planner(config, Machine.here("cpu"))
+
+
+class LooksAtValues(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) if float(x.sum()) > 0 else x
+
+
 def test_refuses_what_looks_at_values() -> None:
-    model = make("gpt-oss", torch.float32)
-    with pytest.raises(UnsupportedModelError, match=r"GptOss.*cannot be planned"):
+    model = make("llama", torch.float32)
+    model.model.layers[0].mlp = LooksAtValues(model.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"Llama.*cannot be planned"):
         Planner(model, Machine.here("cpu"))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss", "Qwen3Moe"])
+def test_experts_in_fp32_are_those_in_bf16_at_twice_the_size(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=100,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=None,
+    )
+    traces = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+        traces.append(Tracer(model, "cuda", False).trace(Setting(512, 1, False, False)))
+    experts = 2 * 512 * 2 * 3 * 2 * 64 * 96  # two layers, two experts a token, three products
+    fp32, bf16 = traces
+    assert fp32.sum_bytes == bf16.sum_bytes
+    for work in ("fill", "sweep"):
+        ours, known = getattr(fp32, work), getattr(bf16, work)
+        assert ours.operations == pytest.approx(known.operations, rel=0.25)
+        assert known.flops > (1 if work == "fill" else 3) * experts / 2
+        assert known.flops <= ours.flops <= 2.01 * known.flops  # as far as bytes bound them
