@@ -5,8 +5,9 @@
     python bench/loss_curves.py --table curves.json
 
 Every method sees the same text in the same order from the same weights, once per seed. The text is
-the source of Python's library, one token per byte; the loss is in nats per byte, of files that are
-not trained on, always under exact attention. On a GPU weights are fp32 under bf16 autocast.
+the source of Python's library, one token per byte, cut anywhere; the loss is in nats per byte, of
+files that are not trained on, always under exact attention. On a GPU weights are fp32 under bf16
+autocast.
 
 "other kernel" is ordinary training once more with another attention kernel of torch's: what
 rounding alone does to the loss of a training run, by which the other differences can be judged.
@@ -40,10 +41,10 @@ import oomb
 from oomb.cli.demo_text import Text, python_source
 
 METHODS = ("ordinary", "other kernel", "exact", "sparse", "sampled 1/2", "sampled 1/4")
-# The first of these kernels that the device has; on a CPU the last is the only one beside flash.
+# The first of these kernels that the device has.
 ORDINARY = {
     "ordinary": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
-    "other kernel": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "other kernel": [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
 }
 CHUNKS, PAGES = 8, 128  # of a sequence
 BUDGET_SHARE = 4  # a block sees one of so many past pages at the end of a sequence
@@ -96,16 +97,16 @@ def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> It
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, options.steps)
     held_out = text.held_out_batch(options.held_out * options.tokens)
     held_out = held_out.view(options.held_out, options.tokens).to(options.device)
-    start = seed * text.train.numel() // 7  # seeds read different parts first
-    per_step = options.batch * options.tokens
+    draws = torch.Generator().manual_seed(seed)
+    begins = torch.randint(text.train.numel(), (options.steps, options.batch), generator=draws)
     with (
         oomb.Engine(model, settings_of("exact", options, seed)) as judge,
         oomb.Engine(model, settings_of(method, options, seed)) as engine,
     ):
         for step in range(options.steps + 1):
             if step > 0:
-                ids = text.batch(start + (step - 1) * per_step, per_step)
-                ids = ids.view(options.batch, options.tokens).to(options.device)
+                rows = [text.batch(begin, options.tokens) for begin in begins[step - 1].tolist()]
+                ids = torch.cat(rows).to(options.device)
                 if method in ORDINARY:
                     ordinary_step(model, ids, ORDINARY[method])
                 else:

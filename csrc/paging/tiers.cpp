@@ -125,8 +125,8 @@ std::vector<Slot> Tiers::take_device_slots(int64_t count) {
   return slots;
 }
 
-// For a dirty page. If it has a place there, with what it was before, it gets another one beside the
-// pages that go with it, as far as there are free ones: the tier does not grow for that.
+// For a dirty page. If it has a place there, with what it was before, it gets another one beside
+// the pages that go with it, as far as there are free ones: the tier does not grow for that.
 bool Tiers::take_host_slots(PageIndex index) {
   PageRecord& record = records_[at(index)];
   if (record.on_host() && host_.free_slots() < slots_of(index)) return true;

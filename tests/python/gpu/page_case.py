@@ -201,7 +201,9 @@ class TightTier:
             disabled_wait=wait,
         )
         self.bad = torch.zeros((), dtype=torch.int64, device="cuda")
-        visits = np.array([[0, 0, 2, 4], [0, 0, 1, 2], [0, 0, 0, 1]], dtype=np.int32)
+        # Between page 1 and page 0 two visits pass, so that no slot still counts as in use.
+        reads = [(2, 4), (1, 2), (5, 6), (5, 6), (0, 1)]
+        visits = np.array([(0, 0, *pages) for pages in reads], dtype=np.int32)
         self.manager.begin_call(num_layers=1, pages_per_sequence=[6], grad_slots=1, visits=visits)
         self.stream = torch.cuda.current_stream().cuda_stream
         self.table = table(self.manager.block_table(0))
