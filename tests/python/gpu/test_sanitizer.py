@@ -30,6 +30,9 @@ def watched(tool: str, which: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# Hopper's kernels meet at mbarriers, by instructions of their own. racecheck follows no wait for
+# one: every pair it reports is a note or a tile that is written before the arrival and read after
+# the wait. synccheck calls an arrival by threads that need not wait a missing wait.
 @pytest.mark.parametrize(
     ("which", "tool"),
     [
