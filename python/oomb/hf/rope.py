@@ -126,7 +126,7 @@ def warn_of_unknown_positions(largest_position: int, config: PreTrainedConfig) -
         f"position {largest_position}: the model's config declares {made_for}, so it has not seen "
         "such; extend them in its config, for example with rope_parameters of rope_type 'yarn' "
         "(oomb train: model.rope)",
-        stacklevel=5,
+        stacklevel=4,  # who called the engine
     )
     return True
 
@@ -139,6 +139,6 @@ def warn_of_far_positions(largest_position: int) -> bool:
     warnings.warn(
         f"position {largest_position}: the model computes rotary angles in fp32, off by up to "
         f"{error:.2f} rad here; rope_angles='float64' computes them exactly",
-        stacklevel=5,
+        stacklevel=4,  # who called the engine
     )
     return True

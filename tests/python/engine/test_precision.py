@@ -86,8 +86,9 @@ def test_far_positions_warn_once() -> None:
     ids = random_ids(1, 40)
     far = torch.arange(40)[None] + 4_000_000
     with oomb.Engine(model, config()) as engine:
-        with pytest.warns(UserWarning, match=r"position 4000039: .* 0\.12 rad"):
+        with pytest.warns(UserWarning, match=r"position 4000039: .* 0\.12 rad") as caught:
             engine.evaluate(ids, ids, position_ids=far)
+        assert [warning.filename for warning in caught] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.evaluate(ids, ids, position_ids=far)
@@ -101,8 +102,9 @@ def test_positions_that_the_model_was_not_made_for_warn_once() -> None:
     scaled["original_max_position_embeddings"] = 30
     ids = random_ids(1, 40)
     with oomb.Engine(make("llama", max_position_embeddings=39), config()) as engine:
-        with pytest.warns(UserWarning, match="position 39: the model's config declares 39"):
+        with pytest.warns(UserWarning, match="position 39: the model's config declares 39") as seen:
             engine.evaluate(ids, ids)
+        assert [warning.filename for warning in seen] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.evaluate(ids, ids)
