@@ -67,15 +67,17 @@ class ChangedSettings:
         of_schedule = [name for name in (*_RATE, *_LENGTH) if name in self.values]
         if not of_schedule:
             schedule.load_state_dict(state["scheduler"])
-        elif isinstance(schedule, LambdaLR):
+        elif isinstance(schedule, LambdaLR) and "base_lrs" in state["scheduler"]:
             _continue_at(schedule, state["scheduler"]["last_epoch"], own_rates, optimizer)
-        else:
+        else:  # what goes by results counts those, not steps
             of_rate = [name for name in of_schedule if name in _RATE]
             if of_rate:
-                was, now = self.values[of_rate[0]]
+                name = "lr_scheduler_type" if "lr_scheduler_type" in of_rate else of_rate[0]
+                was, now = self.values[name]
+                kind = was if isinstance(schedule, LambdaLR) else type(schedule).__name__
                 raise ValueError(
-                    f"{of_rate[0]}: expected {was!r}, as the run began, got {now!r}: what "
-                    f"{type(schedule).__name__} does depends on the steps before"
+                    f"{name}: expected {was!r}, as the run began, got {now!r}: what {kind} does "
+                    "depends on the steps before"
                 )
             schedule.load_state_dict(state["scheduler"])
 

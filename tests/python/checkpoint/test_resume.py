@@ -412,3 +412,6 @@ def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
     changed = trainer(tmp_path, max_steps=4, learning_rate=1.0, **plateau)
     with pytest.raises(ValueError, match=r"learning_rate: expected 0\.003.*ReduceLROnPlateau"):
         changed.train(resume_from_checkpoint=True)
+    another = trainer(tmp_path, max_steps=4, lr_scheduler_type="linear", learning_rate=1.0)
+    with pytest.raises(ValueError, match=r"lr_scheduler_type: .*what reduce_lr_on_plateau does"):
+        another.train(resume_from_checkpoint=True)
