@@ -129,7 +129,7 @@ class Calls:
                 inputs,
                 demand.chunks,
                 attention,
-                LayerRunner(recompute=recompute, seed=seed),
+                LayerRunner(recompute=recompute, seed=seed, gpus=model.rng_devices()),
                 loss,
                 config.rope_angles,
                 on_progress,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,18 @@ class LayerRunner:
 
     With ``recompute`` a layer keeps its input and attention's output; the rest is computed again in
     backward.
+
+    Args:
+        seed: of the call; None: layers draw nothing.
+        gpus: from whose generators they may draw, beside the CPU's.
     """
 
-    def __init__(self, *, recompute: bool, seed: int | None) -> None:
+    def __init__(
+        self, *, recompute: bool, seed: int | None, gpus: Sequence[torch.device] = ()
+    ) -> None:
         self._recompute = recompute
         self._seed = seed
+        self._gpus = gpus
         self._kept: list[torch.Tensor] | None = None  # of the layer that runs; None: nothing is
         self.chunk = 0
 
@@ -36,7 +43,7 @@ class LayerRunner:
 
         def run(*inputs: Any) -> Any:
             if seed is not None:
-                _seed_generators(seed)
+                _seed_generators(seed, self._gpus)
             return forward(*inputs, **keywords)
 
         if not (self._recompute and torch.is_grad_enabled()):
@@ -68,18 +75,15 @@ class LayerRunner:
         """Of every generator a layer may draw from; None where nothing is drawn."""
         if self._seed is None:
             return None
-        state = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # the model need not be on the current device
-            state += torch.cuda.get_rng_state_all()
-        return state
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
 
     def restore_random_state(self, state: list[torch.Tensor] | None) -> None:
         """Go on as if nobody else had drawn since :meth:`random_state`."""
         if state is None:
             return
         torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state_all(state[1:])
+        for gpu, of_gpu in zip(self._gpus, state[1:], strict=True):
+            torch.cuda.set_rng_state(of_gpu, gpu)
 
 
 class _Again(torch.autograd.Function):
@@ -100,16 +104,15 @@ class _Again(torch.autograd.Function):
         raise AssertionError("the graph of the second run is not used")
 
 
-def _seed_generators(seed: int) -> None:
+def _seed_generators(seed: int, gpus: Sequence[torch.device]) -> None:
     """Seed what a layer may draw from.
 
     Not torch.manual_seed, which notes the seed, with a stack trace, for every backend that has not
     been started, and keeps it: for each layer of each chunk.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
+    for gpu in gpus:
+        torch.cuda.default_generators[gpu.index].manual_seed(seed)
 
 
 def _layer_seed(seed: int, chunk: int, layer: int) -> int:

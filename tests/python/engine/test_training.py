@@ -253,6 +253,19 @@ def test_layers_seed_only_generators_that_exist(monkeypatch: pytest.MonkeyPatch)
         engine.forward_backward(IDS, IDS)
 
 
+def test_only_generators_of_the_model_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU beside the model would go on from a layer's seed after the call."""
+
+    class Generator:
+        def manual_seed(self, seed: int) -> None:
+            raise AssertionError("a generator that no layer draws from was seeded")
+
+    with oomb.Engine(with_dropout(), config()) as engine:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
+        engine.forward_backward(IDS, IDS)
+
+
 def test_recompute_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are run once more in the sweep, their attention is not."""
     model = make("llama")
