@@ -75,6 +75,8 @@ def _in_float64(
     scaling = getattr(
         module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
     )
+    if position_ids.ndim == cos.ndim:  # time, height and width: alike in text
+        position_ids = position_ids[0]
     freqs = position_ids[..., None].double() * frequencies
     if cos.shape[-1] == 2 * freqs.shape[-1]:
         freqs = torch.cat((freqs, freqs), dim=-1)
