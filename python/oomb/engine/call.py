@@ -39,6 +39,8 @@ class Call:
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
         """What the caller gets; before the call's pages are gone."""
         pages = self.attention.pages
+        if self.model.device.type == "cuda":  # waits and copies are measured when they are over
+            torch.cuda.synchronize(self.model.device)
         counters = pages.manager.stats()
         exposed = pages.order.by_pass(pages.manager.waits().sum(axis=0))
         reads = counters["hits"] + counters["misses"]
@@ -121,6 +123,8 @@ class Calls:
             others = activation_bytes(model, config, inputs.batch, recompute)
             others += gradient_bytes(model)
         with ExitStack() as stack:
+            if model.device.type == "cuda":  # it need not be the caller's current one
+                stack.enter_context(torch.cuda.device(model.device))
             seed = self._dropout_seed(stack)
             pages = stack.enter_context(self._pools.call(demand, others, seed_of_call(step)))
             attention = ChunkAttention(pages)
