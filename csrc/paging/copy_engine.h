@@ -52,7 +52,7 @@ class CopyEngine {
 
   virtual Ticket completed(Lane lane) = 0;
 
-  // Blocks until every lane is empty. Throws StuckCopy if that takes too long.
+  // Blocks until every lane is empty. Throws Error if that takes too long.
   virtual void drain() = 0;
 
   // Events made so far; they are reused, so this stays small.

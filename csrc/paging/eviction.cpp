@@ -145,6 +145,7 @@ int64_t Tiers::make_room_ahead(int64_t slots, int32_t visit) {
 }
 
 void Tiers::store_ahead(int64_t slots) {
+  host_error_.clear();
   int64_t ready = available_slots();
   dirty_.clear();
   for (Slot slot = victims_.first(); slot != kNoSlot && ready < slots;

@@ -126,10 +126,14 @@ std::vector<Slot> Tiers::take_device_slots(int64_t count) {
 }
 
 // For a dirty page. If it has a place there, with what it was before, it gets another one beside
-// the pages that go with it, as far as there are free ones: the tier does not grow for that.
+// the pages that go with it, as far as there are free ones: the tier does not grow for that. Nor is
+// memory that was refused asked for again for the next page: that may take long.
 bool Tiers::take_host_slots(PageIndex index) {
   PageRecord& record = records_[at(index)];
-  if (record.on_host() && host_.free_slots() < slots_of(index)) return true;
+  if (host_.free_slots() < slots_of(index)) {
+    if (record.on_host()) return true;
+    if (!host_error_.empty()) return false;
+  }
   std::array<Slot, 2> slots = {kNoSlot, kNoSlot};
   for (int64_t i = 0; i < slots_of(index); ++i) {
     try {

@@ -154,7 +154,12 @@ void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, v
   check_range(layer, begin, end);
   use(stream);
   tiers_.poll();
-  const int32_t visit = schedule_.next_use(PageKind::kGradient, layer, begin, now_ - 1);
+  // Any page of the range tells the visit; not every sequence has its first one.
+  int32_t visit = schedule_.size();
+  space_.for_each_position(begin, end, [&](int64_t position) {
+    visit = schedule_.next_use(PageKind::kGradient, layer, position, now_ - 1);
+    return false;
+  });
   if (visit < schedule_.size() && schedule_[visit].kind == VisitKind::kReadGradient) {
     advance(visit);
   }

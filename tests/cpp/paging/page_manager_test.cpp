@@ -389,6 +389,26 @@ TEST(PageManager, OwnGradientsAreThereWhenTheyAreRead) {
   EXPECT_GT(f.manager.statistics().h2d_bytes, 0);
 }
 
+// Time moves on with a chunk's read of its own gradients, whichever sequences reach so far.
+TEST(PageManager, OwnGradientsOfALongerSequenceAreAVisitToo) {
+  Fixture f(48);
+  f.manager.begin_call(plan(1, {2, 4},
+                            {{0, VisitKind::kAccumulate, 0, 4},
+                             {0, VisitKind::kAccumulate, 0, 2},
+                             {0, VisitKind::kReadGradient, 2, 4},
+                             {0, VisitKind::kReadGradient, 0, 2}}));
+  f.manager.create_gradients(0, 0, 4);
+  f.write(0, 0, 4);
+  f.visit(0);
+  f.visit(1);
+  f.manager.acquire_gradients(0, 4, 4, nullptr);  // none: behind the last page
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"visit\": 1,");
+  f.manager.acquire_gradients(0, 2, 4, nullptr);
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"visit\": 2,");
+  f.manager.acquire_gradients(0, 0, 2, nullptr);
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"visit\": 3,");
+}
+
 // Layer 2 is needed last, but its kernels and those of layer 1 may still run.
 TEST(PageManager, SlotsInUseGoLast) {
   Fixture f(12);
@@ -466,6 +486,25 @@ TEST(PageManager, FullHostTierNamesItsSetting) {
   const std::string message = message_of([&] { f.write(0, 0, 8); });
   EXPECT_CONTAINS(message, "host_memory");
   EXPECT_CONTAINS(message, std::to_string(2 * kSlotBytes));
+  f.manager.check_integrity();
+}
+
+// To ask for host memory may take long where there is none.
+TEST(PageManager, HostThatRefusesIsNotAskedForEveryPage) {
+  Fixture f(64);
+  f.manager.begin_call(plan(2, {64}, {{0, VisitKind::kRead, 0, 64}}));
+  f.tiers.host_failures->most_bytes = 4 * kSlotBytes;
+  const std::string message = message_of([&] {
+    for (int32_t layer = 0; layer < 2; ++layer) {
+      for (int64_t page = 0; page < 64; ++page) {
+        f.tiers.host_failures->failures = 0;
+        f.write(layer, page, page + 1);
+      }
+    }
+  });
+  EXPECT_CONTAINS(message, "injected failure");
+  EXPECT_GE(f.tiers.host_failures->failures, 1);
+  EXPECT_LE(f.tiers.host_failures->failures, 2);  // as often as the device is asked for room
   f.manager.check_integrity();
 }
 

@@ -31,8 +31,10 @@ using EngineFactory = std::function<std::unique_ptr<paging::CopyEngine>(
 // Two tiers of ordinary memory whose growth can be made to fail, and a page manager over them.
 struct TestTiers {
   TestTiers(const TestTiersOptions& options, const EngineFactory& make_engine) {
-    auto device = pool(options, options.device_slots, "device_memory", device_failures);
-    auto host = pool(options, options.host_slots, "host_memory", host_failures);
+    auto device = pool(options, options.device_slots, "device_memory",
+                       memory::SlotOrder::kFreedFirst, device_failures);
+    auto host =
+        pool(options, options.host_slots, "host_memory", memory::SlotOrder::kRound, host_failures);
     auto made = make_engine(device.pool->base(), host.pool->base(), options.slot_bytes);
     engine = made.get();
     manager = std::make_unique<paging::PageManager>(std::move(device), std::move(host),
@@ -64,6 +66,7 @@ struct TestTiers {
   };
 
   static paging::TierPool pool(const TestTiersOptions& options, int64_t slots, const char* setting,
+                               memory::SlotOrder order,
                                const std::shared_ptr<FailureSwitch>& failures) {
     const int64_t bytes = slots * options.slot_bytes;
     auto counted = std::make_unique<memory::StatisticsResource>(std::make_unique<FailingResource>(
@@ -78,6 +81,7 @@ struct TestTiers {
         memory::SlotPoolOptions{.slot_bytes = options.slot_bytes,
                                 .max_slots = slots,
                                 .step_bytes = options.step_slots * options.slot_bytes,
+                                .order = order,
                                 .shuffle_seed = options.shuffle_seed});
     return tier;
   }
