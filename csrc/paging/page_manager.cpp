@@ -97,9 +97,10 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
 
 void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
   check_visit(visit);
+  // Made once: for each of a list's pages it would take longer than all the rest.
+  const std::string known = concat("sequence * max_pages + page below ", space_.positions());
   for (const int64_t position : positions) {
-    expect(position >= 0 && position < space_.positions(), "pages",
-           concat("sequence * max_pages + page below ", space_.positions()), position);
+    expect(position >= 0 && position < space_.positions(), "pages", known, position);
   }
   const bool first_list = !schedule_.has_pages(visit);
   schedule_.set_pages(visit, std::move(positions));
