@@ -128,11 +128,12 @@ void PageManager::acquire_gathered(bool will_write) {
     tiers_.load(missing_, now_ - 1, false);
     for (const PageIndex index : missing_) pin(index);
     tiers_.create(fresh_, true);
+    pinned_.insert(pinned_.end(), fresh_.begin(), fresh_.end());
+    tiers_.order_compute();
   } catch (...) {
     for (const PageIndex index : pinned_) tiers_.cancel_pin(index, now_ - 1);
     throw;
   }
-  tiers_.order_compute();
   hits_ += found;
   misses_ += static_cast<int64_t>(missing_.size());
 }

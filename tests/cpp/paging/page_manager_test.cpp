@@ -480,6 +480,19 @@ TEST(PageManager, AcquiringMoreThanFitsFailsAndChangesNothing) {
   f.visit(0);
 }
 
+TEST(PageManager, AcquiringWhatTheEngineRefusesChangesNothing) {
+  Fixture f(4);
+  f.manager.begin_call(plan(1, {4}, {{0, VisitKind::kAccumulate, 0, 4}}));
+  f.manager.create_gradients(0, 0, 4);
+  f.write(0, 0, 4);
+  f.engine().refusing = true;
+  EXPECT_THROW(f.manager.acquire(0, 0, 2, nullptr), CudaError);
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"pinned_slots\": 0,");
+  f.manager.check_integrity();
+  f.engine().refusing = false;
+  f.visit(0);
+}
+
 TEST(PageManager, FullHostTierNamesItsSetting) {
   Fixture f(4, 2);
   f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));

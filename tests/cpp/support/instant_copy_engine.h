@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "common/error.h"
 #include "paging/copy_engine.h"
 
 namespace oomb::testing {
@@ -36,6 +37,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
     return mark_compute();
   }
   void update_tables(std::span<const paging::TableChange> changes) override {
+    if (refusing) throw CudaError("injected failure");
     for (const paging::TableChange& change : changes) {
       if (table.size() <= static_cast<size_t>(change.entry)) {
         table.resize(static_cast<size_t>(change.entry) + 1, -1);
@@ -57,6 +59,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
   };
   std::vector<Batch> batches;
   bool finishing = true;       // false: completed() knows of nothing
+  bool refusing = false;       // true: tables cannot be changed
   std::vector<int32_t> table;  // what kernels would read, built from the changes alone
 
  private:
