@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -30,10 +31,13 @@ void take_pages(std::byte* begin, int64_t bytes, int threads) {
     }
   };
   const int64_t useful = std::min<int64_t>(threads, ceil_div(bytes, kStretch));
-  std::vector<std::thread> team;
-  for (int64_t i = 1; i < useful; ++i) team.emplace_back(work);
+  std::vector<std::jthread> team;
+  try {
+    for (int64_t i = 1; i < useful; ++i) team.emplace_back(work);
+  } catch (const std::system_error&) {
+    // There are no more threads to be had: those that run do it all.
+  }
   work();
-  for (std::thread& member : team) member.join();
 }
 
 }  // namespace oomb::memory

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <vector>
 
 namespace oomb::memory {
@@ -33,6 +36,24 @@ TEST(FirstTouch, TakesEveryPageAndNoOther) {
     }
   }
 }
+
+// Sanitizers need addresses of their own.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+TEST(FirstTouch, DoesWithTheThreadsThereAre) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // no stacks left of other tests' threads
+  constexpr int64_t kBytes = int64_t{16} << 20;
+  const auto touch_without_threads = [] {
+    int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    // The range and a little more, but no stack of a thread.
+    const auto limit = static_cast<rlim_t>(pages * kPage + kBytes + (int64_t{2} << 20));
+    const rlimit addresses = {limit, limit};
+    setrlimit(RLIMIT_AS, &addresses);
+    std::exit(resident_pages(kBytes, kBytes, 8) == kBytes / kPage ? 0 : 1);
+  };
+  EXPECT_EXIT(touch_without_threads(), ::testing::ExitedWithCode(0), "");
+}
+#endif
 
 }  // namespace
 }  // namespace oomb::memory
