@@ -1,4 +1,4 @@
-"""Attention of the chunk being run, as the operation that autograd and checkpointing see."""
+"""Attention of the chunk being run, as the operation that autograd sees."""
 
 from __future__ import annotations
 
