@@ -144,17 +144,22 @@ int64_t Tiers::make_room_ahead(int64_t slots, int32_t visit) {
   return std::min(slots, available_slots());
 }
 
+// In the order in which choose_victims takes them.
 void Tiers::store_ahead(int64_t slots) {
   host_error_.clear();
   int64_t ready = available_slots();
   dirty_.clear();
-  for (Slot slot = victims_.first(); slot != kNoSlot && ready < slots;
-       slot = victims_.after(slot)) {
-    const PageIndex index = owner_[at(slot)];
-    ready += slots_of(index);
-    if (records_[at(index)].state != Residency::kDirty) continue;
-    if (!take_host_slots(index)) break;
-    dirty_.push_back(index);
+  for (const bool in_use : {false, true}) {
+    for (Slot slot = victims_.first(); slot != kNoSlot && ready < slots;
+         slot = victims_.after(slot)) {
+      const PageIndex index = owner_[at(slot)];
+      const PageRecord& record = records_[at(index)];
+      if ((record.used >= now_ - 1) != in_use) continue;
+      ready += slots_of(index);
+      if (record.state != Residency::kDirty) continue;
+      if (!take_host_slots(index)) break;
+      dirty_.push_back(index);
+    }
   }
   store(dirty_);
 }
