@@ -24,10 +24,11 @@ __device__ inline void set_turn(int32_t* turn, int32_t order) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(turn), "r"(order) : "memory");
 }
 
-// The same within a block, in shared memory: what one thread has seen, others may rely on.
+// The same within a block, in shared memory: what one thread has seen, others may rely on. Atomic
+// on both sides, so that whoever looks for races sees that the two are meant to meet.
 __device__ inline int load_acquire_shared(const int* place) {
   int value;
-  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];\n"
+  asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;\n"
                : "=r"(value)
                : "r"(device::shared_address(place))
                : "memory");
@@ -35,8 +36,10 @@ __device__ inline int load_acquire_shared(const int* place) {
 }
 
 __device__ inline void store_release_shared(int* place, int value) {
-  asm volatile("st.release.cta.shared.s32 [%0], %1;\n" ::"r"(device::shared_address(place)),
-               "r"(value)
+  int before;
+  asm volatile("atom.release.cta.shared.exch.b32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "r"(device::shared_address(place)), "r"(value)
                : "memory");
 }
 
