@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +176,8 @@ def pinned(gib: int) -> list[dict[str, Any]]:
     """Seconds and GB/s of getting pinned memory, next to cudaHostAlloc; HBM that it costs."""
     rows = []
     torch.cuda.synchronize()
-    context = some_pinned()  # the context of registration is measured by itself, see growth
-    context.commit_host()
+    touched, held = first_touch(gib)  # held, so that the next is new to the machine as well
+    rows.append(touched)
     for name, piece, huge in (
         ("cold, 1 GiB pieces", GIB, True),
         ("warm, 1 GiB pieces", GIB, True),
@@ -207,7 +210,7 @@ def pinned(gib: int) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(row, flush=True)
-    context.release_host()
+    del held
     start = time.perf_counter()
     block = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
     seconds = time.perf_counter() - start
@@ -216,32 +219,20 @@ def pinned(gib: int) -> list[dict[str, Any]]:
     return rows
 
 
-def some_pinned(own_context: bool = True, gib: float = 2**-9) -> _C.PageCopier:
-    return _C.PageCopier(
-        device=0,
-        slot_bytes=2**18,
-        device_slots=1,
-        host_slots=int(gib * GIB) // 2**18,
-        piece_bytes=GIB // 8,
-        own_context=own_context,
-    )
-
-
-def context_cost() -> dict[str, Any]:
-    """What the context in which memory is registered takes: the first piece against the next."""
-    cost = {}
-    copiers = [some_pinned(), some_pinned()]
-    for name, copier in zip(("first", "next"), copiers, strict=True):
-        free, start = torch.cuda.mem_get_info()[0], time.perf_counter()
-        copier.commit_host()
-        cost[f"{name}_piece_seconds"] = time.perf_counter() - start
-        cost[f"{name}_piece_hbm_mib"] = (free - torch.cuda.mem_get_info()[0]) / 2**20
-    free = torch.cuda.mem_get_info()[0]
-    for copier in copiers:
-        copier.release_host()
-    cost["given_back_mib"] = (torch.cuda.mem_get_info()[0] - free) / 2**20
-    print(cost, flush=True)
-    return cost
+def first_touch(gib: int) -> tuple[dict[str, Any], mmap.mmap]:
+    """How fast the machine gives new memory, with nothing else done to it; and that memory."""
+    block = mmap.mmap(-1, gib * GIB)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    part = gib * GIB // (threads := min(16, os.cpu_count() or 1))
+    memory = np.frombuffer(block, dtype=np.uint8)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        for begin in range(0, gib * GIB, part):
+            pool.submit(memory[begin : begin + part : 4096].fill, 1)
+    seconds = time.perf_counter() - start
+    row = {"how": "cold, touched only", "gib": gib, "gb_per_s": gib * GIB / seconds / 1e9}
+    print(row, flush=True)
+    return row, block
 
 
 def growth_beside_kernels(gib: int) -> list[dict[str, Any]]:
@@ -262,13 +253,15 @@ def growth_beside_kernels(gib: int) -> list[dict[str, Any]]:
         return statistics.mean(s[0] for s in seconds), statistics.mean(s[1] for s in seconds)
 
     alone()
-    rows: list[dict[str, Any]] = [context_cost()]
-    for name, own_context in (
-        ("cold, own context", True),
-        ("warm, own context", True),
-        ("warm, the kernels' context, pauses", False),
-    ):
-        copier = some_pinned(own_context, gib)
+    rows: list[dict[str, Any]] = []
+    for name in ("cold", "warm"):
+        copier = _C.PageCopier(
+            device=0,
+            slot_bytes=2**18,
+            device_slots=1,
+            host_slots=gib * GIB // 2**18,
+            piece_bytes=GIB // 8,
+        )
         before = alone()
         kernels, small = [], []
         start = time.perf_counter()
@@ -277,12 +270,10 @@ def growth_beside_kernels(gib: int) -> list[dict[str, Any]]:
             kernels.append(attention.milliseconds(20))
             small.append(launches())
         seconds = time.perf_counter() - start
-        apart = copier.registered_apart()
         after = alone()
         rows.append(
             {
                 "how": name,
-                "registered_apart": apart,
                 "gb_per_s": gib * GIB / seconds / 1e9,
                 "attention_times": 2 * statistics.mean(kernels) / (before[0] + after[0]),
                 "launches_times": 2 * statistics.mean(small) / (before[1] + after[1]),

@@ -23,15 +23,13 @@ using SlotArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast
 class PageCopier {
  public:
   PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
-             int64_t piece_bytes, bool huge_pages, bool own_context, bool batched,
-             bool overlap_hint)
+             int64_t piece_bytes, bool huge_pages, bool batched, bool overlap_hint)
       : device_(memory::make_device_resource(device, device_slots * slot_bytes)),
         host_({.device = device,
                .capacity = host_slots * slot_bytes,
                .piece_bytes = piece_bytes,
                .slot_bytes = slot_bytes,
                .huge_pages = huge_pages,
-               .own_context = own_context,
                .explicit_size = true}) {
     device_->commit(device_slots * slot_bytes);
     engine_ = offload::make_cuda_copy_engine({.device = device,
@@ -50,7 +48,6 @@ class PageCopier {
     host_.commit(host_.capacity());
   }
   int64_t ready_host_bytes() const { return host_.ready(); }
-  bool registered_apart() const { return host_.registered_apart(); }
   void release_host() {
     const py::gil_scoped_release release;
     host_.release();
@@ -83,16 +80,14 @@ class PageCopier {
 
 void bind_page_copier(py::module_& module) {
   py::class_<PageCopier>(module, "PageCopier")
-      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool>(),
-           py::kw_only(), py::arg("device"), py::arg("slot_bytes"), py::arg("device_slots"),
-           py::arg("host_slots"), py::arg("piece_bytes") = int64_t{1} << 30,
-           py::arg("huge_pages") = true, py::arg("own_context") = true, py::arg("batched") = true,
-           py::arg("overlap_hint") = true)
+      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool, bool>(), py::kw_only(),
+           py::arg("device"), py::arg("slot_bytes"), py::arg("device_slots"), py::arg("host_slots"),
+           py::arg("piece_bytes") = int64_t{1} << 30, py::arg("huge_pages") = true,
+           py::arg("batched") = true, py::arg("overlap_hint") = true)
       .def("prepare_host", &PageCopier::prepare_host)
       .def("commit_host", &PageCopier::commit_host)
       .def("ready_host_bytes", &PageCopier::ready_host_bytes)
       .def("release_host", &PageCopier::release_host)
-      .def("registered_apart", &PageCopier::registered_apart)
       .def("copy", &PageCopier::copy, py::arg("to_host"), py::arg("device_slots"),
            py::arg("host_slots"))
       .def("drain", &PageCopier::drain);

@@ -4,12 +4,12 @@ namespace oomb::memory {
 
 namespace {
 
-// `version`: the one that the signature is from.
 template <typename Function>
-bool resolve(const char* name, Function& function, unsigned int version = 12000) {
+bool resolve(const char* name, Function& function) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  if (cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found) !=
+  constexpr unsigned int kVersion = 12000;  // the version these signatures are from
+  if (cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &found) !=
           cudaSuccess ||
       found != cudaDriverEntryPointSuccess) {
     cudaGetLastError();
@@ -31,20 +31,6 @@ const DriverApi* driver_api() {
         resolve("cuMemUnmap", found.unmap) && resolve("cuMemSetAccess", found.set_access) &&
         resolve("cuMemGetAllocationGranularity", found.granularity) &&
         resolve("cuDeviceGetAttribute", found.device_attribute);
-    return found;
-  }();
-  return api.complete ? &api : nullptr;
-}
-
-const ContextApi* context_api() {
-  static const ContextApi api = [] {
-    ContextApi found;
-    found.complete = resolve("cuCtxCreate", found.create, 3020) &&
-                     resolve("cuCtxDestroy", found.destroy, 4000) &&
-                     resolve("cuCtxPushCurrent", found.push, 4000) &&
-                     resolve("cuCtxPopCurrent", found.pop, 4000) &&
-                     resolve("cuMemHostRegister", found.register_host, 6050) &&
-                     resolve("cuMemHostUnregister", found.unregister_host, 4000);
     return found;
   }();
   return api.complete ? &api : nullptr;

@@ -4,13 +4,11 @@
 #include <cstdint>
 #include <exception>
 #include <future>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "memory/cuda/registration_context.h"
 #include "memory/memory_resource.h"
 
 namespace oomb::memory {
@@ -18,13 +16,11 @@ namespace oomb::memory {
 struct PinnedOptions {
   int device = 0;
   int64_t capacity = 0;
-  // Memory is touched and registered in pieces of at most this size.
+  // Memory is touched and registered in pieces of at most this size: while one is registered nobody
+  // can launch kernels on the device.
   int64_t piece_bytes = int64_t{128} << 20;
   int64_t slot_bytes = 1;  // no slot lies across two pieces
   bool huge_pages = true;
-  // Registration keeps to a context of its own, if the device gives one. Without it launches of
-  // kernels stand still meanwhile; so the thread then pauses after every piece.
-  bool own_context = true;
   // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
   // the head room read now is not the last word.
   bool explicit_size = false;
@@ -36,7 +32,11 @@ struct PinnedOptions {
 //
 //     |== committed ==|== ready ==|-- being made by the thread --|----- addresses only -----|
 //
-// While one piece is registered the next is touched already.
+// While one piece is registered the next is touched already. Unless somebody waits, registration
+// pauses after each piece, so that launches of kernels get through:
+//
+//     thread   | register 1 |----- pause -----| register 2 |----- pause -----|
+//     touches  |------ 2 ------|              |------ 3 ------|
 //
 // prepare() tells how much will be needed: a thread goes ahead, and commit() waits for it only
 // where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
@@ -54,8 +54,6 @@ class PinnedResource final : public MemoryResource {
   void release() override;
 
   int64_t ready() const;
-  // What there is was registered in a context of its own.
-  bool registered_apart() const;
 
  private:
   void run();
@@ -83,9 +81,8 @@ class PinnedResource final : public MemoryResource {
   std::thread thread_;
   std::vector<int64_t> pieces_;  // sizes of what is registered, from the front
   // Of the thread alone (and of whoever has joined it):
-  std::shared_ptr<RegistrationContext> context_;  // of all pieces, or null: the runtime's
-  std::future<void> touching_;                    // the piece behind the one being registered
-  int64_t touched_ = 0;                           // pages below this have been taken
+  std::future<void> touching_;  // the piece behind the one being registered
+  int64_t touched_ = 0;         // pages below this have been taken
 };
 
 }  // namespace oomb::memory

@@ -120,11 +120,6 @@ int64_t PinnedResource::ready() const {
   return ready_;
 }
 
-bool PinnedResource::registered_apart() const {
-  const std::lock_guard lock(mutex_);
-  return ready_ > 0 && context_ != nullptr;
-}
-
 void PinnedResource::prepare(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   target_ = std::max(target_, std::min(bytes, capacity_));
@@ -183,7 +178,6 @@ void PinnedResource::run() {
       ready_ += bytes;
     }
     changed_.notify_all();
-    if (context_ != nullptr) continue;
     changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
                       [this] { return stop_ || hurry_; });
   }
@@ -195,15 +189,13 @@ int64_t PinnedResource::piece_at(int64_t begin) const {
 
 double PinnedResource::add_piece(int64_t begin, bool hurry, bool more) {
   try {
-    if (begin == 0 && options_.own_context) context_ = RegistrationContext::of(options_.device);
     if (touching_.valid()) {
       touching_.get();
     } else {
       touch_piece(begin, hurry);
     }
     const int64_t next = begin + piece_at(begin);
-    // Whoever pauses between pieces has the time to touch one after the other.
-    if (more && (hurry || context_ != nullptr)) {
+    if (more) {
       touching_ = std::async(std::launch::async, [this, next, hurry] { touch_piece(next, hurry); });
     }
     const auto start = std::chrono::steady_clock::now();
@@ -243,7 +235,6 @@ void PinnedResource::touch_piece(int64_t begin, bool hurry) {
 void PinnedResource::register_piece(int64_t begin) {
   const int64_t bytes = piece_at(begin);
   try {
-    if (context_ != nullptr) return context_->add(base_ + begin, bytes);
     const DeviceGuard guard(options_.device);
     cuda_call("cudaHostRegister", [&] {
       return cudaHostRegister(base_ + begin, static_cast<size_t>(bytes),
@@ -271,16 +262,12 @@ void PinnedResource::release() {
   touching_ = {};
   int64_t begin = 0;
   for (const int64_t bytes : pieces_) {
-    if (context_ != nullptr) {
-      context_->remove(base_ + begin);
-    } else if (cudaHostUnregister(base_ + begin) != cudaSuccess) {
-      cudaGetLastError();  // of a broken context, which has unpinned everything anyway
-    }
+    // A failure can only be that of a broken context, which has unpinned everything anyway.
+    if (cudaHostUnregister(base_ + begin) != cudaSuccess) cudaGetLastError();
     begin += bytes;
   }
   give_back_from(0);
   pieces_.clear();
-  context_.reset();
   target_ = ready_ = committed_ = 0;
   failure_ = nullptr;
 }

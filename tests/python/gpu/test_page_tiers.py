@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def pinned(**options: Any) -> _C.PageCopier:
     return _C.PageCopier(device=0, slot_bytes=2**21, device_slots=32, host_slots=32, **options)
 
 
-@pytest.fixture
-def registration_context() -> Iterator[None]:
-    """Kept for the test, where managers come and go: one takes a while to make."""
-    keeper = pinned()
-    keeper.commit_host()
-    yield
-    keeper.release_host()
-
-
-@pytest.mark.usefixtures("registration_context")
 def test_no_stamp_is_stale_in_1000_random_schedules() -> None:
     player = Player()
     for seed in range(SCHEDULES):
@@ -60,7 +49,6 @@ def test_no_stamp_is_stale_in_1000_random_schedules() -> None:
     assert int(player.bad) == 0
 
 
-@pytest.mark.usefixtures("registration_context")
 def test_no_stamp_is_stale_in_tight_places() -> None:
     for seed in range(100):
         assert TightTier(seed, None).hand_on_host_slot() == 0
@@ -68,7 +56,6 @@ def test_no_stamp_is_stale_in_tight_places() -> None:
         assert TightTier(seed, None).store_over_a_store() == 0
 
 
-@pytest.mark.usefixtures("registration_context")
 @pytest.mark.parametrize("wait", _C.page_waits())
 def test_leaving_a_wait_out_is_noticed(wait: str) -> None:
     for seed in range(SCHEDULES):
@@ -82,7 +69,6 @@ def test_leaving_a_wait_out_is_noticed(wait: str) -> None:
     pytest.fail(f"no stale stamp without {wait}")
 
 
-@pytest.mark.usefixtures("registration_context")
 def test_poisoned_and_shuffled_slots_change_nothing() -> None:
     for seed in range(20):
         digests = set()
@@ -93,7 +79,6 @@ def test_poisoned_and_shuffled_slots_change_nothing() -> None:
         assert len(digests) == 1
 
 
-@pytest.mark.usefixtures("registration_context")
 def test_any_failing_cuda_call_leaves_everything_usable() -> None:
     case = Case(3, spin=False)  # five slots for 36 of pages
     undisturbed = Player()
@@ -168,50 +153,6 @@ def test_close_gives_everything_back() -> None:
     for _ in range(20):
         stale(case)
     assert torch.cuda.mem_get_info()[0] >= free - 2**21
-
-
-def test_memory_is_registered_in_a_context_that_goes_with_the_last_of_it() -> None:
-    before = pinned()  # whatever the first use takes for good
-    before.commit_host()
-    before.release_host()
-    del before
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
-    first, second = pinned(), pinned()
-    first.commit_host()
-    assert first.registered_apart()
-    with_context = torch.cuda.mem_get_info()[0]
-    second.commit_host()
-    assert second.registered_apart()
-    assert torch.cuda.mem_get_info()[0] >= with_context - 2**24, "one context for both"
-    first.release_host()
-    slots = np.arange(32, dtype=np.int32)
-    for to_host in (True, False):  # what the second has is page-locked still
-        second.copy(to_host, slots, slots[::-1].copy())
-    second.drain()
-    second.release_host()
-    del first, second
-    gc.collect()
-    assert torch.cuda.mem_get_info()[0] >= free - 2**21
-
-
-def test_memory_is_registered_with_the_kernels_where_there_is_no_other_context() -> None:
-    refused = pinned()
-    _C.fail_cuda_call(0)  # the one that gets the context
-    refused.commit_host()
-    _C.fail_cuda_call(-1)
-    plain = pinned(own_context=False)
-    plain.commit_host()
-    slots = np.arange(32, dtype=np.int32)
-    for copier in (refused, plain):
-        assert not copier.registered_apart()
-        for to_host in (True, False):
-            copier.copy(to_host, slots, slots)
-        copier.drain()
-        copier.release_host()
-    refused.commit_host()  # it is asked for again
-    assert refused.registered_apart()
-    refused.release_host()
 
 
 def test_what_was_pinned_before_a_failure_stays_and_growth_goes_on() -> None:
