@@ -13,7 +13,7 @@ from oomb.plan.pages import PageCall
 
 # Bytes by which a pool grows: (device tier, host tier).
 _STEPS = {"cpu": (2**20, 2**20), "cuda": (2**28, 2**26)}
-_UNITS = {"cpu": 2**16, "cuda": 2**21}  # and what it is a multiple of
+_UNITS = {"cpu": (2**16, 2**16), "cuda": (2**21, 2**27)}  # and what it is a multiple of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,9 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
         slots = -(-in_use // slot)
         step = max(1, _STEPS[call.device_type][tier] // slot)
         mapped = min(-(-slots // step) * step, max_slots)
-        unit = _UNITS[call.device_type]
-        return -(-mapped * slot // unit) * unit
+        unit = _UNITS[call.device_type][tier]
+        whole = -(-mapped * slot // unit) * unit
+        return whole if tier == 0 else min(whole, max_slots * slot)
 
     peak = slots_at_once(call)
     if peak > caps.device_slots and not dry_run:
