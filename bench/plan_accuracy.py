@@ -4,7 +4,8 @@
     python bench/plan_accuracy.py --device cpu --cases lora,sampled --json accuracy.json
 
 A small warm-up, a step with the optimizer, and the ones behind it, which are measured: three on a
-GPU, whose median counts, for its steps are short; one on the CPU. There every configuration runs in
+GPU, whose median counts, for its steps are short (one where every step draws other chunks); one on
+the CPU. There every configuration runs in
 a process of its own, and memory is what the process holds resident at its peak beyond what it held
 before the model was made. On a GPU it is what torch's allocator and the page pools report, and what
 the driver has given to both.
@@ -59,6 +60,7 @@ class Case:
     selector: str = "model"  # of _SELECTORS: what page-sparse attention chooses
     dtype: str = "float32"
     optimizer: str = "adamw_torch"
+    steps: int = 3  # that are measured on a GPU
 
 
 CASES = {
@@ -66,7 +68,7 @@ CASES = {
     "lora": Case(lora=True),
     "recompute": Case({"recompute": "layer"}, gpu_model="0.5b"),
     "topk": Case({"attention": oomb.TopKPages(budget=4)}, chunks=12, gpu_model="0.5b"),
-    "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=37)}, chunks=12),
+    "sampled": Case({"backward": oomb.SampledChunks(keep=0.5, seed=37)}, chunks=12, steps=1),
     "windows": Case(family="mistral", shape={"sliding_window": 300}),
     "two-tiers": Case(tier_share=0.25),
     "two-tiers-bf16": Case({"kv_grad_dtype": "bfloat16"}, tier_share=0.25, dtype="bfloat16"),
@@ -217,7 +219,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     with oomb.Engine(model, config) as engine:
         engine._pools.selector_type = _SELECTORS[case.selector][0]
         times = []
-        for step in range(4 if device == "cuda" else 2):
+        for step in range(1 + (case.steps if device == "cuda" else 1)):
             if step == 1:
                 gc.collect()  # takes 0.3 s and more where much is imported, and belongs to no step
                 memory.start_anew()

@@ -10,6 +10,7 @@ import torch
 
 from oomb.config import Config
 from oomb.engine.attention import ChunkAttention
+from oomb.engine.collector import older_objects_aside
 from oomb.engine.demand import Demand
 from oomb.engine.inputs import CallInputs
 from oomb.engine.loop import ChunkLoop, OnProgress
@@ -123,6 +124,7 @@ class Calls:
             others = activation_bytes(model, config, inputs.batch, recompute)
             others += gradient_bytes(model)
         with ExitStack() as stack:
+            stack.enter_context(older_objects_aside())
             if model.device.type == "cuda":  # it need not be the caller's current one
                 stack.enter_context(torch.cuda.device(model.device))
             seed = self._dropout_seed(stack)
