@@ -543,6 +543,18 @@ TEST(PageManager, MisuseIsRefused) {
   f.manager.close();
 }
 
+TEST(PageManager, ACallThatCouldNotBeginHasNotBegun) {
+  Fixture f(4);
+  const CallPlan spilling = plan(1, {8}, {{0, VisitKind::kRead, 0, 8}});
+  f.tiers.host_failures->no_preparing = true;
+  EXPECT_THROW(f.manager.begin_call(spilling), Error);
+  EXPECT_CONTAINS(message_of([&] { f.write(0, 0, 1); }), "no call has begun");
+  f.tiers.host_failures->no_preparing = false;
+  f.manager.begin_call(spilling);
+  f.write(0, 0, 8);
+  f.visit(0);
+}
+
 TEST(PageManager, EveryPageDiesWithTheCall) {
   Fixture f(4);
   for (int call = 0; call < 3; ++call) {
