@@ -12,6 +12,7 @@
 
 #include "memory/cuda/registration_context.h"
 #include "memory/memory_resource.h"
+#include "memory/room_check.h"
 
 namespace oomb::memory {
 
@@ -25,8 +26,7 @@ struct PinnedOptions {
   // Registration keeps to a context of its own, if the device gives one. Without it launches of
   // kernels stand still meanwhile; so the thread then pauses after every piece.
   bool own_context = true;
-  // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
-  // the head room read now is not the last word.
+  // The size was asked for by name: the head room read now is not the last word, see RoomCheck.
   bool explicit_size = false;
 };
 
@@ -86,6 +86,7 @@ class PinnedResource final : public MemoryResource {
   std::shared_ptr<RegistrationContext> context_;  // of all pieces, or null: the runtime's
   std::future<void> touching_;                    // the piece behind the one being registered
   int64_t touched_ = 0;                           // pages below this have been taken
+  RoomCheck room_;
 };
 
 }  // namespace oomb::memory
