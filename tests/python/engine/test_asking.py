@@ -32,7 +32,7 @@ def ask():
 askers = [threading.Thread(target=ask) for _ in range(2)]
 for asker in askers:
     asker.start()
-for rows in visits * 10:
+for rows in visits * 4:
     manager.begin_call(num_layers=1, pages_per_sequence=[4], grad_slots=1, visits=rows)
     manager.end_call()
 over.set()
