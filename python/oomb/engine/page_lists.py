@@ -125,7 +125,7 @@ class PageLists:
 
 def _on_host(sizes: ListSizes, device: torch.device) -> torch.Tensor:
     """Host memory, pinned where a GPU reads and writes it."""
-    needed = sizes.num_bytes
+    needed = sizes.host_bytes(device.type)
     pinned = device.type == "cuda" and needed > 0
     try:
         return torch.empty(sizes.of_call, dtype=torch.int32, pin_memory=pinned)
