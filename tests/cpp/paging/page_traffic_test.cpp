@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "paging/managed_tiers.h"
@@ -211,6 +212,28 @@ TEST(PageTraffic, EveryLayerKeepsAShare) {
     for (int64_t page = 0; page < 16; ++page) kept += f.manager.tables()[first + page] >= 0 ? 1 : 0;
     EXPECT_GT(kept, 0) << "layer " << layer;
   }
+}
+
+TEST(PageTraffic, WaitsCountUnderTheVisitThatNeededThem) {
+  ManagedTiers f(8);
+  const auto seconds = [](std::span<const double> waits) {
+    return std::accumulate(waits.begin(), waits.end(), 0.0);
+  };
+  f.manager.begin_call(plan(1, {24}, std::vector<Visit>(5, {0, VisitKind::kRead, 0, 24})));
+  f.write(0, 0, 24);  // into slots from which pages are being stored
+  const CallTimes& times = f.manager.times();
+  const double for_stores = times.waits_for_stores()[0];
+  EXPECT_GT(for_stores, 0);
+  EXPECT_EQ(seconds(times.waits_for_loads()), 0);
+  for (int32_t t = 0; t < 5; ++t) {
+    const double before = seconds(times.waits_for_loads());
+    f.visit(t);
+    EXPECT_GT(times.waits_for_loads()[static_cast<size_t>(t)], 0);
+    EXPECT_EQ(times.waits_for_loads()[static_cast<size_t>(t)],
+              seconds(times.waits_for_loads()) - before);
+  }
+  EXPECT_EQ(seconds(times.waits_for_stores()), for_stores);
+  EXPECT_EQ(times.waits(), for_stores + seconds(times.waits_for_loads()));
 }
 
 }  // namespace
