@@ -32,7 +32,7 @@ using Int32Array = py::array_t<int32_t, py::array::c_style | py::array::forcecas
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
 // Page managers belong to one thread at a time; the lock makes that true while the interpreter lock
-// is released.
+// is released. Other threads may ask how a call is going: stats(), waits(), snapshot().
 class SharedManager {
  public:
   explicit SharedManager(std::unique_ptr<PageManager> manager, int device = -1)
@@ -46,7 +46,7 @@ class SharedManager {
     const std::lock_guard lock(mutex_);
     return call(*manager_);
   }
-  PageManager& operator*() { return *manager_; }
+  PageManager& operator*() { return *manager_; }  // for the thread that runs the call
 
  private:
   std::unique_ptr<PageManager> manager_;
@@ -168,7 +168,8 @@ py::object table_view(SharedManager& manager, int64_t begin, std::vector<py::ssi
 }
 
 py::dict statistics_of(SharedManager& manager) {
-  const paging::PageStatistics s = (*manager).statistics();
+  const paging::PageStatistics s =
+      manager.with([](const PageManager& m) { return m.statistics(); });
   py::dict result;
   result["device_peak_bytes"] = s.device_peak_bytes;
   result["host_peak_bytes"] = s.host_peak_bytes;
@@ -186,7 +187,7 @@ py::dict statistics_of(SharedManager& manager) {
 
 // float64 [2, visits]: seconds that compute stood still in each visit, for loads and for stores.
 py::array_t<double> waits_of(SharedManager& manager) {
-  const paging::CallTimes& times = (*manager).times();
+  const paging::CallTimes times = manager.with([](const PageManager& m) { return m.times(); });
   py::array_t<double> waits({py::ssize_t{2}, std::ssize(times.waits_for_loads())});
   std::ranges::copy(times.waits_for_loads(), waits.mutable_data(0));
   std::ranges::copy(times.waits_for_stores(), waits.mutable_data(1));

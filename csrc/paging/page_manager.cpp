@@ -51,8 +51,8 @@ void PageManager::begin_call(CallPlan plan) {
   tiers_.begin(space_, schedule_, grad_slots_, plan.exact);
   prefetcher_.begin(space_, schedule_, smallest_slots_, plan.exact);
   engine_->reset_tables(tiers_.tables().size());
-  active_ = true;
   prepare_host();
+  active_ = true;
 }
 
 // What cannot fit the device will go to the host: let slow memory be got ahead of its use.

@@ -1,7 +1,7 @@
 #include "paging/schedule.h"
 
 #include <algorithm>
-#include <functional>
+#include <iterator>
 #include <utility>
 
 namespace oomb::paging {
@@ -11,15 +11,24 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
       visits_(std::move(visits)),
       listed_(visits_.size(), false),
       lists_(visits_.size()),
-      of_layer_(static_cast<size_t>(space.num_layers())),
-      uses_(static_cast<size_t>(space.num_layers())),
-      found_(static_cast<size_t>(space.num_layers())),
-      max_pages_(std::max<int64_t>(1, space.max_pages())),
-      positions_(space.positions()) {
+      place_(visits_.size()),
+      layers_(static_cast<size_t>(space.num_layers())),
+      max_pages_(std::max<int64_t>(1, space.max_pages())) {
   for (int32_t i = 0; i < size(); ++i) {
-    of_layer_[static_cast<size_t>((*this)[i].layer)].push_back(i);
+    Layer& layer = layer_of(i);
+    const size_t place = layer.visits.size();
+    place_[static_cast<size_t>(i)] = static_cast<int32_t>(place);
+    layer.visits.push_back(i);
+    for (const PageKind kind : {PageKind::kKeyValue, PageKind::kGradient}) {
+      auto& touching = layer.touching[static_cast<size_t>(kind)];
+      touching.resize(place / 64 + 1, 0);
+      if ((*this)[i].touches(kind)) touching.back() |= uint64_t{1} << (place % 64);
+    }
   }
-  ranged_ = of_layer_;
+  for (Layer& layer : layers_) {
+    layer.ranged = layer.visits;
+    layer.uses = UseBits(space.positions(), std::ssize(layer.visits));
+  }
   // A page's gradient is read once: searching ranges for that one visit would take the longer the
   // more chunks there are.
   for (int32_t i = 0; i < size(); ++i) {
@@ -30,12 +39,6 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
                             [&](int64_t position) { positions.push_back(position); });
     set_pages(i, std::move(positions));
   }
-}
-
-std::vector<int32_t>& Schedule::uses_of(int32_t layer, int64_t position) {
-  auto& of_layer = uses_[static_cast<size_t>(layer)];
-  if (of_layer.empty()) of_layer.resize(static_cast<size_t>(positions_));
-  return of_layer[static_cast<size_t>(position)];
 }
 
 std::vector<int64_t> Schedule::ordered(std::vector<int64_t> positions) const {
@@ -50,31 +53,23 @@ std::vector<int64_t> Schedule::ordered(std::vector<int64_t> positions) const {
 }
 
 void Schedule::set_pages(int32_t visit, std::vector<int64_t> positions) {
-  const int32_t layer = (*this)[visit].layer;
+  Layer& layer = layer_of(visit);
+  const int32_t place = place_[static_cast<size_t>(visit)];
   if (has_pages(visit)) {
-    for (const int64_t position : pages(visit)) {
-      auto& uses = uses_of(layer, position);
-      uses.erase(std::lower_bound(uses.begin(), uses.end(), visit, std::greater<>()));
-    }
+    for (const int64_t position : pages(visit)) layer.uses.clear(position, place);
   } else {
-    auto& ranged = ranged_[static_cast<size_t>(layer)];
-    ranged.erase(std::lower_bound(ranged.begin(), ranged.end(), visit));
-    found_[static_cast<size_t>(layer)] = {};
+    layer.ranged.erase(std::lower_bound(layer.ranged.begin(), layer.ranged.end(), visit));
+    layer.next_ranged = {};
   }
   positions = ordered(std::move(positions));
-  // Lists mostly come in from the last visit to the first (the sweep replays the fill backwards),
-  // so that a new visit goes to the end of these descending lists.
-  for (const int64_t position : positions) {
-    auto& uses = uses_of(layer, position);
-    uses.insert(std::lower_bound(uses.begin(), uses.end(), visit, std::greater<>()), visit);
-  }
+  for (const int64_t position : positions) layer.uses.set(position, place);
   lists_[static_cast<size_t>(visit)] = std::move(positions);
   listed_[static_cast<size_t>(visit)] = true;
 }
 
 int32_t Schedule::heir(int32_t visit) const {
   const Visit& from = (*this)[visit];
-  const auto& visits = of_layer_[static_cast<size_t>(from.layer)];
+  const auto& visits = layers_[static_cast<size_t>(from.layer)].visits;
   auto it = std::upper_bound(visits.begin(), visits.end(), visit);
   while (it != visits.end() && !(*this)[*it].touches(PageKind::kKeyValue)) ++it;
   if (it == visits.end() || has_pages(*it)) return -1;
@@ -93,40 +88,29 @@ std::span<const int64_t> Schedule::pages_between(std::span<const int64_t> positi
 }
 
 int32_t Schedule::next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const {
+  const Layer& of = layers_[static_cast<size_t>(layer)];
   const auto page = static_cast<int32_t>(position % max_pages_);
-  return std::min(next_in_ranges(kind, layer, page, after),
-                  next_in_lists(kind, layer, position, after));
+  const int32_t ranged = next_in_ranges(kind, layer, page, after);
+  const auto begin = static_cast<int32_t>(first_after(of.visits, after, of.next));
+  const auto end = ranged < size() ? place_[static_cast<size_t>(ranged)]
+                                   : static_cast<int32_t>(of.visits.size());
+  const int32_t place = of.uses.first(position, of.touching[static_cast<size_t>(kind)], begin, end);
+  return place < end ? of.visits[static_cast<size_t>(place)] : ranged;
 }
 
-size_t Schedule::first_ranged_after(int32_t layer, int32_t after) const {
-  Found& found = found_[static_cast<size_t>(layer)];
+size_t Schedule::first_after(const std::vector<int32_t>& visits, int32_t after, Found& found) {
   if (found.after != after) {
-    const auto& ranged = ranged_[static_cast<size_t>(layer)];
-    const auto place = std::upper_bound(ranged.begin(), ranged.end(), after);
-    found = {after, static_cast<size_t>(place - ranged.begin())};
+    const auto place = std::upper_bound(visits.begin(), visits.end(), after);
+    found = {after, static_cast<size_t>(place - visits.begin())};
   }
   return found.at;
 }
 
 int32_t Schedule::next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const {
-  const auto& ranged = ranged_[static_cast<size_t>(layer)];
-  for (size_t i = first_ranged_after(layer, after); i < ranged.size(); ++i) {
-    const Visit& visit = (*this)[ranged[i]];
-    if (visit.touches(kind) && visit.first <= page && page < visit.last) return ranged[i];
-  }
-  return size();
-}
-
-int32_t Schedule::next_in_lists(PageKind kind, int32_t layer, int64_t position,
-                                int32_t after) const {
-  const auto& of_layer = uses_[static_cast<size_t>(layer)];
-  if (of_layer.empty()) return size();
-  const auto& uses = of_layer[static_cast<size_t>(position)];
-  // Descending: the visits later than `after` are the front part.
-  auto it = std::lower_bound(uses.begin(), uses.end(), after, std::greater<>());
-  while (it != uses.begin()) {
-    --it;
-    if ((*this)[*it].touches(kind)) return *it;
+  const Layer& of = layers_[static_cast<size_t>(layer)];
+  for (size_t i = first_after(of.ranged, after, of.next_ranged); i < of.ranged.size(); ++i) {
+    const Visit& visit = (*this)[of.ranged[i]];
+    if (visit.touches(kind) && visit.first <= page && page < visit.last) return of.ranged[i];
   }
   return size();
 }

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "paging/page_space.h"
+#include "paging/use_bits.h"
 
 namespace oomb::paging {
 
@@ -29,7 +31,7 @@ struct Visit {
 };
 
 // The known future: what is used when. Ranges answer in closed form (a scan over the layer's visits
-// that nearly always ends at once); exact lists through an inverted index, position -> visits.
+// that nearly always ends at once); exact lists through bits, position -> visits.
 class Schedule {
  public:
   Schedule() = default;
@@ -70,26 +72,31 @@ class Schedule {
   int32_t next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
 
  private:
-  size_t first_ranged_after(int32_t layer, int32_t after) const;
-  int32_t next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const;
-  int32_t next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after) const;
-  std::vector<int32_t>& uses_of(int32_t layer, int64_t position);
-
-  PageSpace space_;
-  std::vector<Visit> visits_;
-  std::vector<bool> listed_;
-  std::vector<std::vector<int64_t>> lists_;              // per visit
-  std::vector<std::vector<int32_t>> of_layer_;           // per layer: its visits
-  std::vector<std::vector<int32_t>> ranged_;             // per layer: visits without a list
-  std::vector<std::vector<std::vector<int32_t>>> uses_;  // per layer, position: visits, descending
-  // Queries come in runs of equal (layer, after): where the last search ended, per layer.
+  // Queries come in runs of equal (layer, after): where the last search ended.
   struct Found {
     int32_t after = -2;
     size_t at = 0;
   };
-  mutable std::vector<Found> found_;
+  static size_t first_after(const std::vector<int32_t>& visits, int32_t after, Found& found);
+  int32_t next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const;
+
+  // What is asked of one layer. Among its own visits a visit is known by its place.
+  struct Layer {
+    std::vector<int32_t> visits;
+    std::vector<int32_t> ranged;                    // those without a list
+    UseBits uses;                                   // those with one
+    std::array<std::vector<uint64_t>, 2> touching;  // per kind of page: bits of visits
+    mutable Found next, next_ranged;
+  };
+  Layer& layer_of(int32_t visit) { return layers_[static_cast<size_t>((*this)[visit].layer)]; }
+
+  PageSpace space_;
+  std::vector<Visit> visits_;
+  std::vector<bool> listed_;
+  std::vector<std::vector<int64_t>> lists_;  // per visit
+  std::vector<int32_t> place_;               // per visit: its place among its layer's
+  std::vector<Layer> layers_;
   int64_t max_pages_ = 1;
-  int64_t positions_ = 0;
 };
 
 }  // namespace oomb::paging

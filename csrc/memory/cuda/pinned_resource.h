@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "memory/memory_resource.h"
+#include "memory/room_check.h"
 
 namespace oomb::memory {
 
@@ -21,8 +22,7 @@ struct PinnedOptions {
   int64_t piece_bytes = int64_t{128} << 20;
   int64_t slot_bytes = 1;  // no slot lies across two pieces
   bool huge_pages = true;
-  // The size was asked for by name: where the machine's memory grows while it is used (MemTotal),
-  // the head room read now is not the last word.
+  // The size was asked for by name: the head room read now is not the last word, see RoomCheck.
   bool explicit_size = false;
 };
 
@@ -83,6 +83,7 @@ class PinnedResource final : public MemoryResource {
   // Of the thread alone (and of whoever has joined it):
   std::future<void> touching_;  // the piece behind the one being registered
   int64_t touched_ = 0;         // pages below this have been taken
+  RoomCheck room_;
 };
 
 }  // namespace oomb::memory

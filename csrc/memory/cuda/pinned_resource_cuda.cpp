@@ -54,38 +54,10 @@ void prefer_node(std::byte* begin, int64_t bytes, int node) {
   syscall(SYS_mbind, begin, static_cast<unsigned long>(bytes), kPreferred, &mask, 65ul, 0u);
 }
 
-// Room left for everybody else, the kernel included.
-int64_t reserve_for_others(int64_t total) { return std::max(int64_t{512} * kMiB, total / 64); }
-
-// Checks that the machine can give a piece. A machine whose memory grows with use is given time.
-void require_head_room(int64_t bytes, int64_t held, bool explicit_size) {
-  constexpr auto kPatience = std::chrono::seconds(10);
-  HeadRoom room = read_head_room();
-  const auto start = std::chrono::steady_clock::now();
-  auto last_growth = start;
-  while (room.available < bytes + reserve_for_others(room.total)) {
-    // Waiting helps only where memory grows; asking for a little more is what makes it grow.
-    const bool patient = explicit_size && room.available > bytes &&
-                         std::chrono::steady_clock::now() - last_growth < kPatience;
-    if (!patient) {
-      throw OutOfMemory(
-          concat("host memory: needed ", human_bytes(bytes), " (", bytes, " bytes) more beside ",
-                 human_bytes(held), " pinned, the machine has ", human_bytes(room.available),
-                 " available of ", human_bytes(room.total), ", ",
-                 human_bytes(reserve_for_others(room.total)),
-                 " of it kept for others; lower host_memory or the number of tokens"),
-          bytes, room.available);
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    const HeadRoom now = read_head_room();
-    if (now.total > room.total) last_growth = std::chrono::steady_clock::now();
-    room = now;
-  }
-}
-
 }  // namespace
 
-PinnedResource::PinnedResource(const PinnedOptions& options) : options_(options) {
+PinnedResource::PinnedResource(const PinnedOptions& options)
+    : options_(options), room_({.patient = options.explicit_size}) {
   const DeviceGuard guard(options_.device);
   numa_node_ = numa_node_of(options_.device);
   // Pieces end where slots end and where huge pages end, if the slot size allows both.
@@ -220,7 +192,7 @@ void PinnedResource::give_back_from(int64_t begin) {
 void PinnedResource::touch_piece(int64_t begin, bool hurry) {
   const int64_t bytes = piece_at(begin);
   std::byte* piece = base_ + begin;
-  require_head_room(bytes, begin, options_.explicit_size);
+  room_.require(bytes, begin);
   if (mprotect(piece, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE) != 0) {
     throw OutOfMemory(
         concat("host memory: ", human_bytes(bytes), " refused: ", std::strerror(errno)), bytes, 0);

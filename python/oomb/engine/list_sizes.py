@@ -59,6 +59,13 @@ class ListSizes:
         """All of the call."""
         return self.of_call[0] * self.chunk_bytes
 
+    def host_bytes(self, device_type: str) -> int:
+        """Host memory that they take. A GPU reads them in pinned memory, which torch hands out in
+        powers of two."""
+        if device_type != "cuda" or self.num_bytes == 0:
+            return self.num_bytes
+        return 1 << (self.num_bytes - 1).bit_length()
+
     @property
     def _heads(self) -> int:
         return 1 if self.rule.share == "all_heads" else self.kv_heads

@@ -72,7 +72,8 @@ class PageChoice:
         for layer in choosing:
             shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
-        lists = PageLists(sizes, choosing, max_pages, demand.device)
+        keeps = demand.swept is not None or demand.config.record_selection
+        lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
         return PageChoice(selector, lists, summaries, demand.chunks, order, manager, announces)
 
     def summaries(self, layer: int) -> torch.Tensor | None:

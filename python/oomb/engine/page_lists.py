@@ -16,6 +16,8 @@ from oomb.engine.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.ops.launch import stream_of
 
+_AT_ONCE = 2  # chunks that are run, where they take turns
+
 
 class PageLists:
     """Page lists of one call under :class:`oomb.TopKPages`, kept from the fill for the sweep.
@@ -30,20 +32,30 @@ class PageLists:
     Args:
         layers: those that choose.
         max_pages: past pages of the longest sequence.
+        keeps: the host keeps them to the end of the call, for a sweep or the caller; else for the
+            chunks being run alone.
 
     Raises:
         OutOfMemoryError: the host has no memory for them.
     """
 
     def __init__(
-        self, sizes: ListSizes, layers: Sequence[int], max_pages: int, device: torch.device
+        self,
+        sizes: ListSizes,
+        layers: Sequence[int],
+        max_pages: int,
+        device: torch.device,
+        *,
+        keeps: bool,
     ) -> None:
         self._sizes = sizes
         self._max_pages = max_pages
         self._first = sizes.first_chunk
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._device = device
-        self._host = _on_host(sizes, device)
+        chunks, *of_chunk = sizes.of_call
+        rows = chunks if keeps else min(chunks, _AT_ONCE)
+        self._host = _on_host((rows, *of_chunk), device)
         self._kept: set[tuple[int, int]] = set()
         self._on_device: dict[int, dict[int, torch.Tensor]] = {}  # by chunk and layer
 
@@ -62,7 +74,7 @@ class PageLists:
         layers = [layer for layer in self._row if (layer, chunk) in self._kept]
         lists = self._on_device[chunk] = {}
         if layers:
-            rows = self._host[chunk - self._first]
+            rows = self._host_rows(chunk)
             if self._device.type == "cuda":
                 kept, rows = rows, torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
                 self._copy(kept, rows)
@@ -105,7 +117,10 @@ class PageLists:
         return np.concatenate(named)
 
     def _host_view(self, layer: int, chunk: int) -> torch.Tensor:
-        return self._view(self._host[chunk - self._first, self._row[layer]], chunk)
+        return self._view(self._host_rows(chunk)[self._row[layer]], chunk)
+
+    def _host_rows(self, chunk: int) -> torch.Tensor:
+        return self._host[(chunk - self._first) % len(self._host)]
 
     def _view(self, words: torch.Tensor, chunk: int) -> torch.Tensor:
         shape = self._sizes.of_layer(chunk)
@@ -123,12 +138,12 @@ class PageLists:
             destination.copy_(source)
 
 
-def _on_host(sizes: ListSizes, device: torch.device) -> torch.Tensor:
+def _on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Host memory, pinned where a GPU reads and writes it."""
-    needed = sizes.num_bytes
+    needed = 4 * math.prod(shape)
     pinned = device.type == "cuda" and needed > 0
     try:
-        return torch.empty(sizes.of_call, dtype=torch.int32, pin_memory=pinned)
+        return torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
     except RuntimeError as error:
         raise OutOfMemoryError(
             f"the page lists of the call need {needed} bytes of host memory: the host is out of "

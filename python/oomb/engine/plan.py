@@ -128,7 +128,7 @@ def plan_call(
     if isinstance(config.attention, TopKPages):
         sizes = ListSizes.of(config.attention, chunks, shapes, batch)
         summaries = sizes.layers * pages * layout.summary_bytes
-        lists = sizes.num_bytes
+        lists = sizes.host_bytes(model.device.type)
     # Mean keys are gone before the sums of gradients come.
     others = _counted(model, config, batch, recompute) + max(gradient_bytes(model), summaries)
     free = free_memory(model.device)

@@ -10,9 +10,8 @@ import torch
 from oomb.config import parse_size
 from oomb.engine.tiers import free_memory
 from oomb.errors import OutOfMemoryError
+from oomb.hf.faults import is_out_of_memory
 
-# How torch and the libraries under it say that there is no memory.
-_REFUSALS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B?)")
 _REMEDY = "lower device_memory or chunk_size, or set recompute='layer'"
 
@@ -77,10 +76,9 @@ def refused(error: BaseException, device: torch.device, pool_bytes: int) -> OutO
     Args:
         pool_bytes: pages on the device at that moment.
     """
-    text = str(error)
-    if not isinstance(error, RuntimeError) or not any(words in text for words in _REFUSALS):
+    if not is_out_of_memory(error):
         return None
-    tried = _TRIED.search(text)
+    tried = _TRIED.search(str(error))
     needed = 0 if tried is None else parse_size("size", tried[1]) or 0
     on_gpu = device.type == "cuda"  # what torch holds unused was of no use
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory(device)

@@ -9,6 +9,7 @@ import torch
 
 from oomb import _C
 from oomb.errors import UnsupportedModelError
+from oomb.hf.faults import models_own
 from oomb.hf.interface import AttentionCall, recorded_masks
 from oomb.hf.model import CausalModel, LayerShape
 
@@ -41,15 +42,9 @@ def attention_shapes(model: CausalModel) -> list[LayerShape]:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     session = model.session(record, largest_position=1, rope_angles="model")
-    with torch.no_grad(), recorded_masks(), session:
-        try:
-            model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        except (UnsupportedModelError, torch.OutOfMemoryError):
-            raise
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{type(model.decoder).__name__}: fails where attention is the engine's: {error}"
-            ) from error
+    own = models_own(model.decoder, "fails where attention is the engine's")
+    with torch.no_grad(), recorded_masks(), session, own:
+        model.decoder(input_ids=ids, position_ids=positions, use_cache=False)
     for layer, name in enumerate(model.layer_names):
         if layer not in shapes:
             raise UnsupportedModelError(
@@ -101,7 +96,7 @@ def check_against_stock(
         chunked_logits: maps ids [1, tokens] to logits [tokens, vocabulary], chunk by chunk.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: they differ by more than rounding, or the model fails.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (1, tokens), generator=generator).to(model.device)
@@ -112,12 +107,11 @@ def check_against_stock(
     try:
         with torch.no_grad():
             positions = torch.arange(tokens, device=model.device)[None]
-            stock = (
-                model.causal(input_ids=ids, position_ids=positions, use_cache=False)
-                .logits[0]
-                .double()
-            )
-            ours = chunked_logits(ids).double()
+            with models_own(model.causal, f"its own forward fails on {tokens} tokens"):
+                output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
+                stock = output.logits[0].double()
+            with models_own(model.causal, "fails when it is run in chunks"):
+                ours = chunked_logits(ids).double()
     finally:
         _C.set_attention_warnings(True)
         for module in training:

@@ -51,8 +51,7 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"optim: expected an optimizer that steps after backward, got {optimizer!r}: it would "
             "see the gradient of one chunk"
         )
-    # On a CPU transformers does not look at what torchrun says.
-    processes = max(settings.world_size, int(os.environ.get("WORLD_SIZE", 1)))
+    processes = max(settings.world_size, _processes_of_launcher())
     if processes > 1:
         raise ValueError(
             f"world_size: expected 1, got {processes}: one process drives one GPU, and several do "
@@ -63,6 +62,14 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"n_gpu: expected 1, got {settings.n_gpu}: one process drives one GPU; make one "
             "visible with CUDA_VISIBLE_DEVICES"
         )
+
+
+def _processes_of_launcher() -> int:
+    """What torchrun says; on a CPU transformers does not look."""
+    number = os.environ.get("WORLD_SIZE") or "1"  # set to nothing is not set
+    if not number.isdecimal():
+        raise ValueError(f"WORLD_SIZE: expected a number of processes, got {number!r}")
+    return int(number)
 
 
 def refuse_own_loss(trainer: Trainer) -> None:

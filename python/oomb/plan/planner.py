@@ -129,7 +129,7 @@ class Planner:
             step_bytes=tracer.gradient_bytes + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
-            list_bytes=0 if call.lists is None else call.lists.num_bytes,
+            list_bytes=0 if call.lists is None else call.lists.host_bytes(call.device_type),
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,

@@ -28,7 +28,7 @@ class Prediction:
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
-        list_bytes: page lists, in host memory (pinned where there is a GPU).
+        list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
         duration: seconds of the step by kind of work; None where no rates are known.
         shortage: what does not fit, one sentence; empty if all does.

@@ -11,8 +11,9 @@ namespace oomb::testing {
 
 // Fails a growth on demand. The switch lives outside, where the test can reach it.
 struct FailureSwitch {
-  int64_t countdown = -1;   // growths to let pass before one fails; -1: none fails
-  int64_t most_bytes = -1;  // growths beyond fail; -1: none does
+  int64_t countdown = -1;     // growths to let pass before one fails; -1: none fails
+  int64_t most_bytes = -1;    // growths beyond fail; -1: none does
+  bool no_preparing = false;  // prepare() fails
   int64_t failures = 0;
 };
 
@@ -30,6 +31,11 @@ class FailingResource final : public memory::WrappedResource {
       throw OutOfMemory("injected failure", bytes, committed());
     }
     WrappedResource::commit(bytes);
+  }
+
+  void prepare(int64_t bytes) override {
+    if (control_->no_preparing) throw Error("injected failure");
+    WrappedResource::prepare(bytes);
   }
 
  private:

@@ -46,7 +46,10 @@ class InstantCopyEngine final : public paging::CopyEngine {
     }
   }
   paging::Ticket mark_compute() override { return ++tickets_[0]; }
-  void wait(paging::Lane, paging::Lane, paging::Ticket) override {}
+  // Every wait of compute is told to have lasted a second.
+  void wait(paging::Lane waiter, paging::Lane awaited, paging::Ticket) override {
+    if (waiter == paging::Lane::kCompute) times_.add_wait(times_.label(awaited), 1.0);
+  }
   paging::Ticket completed(paging::Lane lane) override {
     return finishing ? tickets_[static_cast<size_t>(lane)] : 0;
   }

@@ -18,7 +18,9 @@ LISTS = 3 * BUDGET * 4 / PAGE  # of three layers; in host memory, which a CPU's 
 MEANS = 3 * 2 * 8 * 4 / PAGE  # three layers, two heads of 8 values, fp32
 
 
-def held(chunks: int, attention: oomb.Dense | oomb.TopKPages) -> dict[tuple[str, int], int]:
+def held(
+    chunks: int, attention: oomb.Dense | oomb.TopKPages, *, evaluates: bool = False
+) -> dict[tuple[str, int], int]:
     """Bytes of living tensors, by phase and number of chunks that it has left to do."""
     model = make("llama", torch.float32, max_position_embeddings=2048)
     ids = torch.randint(97, (1, chunks * CHUNK + 1))
@@ -33,7 +35,8 @@ def held(chunks: int, attention: oomb.Dense | oomb.TopKPages) -> dict[tuple[str,
 
     config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, attention=attention)
     with oomb.Engine(model, config) as engine, meter:
-        engine.forward_backward(ids, ids, on_progress=note)
+        call = engine.evaluate if evaluates else engine.forward_backward
+        call(ids, ids, on_progress=note)
     return found
 
 
@@ -52,3 +55,12 @@ def test_bytes_per_token(
     for left in range(SHORT - 1):
         swept = (long["sweep", left] - short["sweep", left]) / TOKENS
         assert swept == INPUTS + lists, left
+
+
+@pytest.mark.parametrize(
+    ("attention", "means"), [(oomb.Dense(), 0.0), (oomb.TopKPages(budget=BUDGET), MEANS)]
+)
+def test_bytes_per_token_of_evaluate(attention: oomb.Dense | oomb.TopKPages, means: float) -> None:
+    """Nothing comes behind it that would read page lists again."""
+    short, long = (held(chunks, attention, evaluates=True) for chunks in (SHORT, LONG))
+    assert (long["fill", 0] - short["fill", 0]) / TOKENS == INPUTS + means

@@ -196,3 +196,20 @@ def test_a_choice_is_made_once(
         assert [c for c, x in enumerate(lists) if x is not None] == [
             c for c in range(5) if (layer, c) in chosen
         ]
+
+
+def test_evaluate_in_two_tiers() -> None:
+    """Two chunks take turns, and the host has the lists of those two alone: to load their pages."""
+    model = make("llama")
+    ids = random_ids(2, 200)
+    rule = oomb.TopKPages(budget=3)
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "page_size": PAGE, "attention": rule}
+    losses = []
+    for tiers in ({}, {"device_memory": 30_000, "host_memory": "1MiB"}):
+        for record in (True, False):
+            config = oomb.Config(**settings, **tiers, record_selection=record)
+            with oomb.Engine(model, config) as engine:
+                step = engine.evaluate(ids, ids)
+            assert (step.stats.h2d_bytes > 0) == bool(tiers)
+            losses.append(step.loss)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)

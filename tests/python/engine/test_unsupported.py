@@ -213,6 +213,53 @@ def test_is_refused(build: Callable[[], nn.Module], text: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def fails_at(tokens: int, error: Exception) -> nn.Module:
+    """A layer that raises when it sees so many tokens: 2 in the probe of shapes, then three chunks
+    at once, then one of them."""
+    model = make("llama")
+
+    def check(_: nn.Module, arguments: tuple[torch.Tensor, ...], __: dict[str, Any]) -> None:
+        if arguments[0].shape[1] == tokens:
+            raise error
+
+    model.model.layers[0].register_forward_pre_hook(check, with_kwargs=True)
+    return model
+
+
+PROBES = {
+    2: "^LlamaModel: fails where attention is the engine's: ",
+    24: "^LlamaForCausalLM: its own forward fails on 24 tokens: ",
+    8: "^LlamaForCausalLM: fails when it is run in chunks: ",
+}
+
+
+@pytest.mark.parametrize(("tokens", "text"), PROBES.items())
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, IndexError, NotImplementedError])
+def test_an_error_of_the_models_own(tokens: int, text: str, kind: type[Exception]) -> None:
+    error = kind("sizes differ")
+    with pytest.raises(oomb.UnsupportedModelError, match=text + "sizes differ$") as refused:
+        oomb.Engine(fails_at(tokens, error), CONFIG)
+    assert refused.value.__cause__ is error
+
+
+@pytest.mark.parametrize("tokens", PROBES)
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ],
+    ids=["cuda", "cudnn", "host-memory", "device-memory"],
+)
+def test_an_error_of_the_machine_is_not_the_models(tokens: int, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        oomb.Engine(fails_at(tokens, error), CONFIG)
+    assert not isinstance(raised.value, oomb.UnsupportedModelError)
+    assert raised.value is error or raised.value.__cause__ is error
+
+
 def test_float64_angles_of_another_layout() -> None:
     with pytest.raises(oomb.UnsupportedModelError, match="CohereRotaryEmbedding.*rope_angles"):
         oomb.Engine(make("cohere"), oomb.Config(rope_angles="float64"))

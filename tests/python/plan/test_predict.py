@@ -100,7 +100,9 @@ def test_what_grows_under_a_cap() -> None:
     tokens = 32 * 4096
     assert long.device_pool_bytes == short.device_pool_bytes
     assert long.call_bytes - short.call_bytes == tokens * (3 * 8 + 2 * 4)
-    assert long.list_bytes - short.list_bytes == 2 * tokens // 128 * 64 * 4
+    chunk_bytes = 2 * 4096 // 128 * 64 * 4
+    # Chunks whose past is longer than the budget: 14 and 46; pinned in powers of two.
+    assert (short.list_bytes, long.list_bytes) == (16 * chunk_bytes, 64 * chunk_bytes)
     assert long.host_bytes == long.host_pool_bytes + long.list_bytes
 
 

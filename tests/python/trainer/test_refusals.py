@@ -68,6 +68,17 @@ def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Trainer(model(), settings, oomb_config=CONFIG)
 
 
+def test_a_number_of_processes_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="^WORLD_SIZE: expected a number of processes, got 'two'"):
+        Trainer(model(), settings, oomb_config=CONFIG)
+    monkeypatch.setenv("WORLD_SIZE", "")
+    Trainer(model(), settings, oomb_config=CONFIG)
+
+
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     class Weighted(Trainer):
         def compute_loss(self, *args: Any, **keywords: Any) -> Any:

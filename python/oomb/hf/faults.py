@@ -1,0 +1,44 @@
+"""Whose fault an error is: the machine's, or the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from oomb.errors import Error, UnsupportedModelError
+
+# How torch and the libraries under it say that there is no memory, and that a device has failed.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_DEVICE_FAILED = ("CUDA error", "CUDA driver error", "cuDNN error")
+_OF_A_MODEL = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Memory was refused."""
+    return _says(error, _NO_MEMORY)
+
+
+@contextmanager
+def models_own(model: nn.Module, what: str) -> Iterator[None]:
+    """Inside, an error of the model's own code is one of a model that cannot be run.
+
+    What the machine refuses or breaks passes as it is, and so does what the engine says itself.
+
+    Args:
+        what: follows the name of the model's class, as in ``"its own forward fails"``.
+
+    Raises:
+        UnsupportedModelError: with the error as its cause.
+    """
+    try:
+        yield
+    except _OF_A_MODEL as error:
+        if isinstance(error, Error) or is_out_of_memory(error) or _says(error, _DEVICE_FAILED):
+            raise
+        raise UnsupportedModelError(f"{type(model).__name__}: {what}: {error}") from error
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in words)
