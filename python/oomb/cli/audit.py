@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from oomb.cli.refusal import CORRECTABLE, check_out, refuse
+from oomb.config import Config, SampledChunks, TopKPages
+from oomb.lengths import parse_length
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
@@ -47,29 +51,17 @@ def audit(
 
     Costs one exact step, one step per budget and one per draw. Nothing is trained or changed.
     """
-    from transformers.utils import logging
-
-    from oomb import Config, SampledChunks, TopKPages
-    from oomb.audit import audit as run
-    from oomb.cli.audit_tables import show
-    from oomb.errors import Error
-    from oomb.lengths import parse_length
-    from oomb.train.model import device_of, load_config, load_model, load_tokenizer
-    from oomb.train.settings import ModelSettings
-
-    console, errors = Console(), Console(stderr=True)
-    logging.disable_progress_bar()
     try:
         rules = [
             TopKPages(budget=int(number), share=share, score=score)  # type: ignore[arg-type]
             for number in _numbers("budget", budget, int)
         ]
-        samplings = [
-            SampledChunks(keep=kept, cap=bound)
-            for kept in _numbers("keep", keep, float)
-            for bound in (None, *_numbers("cap", cap, float))
-            if bound is None or bound < 1 / kept  # a higher one bounds nothing
-        ]
+        samplings = []
+        for kept in _numbers("keep", keep, float):
+            free = SampledChunks(keep=kept)
+            capped = [SampledChunks(keep=kept, cap=bound) for bound in _numbers("cap", cap, float)]
+            # A cap as high as the factor bounds nothing.
+            samplings += [free, *(one for one in capped if one.dkv_factor < free.dkv_factor)]
         if not rules and not samplings:
             raise ValueError("--budget, --keep: expected at least one of them, got neither")
         config = Config(
@@ -78,6 +70,21 @@ def audit(
             device_memory=device_memory or None,
             host_memory=host_memory or None,
         )
+        length = parse_length("--context", context)
+    except ValueError as error:
+        refuse("audit", error)
+    check_out("audit", "--out", out)
+    from transformers.utils import logging
+
+    from oomb.audit import audit as run
+    from oomb.cli.audit_tables import show
+    from oomb.errors import Error
+    from oomb.train.model import device_of, load_config, load_model, load_tokenizer
+    from oomb.train.settings import ModelSettings
+
+    console = Console()
+    logging.disable_progress_bar()
+    try:
         settings = ModelSettings(
             name=model,
             tokenizer=tokenizer or None,
@@ -85,7 +92,6 @@ def audit(
             device=device,  # type: ignore[arg-type]
         )
         model_config = load_config(settings)
-        length = parse_length("--context", context)
         ids = _tokens(text, length, load_tokenizer(settings, model_config))
         _check_length(ids.shape[1], chunk_size, model_config, text)
         network = load_model(settings, None, model_config)
@@ -104,11 +110,9 @@ def audit(
                 on_call=status.update,
             )
     except (OSError, ValueError, Error) as error:
-        errors.print(f"oomb audit: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1 if isinstance(error, Error) else 2) from None
+        refuse("audit", error, 1 if isinstance(error, Error) else CORRECTABLE)
     show(console, found)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
         console.print(f"Figures: {out}", markup=False, highlight=False, soft_wrap=True)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oomb.monitor.observer import Record
+
+METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
 
 class MetricsWriter:
@@ -154,7 +154,7 @@ def _cut_torn_line(file: int) -> None:
 
 def in_json(value: Any) -> Any:
     """A value in JSON's types; a dataclass with its name as ``type``."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
         value = value.tolist()
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -167,4 +167,4 @@ def in_json(value: Any) -> Any:
         return {str(key): in_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [in_json(item) for item in value]
-    return in_json(value.item()) if hasattr(value, "item") else str(value)
+    return str(value)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oomb.monitor.metrics import Metrics, read_metrics
+from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from oomb.monitor.observer import Record
-from oomb.monitor.run import METRICS_FILE
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,6 @@ def test_bad_folder_is_named_and_nothing_is_written(
         (tmp_path / METRICS_FILE).write_text(content)
     before = sorted(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert sorted(tmp_path.iterdir()) == before
