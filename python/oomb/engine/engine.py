@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from oomb.config import AllChunks, Config, SampledChunks
+from oomb.engine.arguments import check_callable, expect, kind_of
 from oomb.engine.call import Calls
 from oomb.engine.inputs import CallInputs, check_inputs
 from oomb.engine.layout import Chunks
@@ -41,6 +42,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
+        given = isinstance(self.config, Config)
+        expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
         self._shapes = attention_shapes(self._model)
@@ -100,6 +103,9 @@ class Engine:
             loss_weights=loss_weights,
             num_items_in_batch=num_items_in_batch,
         )
+        check_callable("on_progress", on_progress)
+        if torch.is_inference_mode_enabled():
+            raise Error("forward_backward: expected no torch.inference_mode() around it, got one")
         rule = self.config.backward
         swept = self._drawn(rule, Chunks.of(self.config, inputs.tokens).number)
         loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
@@ -108,6 +114,10 @@ class Engine:
             raise ValueError(
                 "model: expected parameters that require gradients, got none (adapters of peft are "
                 "loaded frozen unless is_trainable=True)"
+            )
+        if any(p.is_inference() for p in parameters):
+            raise ValueError(
+                "model: expected parameters made outside torch.inference_mode(), got some of inside"
             )
         if not swept:
             return self._empty_draw(inputs, parameters)
@@ -155,6 +165,8 @@ class Engine:
             num_items_in_batch=num_items_in_batch,
             every_token=on_logits is not None,
         )
+        check_callable("on_progress", on_progress)
+        check_callable("on_logits", on_logits)
         with self._calls.under_way(
             self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
         ) as call:
@@ -188,6 +200,7 @@ class Engine:
         Raises:
             ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.
         """
+        expect(isinstance(parameter, torch.Tensor), "parameter", "a parameter", kind_of(parameter))
         total = self._grads.get(parameter)
         if total is None:
             raise ValueError(
@@ -211,14 +224,17 @@ class Engine:
         """Continue from a state of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state belongs to another sampling seed.
+            ValueError: no such state, or one of another sampling seed.
         """
+        step = state.get("step") if isinstance(state, dict) else None
+        whole = isinstance(step, int) and step >= 0
+        expect(whole, "state", "one of engine.state_dict()", repr(state))
         own = self.state_dict()["sampling_seed"]
         if state.get("sampling_seed") != own:
             raise ValueError(
                 f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
             )
-        self._step = int(state["step"])
+        self._step = state["step"]
 
     def close(self) -> None:
         """Give the pools back. The engine cannot be used afterwards; the model can."""
