@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from oomb.train.settings import ModelSettings
+
 _CHARACTERS_PER_TOKEN = 8  # read at first
 
 
@@ -74,23 +76,17 @@ def audit(
     except ValueError as error:
         refuse("audit", error)
     check_out("audit", "--out", out)
+    settings = _model_settings(model, tokenizer or None, dtype, device)
     from transformers.utils import logging
 
     from oomb.audit import audit as run
     from oomb.cli.audit_tables import show
     from oomb.errors import Error
     from oomb.train.model import device_of, load_config, load_model, load_tokenizer
-    from oomb.train.settings import ModelSettings
 
     console = Console()
     logging.disable_progress_bar()
     try:
-        settings = ModelSettings(
-            name=model,
-            tokenizer=tokenizer or None,
-            dtype=dtype,  # type: ignore[arg-type]
-            device=device,  # type: ignore[arg-type]
-        )
         model_config = load_config(settings)
         ids = _tokens(text, length, load_tokenizer(settings, model_config))
         _check_length(ids.shape[1], chunk_size, model_config, text)
@@ -115,6 +111,21 @@ def audit(
     if out is not None:
         out.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
         console.print(f"Figures: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _model_settings(name: str, tokenizer: str | None, dtype: str, device: str) -> ModelSettings:
+    try:
+        from pydantic import ValidationError
+
+        from oomb.train.messages import messages
+        from oomb.train.settings import ModelSettings
+    except ModuleNotFoundError as error:
+        refuse("audit", f"needs {error.name}: pip install 'oomb[train]'", code=1)
+    values = {"name": name, "tokenizer": tokenizer, "dtype": dtype, "device": device}
+    try:
+        return ModelSettings.model_validate(values)
+    except ValidationError as error:
+        refuse("audit", "; ".join(f"--{message}" for message in messages(error)))
 
 
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:

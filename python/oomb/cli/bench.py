@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from oomb.cli.refusal import check_out
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.lengths import parse_length
 from oomb.testing.shapes import SHAPES
@@ -34,11 +35,13 @@ def step(
     host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
-    layers: Annotated[int, typer.Option(help="Build fewer layers; 0: all.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
     ] = "none",
-    steps: Annotated[int, typer.Option(help="Timed steps per length, after one to warm up.")] = 1,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Timed steps per length, after one to warm up.")
+    ] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     against: Annotated[
         bool, typer.Option(help="Also time ordinary training, plain and tuned, where it fits.")
@@ -74,6 +77,8 @@ def step(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    check_out("bench step", "--out", out)
+    check_out("bench step", "--plot", plot)
     import torch
 
     from oomb.cli.bench_run import run

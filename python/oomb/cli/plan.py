@@ -14,6 +14,7 @@ from oomb.cli.refusal import check_out, refuse
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
 from oomb.lengths import parse_length
 from oomb.monitor.units import bytes_text, count_text, seconds_text
+from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.testing.shapes import SHAPES
@@ -21,6 +22,7 @@ from oomb.testing.shapes import SHAPES
 if TYPE_CHECKING:
     from oomb.plan import Prediction, Recommendation
 
+_LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
 
 
@@ -65,8 +67,11 @@ def plan(
             **chosen,
         )
         tokens = parse_length("context", context)
-        device_bytes = parse_size("device_memory", device_memory or None)
-        host_bytes = parse_size("host_memory", host_memory or None)
+        device_bytes = _whole_memory("device_memory", device_memory)
+        host_bytes = _whole_memory("host_memory", host_memory)
+        _expect_one_of("gpu", gpu.lower().replace(" ", ""), tuple(GPUS))
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
         _expect_one_of("dtype", dtype, _DTYPES)
         _expect_one_of("optimizer", optimizer, OPTIMIZERS)
         adapter = _lora(lora_rank) if lora_rank else None
@@ -103,12 +108,23 @@ def plan(
         raise typer.Exit(1)
 
 
+def _whole_memory(argument: str, text: str) -> int | None:
+    """Bytes; a few stand for a unit that was left out."""
+    size = parse_size(argument, text or None)
+    if size is not None and size < _LEAST_MEMORY:
+        raise ValueError(f"{argument}: expected a size with its unit, such as 141GB, got {text!r}")
+    return size
+
+
 def _expect_one_of(argument: str, value: str, choices: tuple[str, ...]) -> None:
     if value and value not in choices:
-        raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}")
+        near = nearest(value, choices)
+        raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}{near}")
 
 
 def _lora(rank: int) -> Any:
+    if rank < 1:
+        raise ValueError(f"lora_rank: expected an int >= 1, got {rank}")
     try:
         from peft import LoraConfig
     except ImportError as error:

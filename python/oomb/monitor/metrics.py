@@ -14,6 +14,7 @@ from typing import Any
 
 from oomb.monitor.observer import Record
 
+_OF_A_STEP = ("step", "eval", "save", "chunk", "selection")
 METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
 
@@ -124,6 +125,9 @@ def _records(path: Path) -> list[Record]:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("event"), str):
             raise ValueError(f"{path}, line {number}: expected a JSON object with an event")
+        if record["event"] in _OF_A_STEP and not isinstance(record.get("step"), int):
+            got = record.get("step")
+            raise ValueError(f"{path}, line {number}: step: expected an int, got {got!r}")
         records.append(record)
     return records
 

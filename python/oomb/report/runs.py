@@ -56,8 +56,11 @@ class Run:
         return max(whole, key=lambda pair: pair[0], default=None)
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, argument: str = "run") -> Run:
     """Read a run's folder.
+
+    Args:
+        argument: what the folder was given as, for errors.
 
     Raises:
         FileNotFoundError: the folder has no metrics.
@@ -66,10 +69,10 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"run: expected a folder with {METRICS_FILE}, got {folder}")
+        raise FileNotFoundError(f"{argument}: expected a folder with {METRICS_FILE}, got {folder}")
     metrics = read_metrics(path)
     if not metrics.steps:
-        raise ValueError(f"run: expected at least one finished step in {path}, got none")
+        raise ValueError(f"{argument}: expected at least one finished step in {path}, got none")
     settings, plan = folder / "run.yaml", folder / "plan.json"
     return Run(
         folder=folder,

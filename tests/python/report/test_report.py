@@ -229,6 +229,8 @@ def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
         (None, "expected a folder with metrics.jsonl"),
         ("", "expected at least one finished step"),
         ("nonsense\n", "line 1: expected a JSON object"),
+        ('{"event": "step"}\n', "line 1: step: expected an int, got None"),
+        ('{"event": "start"}\n{"event": "step", "step": "x"}\n', "line 2: step: expected an int"),
     ],
 )
 def test_bad_folder_is_named_and_nothing_is_written(
