@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from oomb.report import pictures, tables
-from oomb.report.runs import Run, read_run
+from oomb.report.runs import Run, read_run, told_apart
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --muted: #66707b; --line: #e3e6ea;
@@ -75,7 +75,7 @@ def write_report(
     """
     runs = [read_run(run_dir)]
     if compare is not None:
-        runs.append(read_run(compare, "compare"))
+        runs = told_apart(runs[0], read_run(compare, "compare"))
     path = Path(out) if out is not None else Path(run_dir) / "report.html"
     if path.is_dir():
         raise ValueError(f"out: expected a file to write, got the folder {path}")
@@ -106,6 +106,9 @@ def page(runs: Sequence[Run]) -> str:
     ):
         if found is not None:
             charts.append(_section(f"{heading} {found[0]}", found[1]))
+    norms = pictures.gradient_norm(runs)
+    if norms is not None:
+        charts.append(_section("Gradient norm", norms))
     wide = []
     maps = pictures.page_maps(run)
     if maps is not None:
