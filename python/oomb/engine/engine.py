@@ -34,10 +34,13 @@ class Engine:
 
     Args:
         model: a transformers causal language model, or one with peft adapters. It is not changed.
-        config: settings; None: the defaults.
+        config: settings; None: the defaults, which are exact.
+
+    Makes a short probe of the model: three tiny chunks beside its own forward.
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
+        ValueError: no model, or no :class:`oomb.Config`.
     """
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
@@ -87,12 +90,24 @@ class Engine:
             document_ids: [batch or 1, tokens] int64, contiguous: attention stays inside a document,
                 and its first token is not a target.
             loss_weights: [batch, tokens] factor of each label's term.
-            num_items_in_batch: divides the summed loss instead of the number of counted tokens.
-            on_progress: called at every chunk border.
+            num_items_in_batch: divides the summed loss instead of the number of counted tokens; for
+                accumulation over calls, the targets of all of them.
+            on_progress: called with an :class:`oomb.Progress` at every chunk border. What it raises
+                ends the call.
+
+        All tensors are on the model's device.
+
+        Returns:
+            Step: ``loss``, ``num_valid_tokens``, ``stats`` and, where recorded, ``selection``.
 
         Raises:
             ValueError: an argument does not fit, or nothing is trained; nothing was allocated.
-            OutOfMemoryError: the pages do not fit both tiers.
+            OutOfMemoryError: the pages do not fit both tiers, or torch got no memory.
+            UnsupportedModelError: attention dropout in training mode.
+            Error: the engine is closed, runs already, or is inside ``torch.inference_mode()``; with
+                ``check_finite`` a value that is not finite.
+
+        After any of them gradients are as they were, and the next call works.
         """
         inputs = self._checked(
             input_ids,
@@ -150,10 +165,17 @@ class Engine:
         """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
 
         Args:
-            return_logprobs: give each counted token's log-probability in ``step.logprobs``.
+            return_logprobs: give each counted token's log-probability in ``step.logprobs``
+                [batch, tokens], at the token itself; 0 where there is none.
             on_logits: called with a first token and logits [batch, tokens, vocabulary], slice by
                 slice, so that they need never exist together. Then all tokens but padding behind
                 every sequence are run, and none has to be a target.
+
+        Returns:
+            Step: as of :meth:`forward_backward`; no gradient is made or changed.
+
+        Raises:
+            ValueError, OutOfMemoryError, Error: as :meth:`forward_backward`.
         """
         inputs = self._checked(
             input_ids,
@@ -182,7 +204,15 @@ class Engine:
     # Around calls ---------------------------------------------------------------------------------
 
     def plan(self, num_tokens: int, batch_size: int = 1) -> Plan:
-        """What ``forward_backward`` on such a batch takes, and whether it fits now."""
+        """What ``forward_backward`` on such a batch takes, and whether it fits now.
+
+        Args:
+            num_tokens: of the longest sequence.
+            batch_size: sequences.
+
+        Raises:
+            ValueError: one of them is no int >= 1.
+        """
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
@@ -196,6 +226,12 @@ class Engine:
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).
+
+        Args:
+            parameter: one of the model's.
+
+        Returns:
+            A tensor of its shape, on its device; the engine's own, valid until the next call.
 
         Raises:
             ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.
