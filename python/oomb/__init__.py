@@ -1,10 +1,21 @@
 """Training of large language models on million-token contexts, on one GPU."""
 
-from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
-from oomb.engine.engine import Engine
-from oomb.engine.plan import Plan
-from oomb.engine.results import Progress, Stats, Step
-from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oomb.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from oomb import _C as _C
+    from oomb import hf as hf
+    from oomb import ops as ops
+    from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+    from oomb.engine.engine import Engine
+    from oomb.engine.plan import Plan
+    from oomb.engine.results import Progress, Stats, Step
+    from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
+    from oomb.version import __version__
 
 __all__ = [
     "AllChunks",
@@ -20,4 +31,26 @@ __all__ = [
     "Step",
     "TopKPages",
     "UnsupportedModelError",
+    "__version__",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AllChunks": "oomb.config",
+        "Config": "oomb.config",
+        "Dense": "oomb.config",
+        "Engine": "oomb.engine.engine",
+        "Error": "oomb.errors",
+        "OutOfMemoryError": "oomb.errors",
+        "Plan": "oomb.engine.plan",
+        "Progress": "oomb.engine.results",
+        "SampledChunks": "oomb.config",
+        "Stats": "oomb.engine.results",
+        "Step": "oomb.engine.results",
+        "TopKPages": "oomb.config",
+        "UnsupportedModelError": "oomb.errors",
+        "__version__": "oomb.version",
+    },
+    submodules=("_C", "hf", "ops"),
+)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from oomb.nearest import nearest
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -25,7 +28,9 @@ def parse_size(argument: str, value: int | str | None) -> int | None:
         return None
     size = _size_in_bytes(value)
     if size is None or size <= 0:
-        raise ValueError(f"{argument}: expected bytes or a size such as '40GiB', got {value!r}")
+        raise ValueError(
+            f"{argument}: expected bytes or a size such as '40GiB' or '40GB', got {value!r}"
+        )
     return size
 
 
@@ -47,11 +52,37 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+Settings = TypeVar("Settings")
+
+
+def _named_settings(kind: type[Settings]) -> type[Settings]:
+    """A dataclass of keywords that answers a misspelt one with the nearest there is."""
+    create: Any = kind.__init__
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+
+    @functools.wraps(create)
+    def checked(self: Any, *positional: Any, **settings: Any) -> None:
+        if positional:
+            got = f"{positional[0]!r} alone"
+            raise TypeError(f"{kind.__name__}: expected keywords such as {names[0]}=…, got {got}")
+        for name in settings:
+            if name not in names:
+                near = nearest(name, names) or f"; known are {', '.join(names)}"
+                raise TypeError(
+                    f"{name}: expected a setting of {kind.__name__}, got an unknown name{near}"
+                )
+        create(self, **settings)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """Exact attention: every query sees its whole past."""
 
 
+@_named_settings
 @dataclass(frozen=True, kw_only=True)
 class TopKPages:
     """Page-sparse attention: each block of ``page_size`` queries sees ``budget`` earlier pages.
@@ -106,6 +137,7 @@ class AllChunks:
         return list(range(num_chunks))
 
 
+@_named_settings
 @dataclass(frozen=True, kw_only=True)
 class SampledChunks:
     """SpaCO with a Bernoulli draw: sweep a random subset of the chunks, unbiased.
@@ -127,8 +159,11 @@ class SampledChunks:
     def __post_init__(self) -> None:
         number = isinstance(self.keep, (int, float)) and not isinstance(self.keep, bool)
         _expect(number and 0 < self.keep <= 1, "keep", "a number in (0, 1]", self.keep)
-        _expect(isinstance(self.seed, int), "seed", "an int", self.seed)
-        _expect(self.cap is None or self.cap >= 1, "cap", "None or a number >= 1", self.cap)
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        _expect(whole, "seed", "an int", self.seed)
+        cap = self.cap
+        bound = isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap >= 1
+        _expect(cap is None or bound, "cap", "None or a number >= 1", cap)
 
     def draw(self, num_chunks: int, step: int) -> list[int]:
         """Chunks to sweep, ascending; ``step`` counts the engine's forward_backward calls."""
@@ -147,6 +182,7 @@ class SampledChunks:
         return self.loss_factor if self.cap is None else min(self.loss_factor, self.cap)
 
 
+@_named_settings
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of an engine; validated and frozen.
@@ -197,13 +233,13 @@ class Config:
         _expect(
             isinstance(attention, (Dense, TopKPages)),
             "attention",
-            "oomb.Dense or oomb.TopKPages",
+            "oomb.Dense() or oomb.TopKPages(…)",
             attention,
         )
         _expect(
             isinstance(backward, (AllChunks, SampledChunks)),
             "backward",
-            "oomb.AllChunks or oomb.SampledChunks",
+            "oomb.AllChunks() or oomb.SampledChunks(…)",
             backward,
         )
         object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))
@@ -216,4 +252,9 @@ class Config:
 
 
 def _expect_one_of(argument: str, value: object, choices: Sequence[str]) -> None:
-    _expect(value in choices, argument, " or ".join(map(repr, choices)), value)
+    _expect(
+        isinstance(value, str) and value in choices,
+        argument,
+        " or ".join(map(repr, choices)),
+        value,
+    )

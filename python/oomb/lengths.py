@@ -6,16 +6,18 @@ import re
 
 _LENGTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
+_MOST = 2**31 - 1  # positions are int32
 
 
 def parse_length(argument: str, text: str) -> int:
     """Tokens of ``"131072"``, ``"128K"`` or ``"1M"`` (1024 and 1024 * 1024).
 
     Raises:
-        ValueError: the text is no such number, or less than 1.
+        ValueError: the text is no such number, less than 1, or more than positions can count.
     """
     match = _LENGTH.fullmatch(text)
-    tokens = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if tokens < 1:
+    exact = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    tokens = int(exact)
+    if tokens < 1 or tokens != exact or tokens > _MOST:
         raise ValueError(f"{argument}: expected tokens such as 131072, 128K or 1M, got {text!r}")
     return tokens

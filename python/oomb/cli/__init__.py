@@ -1,6 +1,11 @@
-"""The command line: ``oomb <command>``. Each command is a module of its own here."""
+"""The command line: ``oomb <command>``. Each command is a module of its own here.
+
+They import torch and transformers, which take seconds, only once their options are checked.
+"""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -14,14 +19,26 @@ from oomb.cli.train import train
 
 app = typer.Typer(
     name="oomb",
-    help="Exact training on very long sequences with memory that does not grow with them.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from oomb import __version__
+
+        typer.echo(f"oomb {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and exit."),
+    ] = False,
+) -> None:
     """Exact training on very long sequences with memory that does not grow with them."""
 
 

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from oomb.cli.refusal import CORRECTABLE, check_out, refuse
+from oomb.config import Config, SampledChunks, TopKPages
+from oomb.lengths import parse_length
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from oomb.train.settings import ModelSettings
 
 _CHARACTERS_PER_TOKEN = 8  # read at first
 
@@ -47,29 +53,17 @@ def audit(
 
     Costs one exact step, one step per budget and one per draw. Nothing is trained or changed.
     """
-    from transformers.utils import logging
-
-    from oomb import Config, SampledChunks, TopKPages
-    from oomb.audit import audit as run
-    from oomb.cli.audit_tables import show
-    from oomb.errors import Error
-    from oomb.lengths import parse_length
-    from oomb.train.model import device_of, load_config, load_model, load_tokenizer
-    from oomb.train.settings import ModelSettings
-
-    console, errors = Console(), Console(stderr=True)
-    logging.disable_progress_bar()
     try:
         rules = [
             TopKPages(budget=int(number), share=share, score=score)  # type: ignore[arg-type]
             for number in _numbers("budget", budget, int)
         ]
-        samplings = [
-            SampledChunks(keep=kept, cap=bound)
-            for kept in _numbers("keep", keep, float)
-            for bound in (None, *_numbers("cap", cap, float))
-            if bound is None or bound < 1 / kept  # a higher one bounds nothing
-        ]
+        samplings = []
+        for kept in _numbers("keep", keep, float):
+            free = SampledChunks(keep=kept)
+            capped = [SampledChunks(keep=kept, cap=bound) for bound in _numbers("cap", cap, float)]
+            # A cap as high as the factor bounds nothing.
+            samplings += [free, *(one for one in capped if one.dkv_factor < free.dkv_factor)]
         if not rules and not samplings:
             raise ValueError("--budget, --keep: expected at least one of them, got neither")
         config = Config(
@@ -78,14 +72,22 @@ def audit(
             device_memory=device_memory or None,
             host_memory=host_memory or None,
         )
-        settings = ModelSettings(
-            name=model,
-            tokenizer=tokenizer or None,
-            dtype=dtype,  # type: ignore[arg-type]
-            device=device,  # type: ignore[arg-type]
-        )
-        model_config = load_config(settings)
         length = parse_length("--context", context)
+    except ValueError as error:
+        refuse("audit", error)
+    check_out("audit", "--out", out)
+    settings = _model_settings(model, tokenizer or None, dtype, device)
+    from transformers.utils import logging
+
+    from oomb.audit import audit as run
+    from oomb.cli.audit_tables import show
+    from oomb.errors import Error
+    from oomb.train.model import device_of, load_config, load_model, load_tokenizer
+
+    console = Console()
+    logging.disable_progress_bar()
+    try:
+        model_config = load_config(settings)
         ids = _tokens(text, length, load_tokenizer(settings, model_config))
         _check_length(ids.shape[1], chunk_size, model_config, text)
         network = load_model(settings, None, model_config)
@@ -104,13 +106,26 @@ def audit(
                 on_call=status.update,
             )
     except (OSError, ValueError, Error) as error:
-        errors.print(f"oomb audit: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1 if isinstance(error, Error) else 2) from None
+        refuse("audit", error, 1 if isinstance(error, Error) else CORRECTABLE)
     show(console, found)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
         console.print(f"Figures: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _model_settings(name: str, tokenizer: str | None, dtype: str, device: str) -> ModelSettings:
+    try:
+        from pydantic import ValidationError
+
+        from oomb.train.messages import messages
+        from oomb.train.settings import ModelSettings
+    except ModuleNotFoundError as error:
+        refuse("audit", f"needs {error.name}: pip install 'oomb[train]'", code=1)
+    values = {"name": name, "tokenizer": tokenizer, "dtype": dtype, "device": device}
+    try:
+        return ModelSettings.model_validate(values)
+    except ValidationError as error:
+        refuse("audit", "; ".join(f"--{message}" for message in messages(error)))
 
 
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:

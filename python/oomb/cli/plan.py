@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from oomb.cli.refusal import check_out, refuse
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
-from oomb.errors import UnsupportedModelError
 from oomb.lengths import parse_length
 from oomb.monitor.units import bytes_text, count_text, seconds_text
-from oomb.plan import GPUS, OPTIMIZERS, Prediction, Recommendation, recommend
+from oomb.nearest import nearest
+from oomb.plan.gpus import GPUS
+from oomb.plan.optimizers import OPTIMIZERS
 from oomb.testing.shapes import SHAPES
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+if TYPE_CHECKING:
+    from oomb.plan import Prediction, Recommendation
+
+_LEAST_MEMORY = 2**20
+_DTYPES = ("bfloat16", "float32", "float16")
 
 
 def plan(
@@ -48,38 +53,53 @@ def plan(
 
     Loads no weights. Exits with 1 where nothing fits, after naming the nearest thing that would.
     """
+    chosen: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "kv_grad_dtype": kv_grad_dtype,
+        "recompute": recompute,
+    }
+    chosen = {name: value for name, value in chosen.items() if value}
     try:
-        chosen: dict[str, Any] = {
-            "chunk_size": chunk_size,
-            "kv_grad_dtype": kv_grad_dtype,
-            "recompute": recompute,
-        }
-        chosen = {name: value for name, value in chosen.items() if value}
         config = Config(
             page_size=page_size,
             attention=TopKPages(budget=budget) if budget else Dense(),
             backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
             **chosen,
         )
-        if dtype and dtype not in _DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+        tokens = parse_length("context", context)
+        device_bytes = _whole_memory("device_memory", device_memory)
+        host_bytes = _whole_memory("host_memory", host_memory)
+        _expect_one_of("gpu", gpu.lower().replace(" ", ""), tuple(GPUS))
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
+        _expect_one_of("dtype", dtype, _DTYPES)
+        _expect_one_of("optimizer", optimizer, OPTIMIZERS)
+        adapter = _lora(lora_rank) if lora_rank else None
+    except ValueError as error:
+        refuse("plan", error)
+    check_out("plan", "--out", out)
+    import torch
+
+    from oomb.errors import UnsupportedModelError
+    from oomb.plan import recommend
+
+    try:
         result = recommend(
             model,
-            parse_length("context", context),
-            parse_size("device_memory", device_memory or None),
-            parse_size("host_memory", host_memory or None),
+            tokens,
+            device_bytes,
+            host_bytes,
             gpu=gpu or None,
             config=config,
             keep=frozenset(chosen),
             batch_size=batch_size,
             optimizer=optimizer or None,
             accumulates=accumulate,
-            dtype=_DTYPES.get(dtype),
-            adapter=_lora(lora_rank) if lora_rank else None,
+            dtype=getattr(torch, dtype) if dtype else None,
+            adapter=adapter,
         )
     except (ValueError, UnsupportedModelError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
+        refuse("plan", error)
     show(Console(), model, result)
     if out is not None:
         record = result.prediction.as_dict() | {"advice": result.advice}
@@ -88,7 +108,23 @@ def plan(
         raise typer.Exit(1)
 
 
+def _whole_memory(argument: str, text: str) -> int | None:
+    """Bytes; a few stand for a unit that was left out."""
+    size = parse_size(argument, text or None)
+    if size is not None and size < _LEAST_MEMORY:
+        raise ValueError(f"{argument}: expected a size with its unit, such as 141GB, got {text!r}")
+    return size
+
+
+def _expect_one_of(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    if value and value not in choices:
+        near = nearest(value, choices)
+        raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}{near}")
+
+
 def _lora(rank: int) -> Any:
+    if rank < 1:
+        raise ValueError(f"lora_rank: expected an int >= 1, got {rank}")
     try:
         from peft import LoraConfig
     except ImportError as error:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from oomb.cli.refusal import refuse
+
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run: what `oomb train` wrote.")],
@@ -20,6 +22,5 @@ def report(
     try:
         path = write_report(run, out, compare)
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"oomb report: {error}", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        refuse("report", error)
     Console().print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)

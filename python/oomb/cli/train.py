@@ -26,15 +26,20 @@ def train(
     ] = False,
 ) -> None:
     """Train a model: checkpoints, metrics, the final weights and a report in one folder."""
+    from oomb.train.errors import BadInput
+
     try:
-        from oomb.errors import Error
-        from oomb.train.errors import BadInput
         from oomb.train.reading import read_settings
+
+        settings = read_settings(config, overrides or ())  # before torch, which takes seconds
+
+        from oomb.errors import Error
         from oomb.train.run import train as carry_out
     except ModuleNotFoundError as error:
         _fail(f"oomb train needs {error.name}: pip install 'oomb[train]'")
+    except BadInput as error:
+        _fail(str(error), code=2)
     try:
-        settings = read_settings(config, overrides or ())
         code = carry_out(settings, resume=resume, dry_run=dry_run)
     except BadInput as error:
         _fail(str(error), code=2)

@@ -11,6 +11,16 @@ def expect(ok: bool, argument: str, expected: str, got: object) -> None:
         raise ValueError(f"{argument}: expected {expected}, got {got}")
 
 
+def kind_of(value: object) -> str:
+    """``"str"``, or ``"the class Config"`` where an instance was meant."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def check_callable(argument: str, value: object) -> None:
+    """A function, or None."""
+    expect(value is None or callable(value), argument, "a function or None", repr(value))
+
+
 def check_tokens(
     argument: str, value: object, device: torch.device, shape: tuple[int, int] | None = None
 ) -> None:

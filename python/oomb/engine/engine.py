@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from oomb.config import AllChunks, Config, SampledChunks
+from oomb.engine.arguments import check_callable, expect, kind_of
 from oomb.engine.call import Calls
 from oomb.engine.inputs import CallInputs, check_inputs
 from oomb.engine.layout import Chunks
@@ -33,14 +34,19 @@ class Engine:
 
     Args:
         model: a transformers causal language model, or one with peft adapters. It is not changed.
-        config: settings; None: the defaults.
+        config: settings; None: the defaults, which are exact.
+
+    Makes a short probe of the model: three tiny chunks beside its own forward.
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
+        ValueError: no model, or no :class:`oomb.Config`.
     """
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
+        given = isinstance(self.config, Config)
+        expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
         self._shapes = attention_shapes(self._model)
@@ -84,12 +90,24 @@ class Engine:
             document_ids: [batch or 1, tokens] int64, contiguous: attention stays inside a document,
                 and its first token is not a target.
             loss_weights: [batch, tokens] factor of each label's term.
-            num_items_in_batch: divides the summed loss instead of the number of counted tokens.
-            on_progress: called at every chunk border.
+            num_items_in_batch: divides the summed loss instead of the number of counted tokens; for
+                accumulation over calls, the targets of all of them.
+            on_progress: called with an :class:`oomb.Progress` at every chunk border. What it raises
+                ends the call.
+
+        All tensors are on the model's device.
+
+        Returns:
+            Step: ``loss``, ``num_valid_tokens``, ``stats`` and, where recorded, ``selection``.
 
         Raises:
             ValueError: an argument does not fit, or nothing is trained; nothing was allocated.
-            OutOfMemoryError: the pages do not fit both tiers.
+            OutOfMemoryError: the pages do not fit both tiers, or torch got no memory.
+            UnsupportedModelError: attention dropout in training mode.
+            Error: the engine is closed, runs already, or is inside ``torch.inference_mode()``; with
+                ``check_finite`` a value that is not finite.
+
+        After any of them gradients are as they were, and the next call works.
         """
         inputs = self._checked(
             input_ids,
@@ -100,6 +118,9 @@ class Engine:
             loss_weights=loss_weights,
             num_items_in_batch=num_items_in_batch,
         )
+        check_callable("on_progress", on_progress)
+        if torch.is_inference_mode_enabled():
+            raise Error("forward_backward: expected no torch.inference_mode() around it, got one")
         rule = self.config.backward
         swept = self._drawn(rule, Chunks.of(self.config, inputs.tokens).number)
         loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
@@ -108,6 +129,10 @@ class Engine:
             raise ValueError(
                 "model: expected parameters that require gradients, got none (adapters of peft are "
                 "loaded frozen unless is_trainable=True)"
+            )
+        if any(p.is_inference() for p in parameters):
+            raise ValueError(
+                "model: expected parameters made outside torch.inference_mode(), got some of inside"
             )
         if not swept:
             return self._empty_draw(inputs, parameters)
@@ -140,10 +165,17 @@ class Engine:
         """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
 
         Args:
-            return_logprobs: give each counted token's log-probability in ``step.logprobs``.
+            return_logprobs: give each counted token's log-probability in ``step.logprobs``
+                [batch, tokens], at the token itself; 0 where there is none.
             on_logits: called with a first token and logits [batch, tokens, vocabulary], slice by
                 slice, so that they need never exist together. Then all tokens but padding behind
                 every sequence are run, and none has to be a target.
+
+        Returns:
+            Step: as of :meth:`forward_backward`; no gradient is made or changed.
+
+        Raises:
+            ValueError, OutOfMemoryError, Error: as :meth:`forward_backward`.
         """
         inputs = self._checked(
             input_ids,
@@ -155,6 +187,8 @@ class Engine:
             num_items_in_batch=num_items_in_batch,
             every_token=on_logits is not None,
         )
+        check_callable("on_progress", on_progress)
+        check_callable("on_logits", on_logits)
         with self._calls.under_way(
             self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
         ) as call:
@@ -170,7 +204,15 @@ class Engine:
     # Around calls ---------------------------------------------------------------------------------
 
     def plan(self, num_tokens: int, batch_size: int = 1) -> Plan:
-        """What ``forward_backward`` on such a batch takes, and whether it fits now."""
+        """What ``forward_backward`` on such a batch takes, and whether it fits now.
+
+        Args:
+            num_tokens: of the longest sequence.
+            batch_size: sequences.
+
+        Raises:
+            ValueError: one of them is no int >= 1.
+        """
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
@@ -185,9 +227,16 @@ class Engine:
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).
 
+        Args:
+            parameter: one of the model's.
+
+        Returns:
+            A tensor of its shape, on its device; the engine's own, valid until the next call.
+
         Raises:
             ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.
         """
+        expect(isinstance(parameter, torch.Tensor), "parameter", "a parameter", kind_of(parameter))
         total = self._grads.get(parameter)
         if total is None:
             raise ValueError(
@@ -211,14 +260,17 @@ class Engine:
         """Continue from a state of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state belongs to another sampling seed.
+            ValueError: no such state, or one of another sampling seed.
         """
+        step = state.get("step") if isinstance(state, dict) else None
+        whole = isinstance(step, int) and step >= 0
+        expect(whole, "state", "one of engine.state_dict()", repr(state))
         own = self.state_dict()["sampling_seed"]
         if state.get("sampling_seed") != own:
             raise ValueError(
                 f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
             )
-        self._step = int(state["step"])
+        self._step = state["step"]
 
     def close(self) -> None:
         """Give the pools back. The engine cannot be used afterwards; the model can."""

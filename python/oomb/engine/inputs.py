@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -176,8 +178,10 @@ def _target_weights(
 def _divisor(num_items: int | torch.Tensor | None, num_valid: int) -> float:
     if num_items is None:
         return float(num_valid)
-    single = not isinstance(num_items, torch.Tensor) or num_items.numel() == 1
-    expect(single, "num_items_in_batch", "one number", "a tensor of several")
-    divisor = float(num_items)
-    expect(divisor > 0, "num_items_in_batch", "a number > 0", num_items)
-    return divisor
+    if isinstance(num_items, torch.Tensor):
+        single = num_items.numel() == 1
+        expect(single, "num_items_in_batch", "one number", f"a tensor of {num_items.numel()}")
+    number = num_items.item() if isinstance(num_items, torch.Tensor) else num_items
+    finite = isinstance(number, Real) and 0 < number < math.inf
+    expect(finite, "num_items_in_batch", "a number > 0", repr(number))
+    return float(number)

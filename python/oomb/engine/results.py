@@ -13,6 +13,9 @@ class Stats:
     """Time and memory of one call; ``*_peak_bytes`` are those of the page pools.
 
     Attributes:
+        fill_seconds, sweep_seconds: of each pass; an evaluation is a fill.
+        device_peak_bytes, host_peak_bytes: pages that each tier held at most.
+        h2d_bytes, d2h_bytes: pages moved to the device (prefetch) and to the host (offload).
         h2d_seconds, d2h_seconds: while pages moved, without what copies waited for; 0 where that is
             not measured (CPU).
         exposed_copy_seconds: time that compute waited for pages.
@@ -40,7 +43,10 @@ class Progress:
     """Where a call stands, at a chunk border.
 
     Attributes:
-        tokens_done: tokens of this phase that are done.
+        phase: ``"fill"`` (chunks in order) or ``"sweep"`` (from the last to the first).
+        chunk: the one that is done, from 0.
+        num_chunks: of the sequence.
+        tokens_done: tokens of this phase that are done, of all sequences together.
         seconds: since the call began. A GPU may still be at work on what the host has queued.
         device_bytes, host_bytes: pages that each tier holds now.
         h2d_bytes, d2h_bytes: moved since the call began.

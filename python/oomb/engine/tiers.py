@@ -102,7 +102,10 @@ class Caps:
         if device_slots < smallest_slots:
             raise OutOfMemoryError(
                 f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for "
-                f"one step of attention, got {device_free}; the page pool is out of memory.",
+                f"one step of attention, got {device_free}"
+                f"{'' if device_memory else ', which is left beside activations and gradients'}; "
+                "the page pool is out of memory. Raise device_memory, lower chunk_size or set "
+                "recompute='layer'",
                 needed_bytes=smallest_slots * layout.slot_bytes,
                 available_bytes=device_free,
             )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from oomb.errors import UnsupportedModelError
+from oomb.errors import Error, UnsupportedModelError
 
 NAME = "oomb"
 
@@ -145,7 +145,7 @@ def attention_handler(decoder: nn.Module, handler: Handler) -> Iterator[None]:
     """Route the decoder's attention to ``handler``; outside, the model behaves as before."""
     global _handler
     if _handler is not None:
-        raise RuntimeError("engine: expected one call at a time, got a call inside another")
+        raise Error("engine: expected one call at a time, got a call inside another")
     configs: dict[int, Any] = {
         id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")
     }

@@ -156,6 +156,12 @@ def _routed(index: int, forward: Callable[..., Any], run_layer: LayerRunner) -> 
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ValueError(
+            f"model: expected a transformers causal language model, got {got}; load one with "
+            "AutoModelForCausalLM.from_pretrained(…)"
+        )
     _refuse_distributed(model)
     base = model
     if hasattr(model, "peft_config"):

@@ -107,19 +107,30 @@ def check_against_stock(
     try:
         with torch.no_grad():
             positions = torch.arange(tokens, device=model.device)[None]
-            with models_own(model.causal, f"its own forward fails on {tokens} tokens"):
-                output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
-                stock = output.logits[0].double()
+            stock = _own_logits(model, ids, positions).double()
             with models_own(model.causal, "fails when it is run in chunks"):
                 ours = chunked_logits(ids).double()
     finally:
         _C.set_attention_warnings(True)
         for module in training:
             module.training = True
-    error = float((ours - stock).norm() / stock.norm())
+    error = float((ours - stock).norm() / (stock.norm() or 1))  # a new head may be all zero
     limit = _TOLERANCE.get(model.dtype, 0.1)
     if not error <= limit:
         raise UnsupportedModelError(
             f"{type(model.causal).__name__}: chunked logits differ from its own forward by "
             f"{error:.1e} (limit {limit:.0e}); it holds a part that chunks do not see"
         )
+
+
+def _own_logits(model: CausalModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[tokens, vocabulary] of the model as it is."""
+    with models_own(model.causal, f"its own forward fails on {ids.shape[-1]} tokens"):
+        output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = output.logits[0]
+    if not bool(logits.isfinite().all()):
+        raise UnsupportedModelError(
+            f"{type(model.causal).__name__}: expected finite logits of its own forward, got NaN or infinity; look for "
+            "weights that are not finite, or not loaded"
+        )
+    return logits

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
+from oomb.config import Config
+
 # Argument of the trainer: why it must be None.
 _TRAINER_ARGUMENTS = {
     "compute_loss_func": "the engine computes the loss itself, chunk by chunk",
@@ -39,8 +41,12 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ValueError(f"{name}: expected None, got one: {reason}")
     settings = arguments.get("args")
-    if not isinstance(settings, TrainingArguments):
+    if settings is None:
         return
+    if not isinstance(settings, TrainingArguments):
+        hint = "; give it as oomb_config" if isinstance(settings, Config) else ""
+        kind = type(settings).__name__
+        raise ValueError(f"args: expected TrainingArguments, got {kind}{hint}")
     for name, (expected, reason) in _SETTINGS.items():
         value = getattr(settings, name, expected)
         if value and value != expected:

@@ -55,6 +55,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
     ) -> None:
         if oomb_config is not None and not isinstance(oomb_config, Config):
             raise ValueError(f"oomb_config: expected an oomb.Config, got {oomb_config!r}")
+        if observer is not None and not callable(getattr(observer, "on_step", None)):
+            raise ValueError(f"observer: expected an oomb.monitor.RunObserver, got {observer!r}")
         refuse_arguments(self._named(args, keywords))
         super().__init__(*args, **keywords)
         refuse_arguments(vars(self))

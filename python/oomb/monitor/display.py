@@ -44,7 +44,7 @@ class Display:
     def on_start(self, info: Record) -> None:
         self._info = info
         self._began = self._printed = time.monotonic()
-        self._console.print(_title(info), highlight=False)
+        self._console.print(_title(info), highlight=False, markup=False)
         if self._console.is_terminal:
             self._live = Live(
                 console=self._console, get_renderable=self._panel, refresh_per_second=4
@@ -139,7 +139,7 @@ class Display:
         )
         if progress is not None:
             bars.add_row(
-                f"{progress.phase}, chunk {progress.chunk + 1} of {progress.num_chunks}",
+                f"{progress.phase}, {_chunks_done(progress)} of {progress.num_chunks} chunks",
                 ProgressBar(total=progress.num_chunks, completed=_chunks_done(progress), width=36),
                 f"{seconds_text(progress.seconds)} in this call",
             )
@@ -162,8 +162,8 @@ class Display:
                 rows.append(("gradient norm", _number(norm)))
             if rate is not None:
                 rows.append(("learning rate", _number(rate, ".2e")))
-            speed = f"{record.get('tokens_per_second') or 0:,.0f} tokens/s"
-            rows.append(("speed", f"{speed}   {_seconds_of_step(record)}"))
+            rows.append(("speed", f"{record.get('tokens_per_second') or 0:,.0f} tokens/s"))
+            rows.append(("last step", _seconds_of_step(record)))
         return rows
 
     def _memory(self) -> list[tuple[str, str]]:
@@ -187,8 +187,10 @@ class Display:
         if not self._info.get("max_steps") or not self._step or self._first_step is None:
             return None
         total, done = int(self._info["max_steps"]), int(self._step["step"])
+        if done >= total:
+            return None
         mean = (time.monotonic() - self._began) / (done - self._first_step + 1)
-        return max(0.0, mean * (total - done))
+        return mean * (total - done)
 
 
 def _title(info: Record) -> str:

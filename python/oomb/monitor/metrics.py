@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oomb.monitor.observer import Record
+
+_OF_A_STEP = ("step", "eval", "save", "chunk", "selection")
+METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
 
 class MetricsWriter:
@@ -124,6 +125,9 @@ def _records(path: Path) -> list[Record]:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("event"), str):
             raise ValueError(f"{path}, line {number}: expected a JSON object with an event")
+        if record["event"] in _OF_A_STEP and not isinstance(record.get("step"), int):
+            got = record.get("step")
+            raise ValueError(f"{path}, line {number}: step: expected an int, got {got!r}")
         records.append(record)
     return records
 
@@ -154,7 +158,7 @@ def _cut_torn_line(file: int) -> None:
 
 def in_json(value: Any) -> Any:
     """A value in JSON's types; a dataclass with its name as ``type``."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
         value = value.tolist()
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -167,4 +171,4 @@ def in_json(value: Any) -> Any:
         return {str(key): in_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [in_json(item) for item in value]
-    return in_json(value.item()) if hasattr(value, "item") else str(value)
+    return str(value)

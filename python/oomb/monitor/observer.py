@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from oomb.engine.results import Progress, Selection
+if TYPE_CHECKING:
+    from oomb.engine.results import Progress, Selection
 
 Record = dict[str, Any]  # one event; docs/report.md lists the keys of each kind
 

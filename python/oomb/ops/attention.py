@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from oomb import _C
+from oomb.ops.arguments import (
+    FLOATS,
+    check_indices,
+    check_int,
+    check_once,
+    check_range,
+    check_slots,
+    check_tensor,
+    refuse,
+)
 from oomb.ops.launch import stream_of, workspace_on
-from oomb.ops.pages import check_pages, check_slots
+from oomb.ops.pages import check_pages
 
 
 @torch.library.custom_op("oomb::paged_attention", mutates_args=())
@@ -166,37 +177,53 @@ def paged_attention(
         k, v: [batch, kv_heads, tokens, head_dim]; heads is a multiple of kv_heads.
         kv_pages: [slots, 2, kv_heads, page_size, head_dim], dtype of q; see ``page_write``.
         dkv_pages: [slots, 2, kv_heads, page_size, head_dim]: fp32, bf16 (stochastic rounding) or
-            fp64 for fp64; None: the past receives no gradient.
+            fp64 for fp64; None: the past receives no gradient. May be the tensor of kv_pages, in
+            other slots.
         block_table: int32 [batch, pages]: slot of each past page, in order; -1: not resident.
+            Sequences may share pages; those that receive gradients they may not.
         num_past: past tokens; None: all pages are full.
         scale: of the logits; None: head_dim ** -0.5.
         dkv_table: int32 [batch, pages]: slot of each page's gradient in dkv_pages, -1 for none;
             None: as in block_table.
-        window: a query sees its last ``window`` keys, itself included; 0: all.
+        window: tokens: a query sees its last ``window`` keys, itself included; 0: all.
         selection: int32 [batch, ceil(tokens / page_size), 1 or kv_heads, budget]: past pages that
             each block of page_size queries sees, ascending, -1 padded; None: all.
         first_key: int32 [batch, tokens]: first key a query sees, counted over past and chunk
             (packed documents); None: 0.
         num_keys: int32 [batch]: keys before a sequence's right padding; None: all.
         deterministic: False allows sums without a fixed order, where that is faster.
-        check: look for pages out of range, not resident or listed twice. Synchronises with a GPU.
+        check: look for pages out of range, not resident or listed twice. Synchronises with a GPU;
+            False where lists are known to be right, or under ``torch.compile``.
 
     Returns:
-        o [batch, heads, tokens, head_dim] and lse [batch, heads, tokens], natural logarithm, fp32
+        o [batch, heads, tokens, head_dim] in q's dtype, in memory tokens first (its
+        transpose(1, 2) is contiguous), and lse [batch, heads, tokens], natural logarithm, fp32
         (fp64 for fp64). Both are differentiable. Rows that see nothing give o = 0, lse = -inf.
 
     Raises:
         ValueError: an argument does not fit; the text names it, what was expected and what came.
     """
-    check_pages("kv_pages", kv_pages, k)
+    _check_chunk(q, k, v)
+    _check_pages(kv_pages, dkv_pages, q, k)
     page_size = kv_pages.shape[3]
-    if dkv_pages is not None:
-        check_pages("dkv_pages", dkv_pages, k)
-        if dkv_pages.shape[3] != page_size:
-            raise ValueError(f"dkv_pages: expected page_size {page_size}, got {dkv_pages.shape[3]}")
+    _check_indices(q, k, page_size, block_table, dkv_table, selection, first_key, num_keys)
+    if dkv_table is not None and dkv_pages is None:
+        refuse("dkv_table", "None without dkv_pages", "a tensor")
+    if dkv_table is not None and dkv_table.shape != block_table.shape:
+        refuse("dkv_table", str(list(block_table.shape)), list(dkv_table.shape))
     num_past = block_table.shape[1] * page_size if num_past is None else num_past
+    check_int("num_past", num_past, 0)
+    check_int("window", window, 0)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        refuse("scale", "a finite number", repr(scale))
+    if not isinstance(deterministic, bool):
+        refuse("deterministic", "a bool", repr(deterministic))
     if check:
         _check_tables(kv_pages, dkv_pages, block_table, dkv_table, selection, num_past)
+        if num_keys is not None:
+            check_range("num_keys", num_keys, 0, num_past + q.shape[2] + 1, "numbers")
     out: tuple[torch.Tensor, torch.Tensor] = _paged_attention(
         q,
         k,
@@ -206,7 +233,7 @@ def paged_attention(
         block_table,
         dkv_table,
         num_past,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         window,
         selection,
         first_key,
@@ -214,6 +241,56 @@ def paged_attention(
         deterministic,
     )
     return out
+
+
+def _check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    check_tensor("q", q, ("batch", "heads", "tokens", "head_dim"), dtypes=FLOATS)
+    batch, heads, tokens, head_dim = q.shape
+    shape = (batch, "kv_heads", tokens, head_dim)
+    check_tensor("k", k, shape, dtypes=(q.dtype,), device=q.device)
+    check_tensor("v", v, tuple(k.shape), dtypes=(q.dtype,), device=q.device)
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        refuse("q", f"heads in groups for {k.shape[1]} kv heads", heads)
+
+
+def _check_pages(
+    kv_pages: torch.Tensor, dkv_pages: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    check_pages("kv_pages", kv_pages, k, (k.dtype,))
+    if kv_pages.requires_grad:
+        refuse("kv_pages", "no requires_grad, as gradients go to dkv_pages", "a tensor with it")
+    if dkv_pages is None:
+        return
+    double = q.dtype == torch.float64
+    dtypes = (torch.float64,) if double else (torch.float32, torch.bfloat16)
+    check_pages("dkv_pages", dkv_pages, k, dtypes)
+    if dkv_pages.shape[3] != kv_pages.shape[3]:
+        refuse("dkv_pages", f"page_size {kv_pages.shape[3]}", dkv_pages.shape[3])
+
+
+def _check_indices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    page_size: int,
+    block_table: torch.Tensor,
+    dkv_table: torch.Tensor | None,
+    selection: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    num_keys: torch.Tensor | None,
+) -> None:
+    batch, _, tokens, _ = q.shape
+    check_indices("block_table", block_table, (batch, "pages"), q.device)
+    if dkv_table is not None:
+        check_indices("dkv_table", dkv_table, (batch, "pages"), q.device)
+    if selection is not None:
+        blocks = -(-tokens // page_size)
+        check_indices("selection", selection, (batch, blocks, "heads", "budget"), q.device)
+        if selection.shape[2] not in (1, k.shape[1]):
+            refuse("selection", f"1 or {k.shape[1]} heads", selection.shape[2])
+    if first_key is not None:
+        check_indices("first_key", first_key, (batch, tokens), q.device)
+    if num_keys is not None:
+        check_indices("num_keys", num_keys, (batch,), q.device)
 
 
 def _check_tables(
@@ -226,35 +303,38 @@ def _check_tables(
 ) -> None:
     page_size = kv_pages.shape[3]
     pages = -(-num_past // page_size)
-    if block_table.ndim != 2 or block_table.shape[1] < pages:
-        raise ValueError(
-            f"block_table: expected [batch, >= {pages}] for num_past {num_past}, "
-            f"got {list(block_table.shape)}"
-        )
+    if block_table.shape[1] < pages:
+        expected = f"[batch, >= {pages}] for num_past {num_past}"
+        refuse("block_table", expected, list(block_table.shape))
     if selection is None:
         check_slots("block_table", block_table[:, :pages], kv_pages.shape[0], least=0)
     else:
         check_slots("block_table", block_table, kv_pages.shape[0], least=-1)
         _check_selection(selection, block_table, pages)
     if dkv_pages is not None:
-        table = block_table if dkv_table is None else dkv_table
-        check_slots("dkv_table", table, dkv_pages.shape[0], least=-1)
+        name, table = ("block_table", block_table)
+        if dkv_table is not None:
+            name, table = ("dkv_table", dkv_table)
+        table = table[:, :pages]
+        check_slots(name, table, dkv_pages.shape[0], least=-1)
+        check_once(name, table)
+        shared = dkv_pages.data_ptr() == kv_pages.data_ptr() and dkv_pages.dtype == kv_pages.dtype
+        if shared and bool(torch.isin(table[table >= 0], block_table[:, :pages]).any()):
+            refuse("dkv_pages", "other pages than those with keys and values", "some of kv_pages")
 
 
 def _check_selection(selection: torch.Tensor, block_table: torch.Tensor, pages: int) -> None:
     listed = selection[selection >= 0]
     if listed.numel() and int(listed.max()) >= pages:
-        raise ValueError(f"selection: expected past pages below {pages}, got {int(listed.max())}")
+        refuse("selection", f"past pages below {pages}", int(listed.max()))
     after, before = selection[..., 1:], selection[..., :-1]
     ordered = (after > before) | (after < 0)
     if not bool(ordered.all()):
-        raise ValueError(
-            "selection: expected ascending pages, -1 padded, got duplicates or disorder"
-        )
+        refuse("selection", "ascending pages, -1 padded", "duplicates or disorder")
     sequence = torch.arange(selection.shape[0], device=selection.device).view(-1, 1, 1, 1)
     slots = block_table[sequence.expand_as(selection), selection.clamp(min=0).long()]
     if bool(((slots < 0) & (selection >= 0)).any()):
-        raise ValueError("block_table: expected every listed page to be resident, got -1")
+        refuse("block_table", "every listed page to be resident", -1)
 
 
 def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from oomb import _C
+from oomb.ops.arguments import (
+    FLOATS,
+    check_indices,
+    check_int,
+    check_once,
+    check_range,
+    check_slots,
+    check_tensor,
+    refuse,
+)
 from oomb.ops.launch import stream_of, workspace_on
+
+_ROWS = ("batch", "kv_heads", "tokens", "head_dim")
 
 
 def pages_like(
     k: torch.Tensor, num_pages: int, page_size: int, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A zeroed pool of pages for keys and values such as ``k`` [batch, kv_heads, tokens, head_dim].
+    """A zeroed pool of pages for keys and values such as ``k``, on its device.
+
+    Args:
+        k: [batch, kv_heads, tokens, head_dim], fp64, fp32, fp16 or bf16; its values are not read.
+        num_pages: slots of the pool; each takes 2 * kv_heads * page_size * head_dim values.
+        page_size: tokens per page. The fast GPU kernels take 64 and 128.
+        dtype: None: that of k. For gradients of 16-bit keys pass ``torch.float32``.
 
     Returns:
-        [num_pages, 2 (K, V), kv_heads, page_size, head_dim] of ``dtype``, by default that of k. For
-        gradients of bf16 keys pass ``torch.float32``.
+        [num_pages, 2 (K, V), kv_heads, page_size, head_dim].
+
+    Raises:
+        ValueError: an argument does not fit.
     """
+    check_tensor("k", k, _ROWS, dtypes=FLOATS)
+    check_int("num_pages", num_pages, 0)
+    check_int("page_size", page_size, 1)
+    if dtype is not None and dtype not in FLOATS:
+        refuse("dtype", " or ".join(map(str, FLOATS)), repr(dtype))
     shape = (num_pages, 2, k.shape[1], page_size, k.shape[3])
     return torch.zeros(shape, dtype=dtype or k.dtype, device=k.device)
 
@@ -71,15 +98,26 @@ def page_write(
     Args:
         k, v: [batch, kv_heads, tokens, head_dim], after RoPE.
         kv_pages: [slots, 2, kv_heads, page_size, head_dim], written in place.
-        slots: int32 [batch, ceil(tokens / page_size)]: slot of each page; -1 skips it.
-        num_rows: int32 [batch], real tokens of each sequence; None: all.
-        summary: [batch, pages, kv_heads, head_dim], receives each page's mean key, or None.
+        slots: int32 [batch, ceil(tokens / page_size)]: slot of each page, none twice; -1 skips it.
+        num_rows: int32 [batch], real tokens of each sequence, before its right padding; None: all.
+        summary: [batch, pages, kv_heads, head_dim], receives each page's mean key over its real
+            tokens, in the dtype of k; None: not made.
+
+    Slots are looked at before anything is written, which synchronises with a GPU.
 
     Raises:
         ValueError: an argument's shape, dtype or device does not fit, or a slot is out of range.
     """
-    check_pages("kv_pages", kv_pages, k)
+    check_tensor("k", k, _ROWS, dtypes=FLOATS)
+    check_tensor("v", v, tuple(k.shape), dtypes=(k.dtype,), device=k.device)
+    check_pages("kv_pages", kv_pages, k, (k.dtype,))
+    batch, _, tokens, _ = k.shape
+    check_indices("slots", slots, (batch, -(-tokens // kv_pages.shape[3])), k.device)
     check_slots("slots", slots, kv_pages.shape[0], least=-1)
+    check_once("slots", slots)
+    if num_rows is not None:
+        check_indices("num_rows", num_rows, (batch,), k.device)
+        check_range("num_rows", num_rows, 0, tokens + 1, "numbers")
     _page_write(k.detach(), v.detach(), kv_pages, slots, num_rows, summary)
 
 
@@ -98,20 +136,33 @@ def page_scores(
 
     Args:
         q: [batch, heads, tokens, head_dim].
-        summary: [batch, pages, kv_heads, head_dim], mean keys of the pages.
+        summary: [batch, pages, kv_heads, head_dim] in q's dtype, mean keys of the pages, as from
+            ``page_write``.
         num_past: past tokens.
+        page_size: tokens per page, and queries per block.
         score: ``"block_mean"`` or ``"token_softmax"`` (the rule of the OOMB paper).
-        share: ``"all_heads"`` or ``"kv_head"``.
+        share: ``"all_heads"`` (one score for all heads) or ``"kv_head"`` (one for each KV head).
         first_key: int32 [batch, tokens], first key a query may see; None: 0.
         num_keys: int32 [batch], keys before a sequence's padding; None: all.
 
     Returns:
         [batch, ceil(tokens / page_size), 1 or kv_heads, pages] fp32 (fp64 for fp64); -inf where the
         block may not see the page.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
-    heads = {"all_heads": 1, "kv_head": summary.shape[2]}.get(share)
-    if heads is None:
-        raise ValueError(f"share: expected 'all_heads' or 'kv_head', got {share!r}")
+    check_tensor("q", q, ("batch", "heads", "tokens", "head_dim"), dtypes=FLOATS)
+    check_int("num_past", num_past, 0)
+    check_int("page_size", page_size, 1)
+    shape = (q.shape[0], "pages", "kv_heads", q.shape[3])
+    check_tensor("summary", summary, shape, dtypes=FLOATS, device=q.device)
+    _check_counts(q, first_key, num_keys)
+    if score not in ("block_mean", "token_softmax"):
+        refuse("score", "'block_mean' or 'token_softmax'", repr(score))
+    if share not in ("all_heads", "kv_head"):
+        refuse("share", "'all_heads' or 'kv_head'", repr(share))
+    heads = 1 if share == "all_heads" else summary.shape[2]
     blocks, pages = -(-q.shape[2] // page_size), -(-num_past // page_size)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.empty(q.shape[0], blocks, heads, pages, dtype=dtype, device=q.device)
@@ -137,13 +188,23 @@ def page_select(
 
     Args:
         scores: [batch, blocks, heads, pages] as from :func:`page_scores`; -inf is never chosen.
-        sink_pages, recent_pages: first and last candidates that are always chosen.
+        budget: pages per row; where it has fewer candidates, all of them.
+        sink_pages, recent_pages: first and last candidates that are always chosen, within the
+            budget.
 
     Returns:
-        int32 [batch, blocks, heads, budget].
+        int32 [batch, blocks, heads, budget], as ``selection`` of ``paged_attention``.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
-    if budget < 1:
-        raise ValueError(f"budget: expected an int >= 1, got {budget}")
+    dtypes = (torch.float32, torch.float64)
+    check_tensor("scores", scores, ("batch", "blocks", "heads", "pages"), dtypes=dtypes)
+    check_int("budget", budget, 1)
+    check_int("sink_pages", sink_pages, 0)
+    check_int("recent_pages", recent_pages, 0)
+    if sink_pages + recent_pages > budget:
+        refuse("sink_pages + recent_pages", f"<= budget {budget}", sink_pages + recent_pages)
     selection = torch.empty(*scores.shape[:3], budget, dtype=torch.int32, device=scores.device)
     _C.page_select(
         scores=scores,
@@ -156,27 +217,22 @@ def page_select(
     return selection
 
 
-def check_pages(argument: str, pages: torch.Tensor, k: torch.Tensor) -> None:
+def check_pages(
+    argument: str, pages: torch.Tensor, k: torch.Tensor, dtypes: Sequence[torch.dtype]
+) -> None:
     """Raise ValueError unless ``pages`` is a contiguous pool of pages for keys such as ``k``."""
-    heads, head_dim = k.shape[1], k.shape[3]
-    fits = pages.ndim == 5 and pages.shape[1:3] == (2, heads) and pages.shape[4] == head_dim
-    if not fits:
-        raise ValueError(
-            f"{argument}: expected [slots, 2, {heads}, page_size, {head_dim}], "
-            f"got {list(pages.shape)}"
-        )
+    shape = ("slots", 2, k.shape[1], "page_size", k.shape[3])
+    check_tensor(argument, pages, shape, dtypes=dtypes, device=k.device)
+    if pages.shape[3] == 0:
+        refuse(argument, "a page_size >= 1", 0)
     if not pages.is_contiguous():
-        raise ValueError(f"{argument}: expected a contiguous tensor, got strides {pages.stride()}")
-    if pages.device != k.device:
-        raise ValueError(f"{argument}: expected device {k.device}, got {pages.device}")
+        refuse(argument, "a contiguous tensor", f"strides {pages.stride()}")
 
 
-def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) -> None:
-    """Raise ValueError unless all slots lie in [least, num_slots). Synchronises with a GPU."""
-    if slots.numel() == 0:
-        return
-    low, high = (int(x) for x in torch.aminmax(slots))
-    if low < least or high >= num_slots:
-        raise ValueError(
-            f"{argument}: expected slots in [{least}, {num_slots}), got {low} … {high}"
-        )
+def _check_counts(
+    q: torch.Tensor, first_key: torch.Tensor | None, num_keys: torch.Tensor | None
+) -> None:
+    if first_key is not None:
+        check_indices("first_key", first_key, (q.shape[0], q.shape[2]), q.device)
+    if num_keys is not None:
+        check_indices("num_keys", num_keys, (q.shape[0],), q.device)

@@ -1,13 +1,21 @@
 """What a training step will take, before any weight is loaded."""
 
-from oomb.plan.choices import UNIFORM, Choices
-from oomb.plan.duration import Duration
-from oomb.plan.machine import GPUS, Gpu, Machine
-from oomb.plan.optimizers import OPTIMIZERS
-from oomb.plan.planner import Planner
-from oomb.plan.prediction import Prediction
-from oomb.plan.recommendation import Recommendation, predict, recommend
-from oomb.plan.record import write_measured, write_plan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oomb.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from oomb.plan.choices import UNIFORM, Choices
+    from oomb.plan.duration import Duration
+    from oomb.plan.gpus import GPUS, Gpu
+    from oomb.plan.machine import Machine
+    from oomb.plan.optimizers import OPTIMIZERS
+    from oomb.plan.planner import Planner
+    from oomb.plan.prediction import Prediction
+    from oomb.plan.recommendation import Recommendation, predict, recommend
+    from oomb.plan.record import write_measured, write_plan
 
 __all__ = [
     "GPUS",
@@ -25,3 +33,23 @@ __all__ = [
     "write_measured",
     "write_plan",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "GPUS": "oomb.plan.gpus",
+        "OPTIMIZERS": "oomb.plan.optimizers",
+        "UNIFORM": "oomb.plan.choices",
+        "Choices": "oomb.plan.choices",
+        "Duration": "oomb.plan.duration",
+        "Gpu": "oomb.plan.gpus",
+        "Machine": "oomb.plan.machine",
+        "Planner": "oomb.plan.planner",
+        "Prediction": "oomb.plan.prediction",
+        "Recommendation": "oomb.plan.recommendation",
+        "predict": "oomb.plan.recommendation",
+        "recommend": "oomb.plan.recommendation",
+        "write_measured": "oomb.plan.record",
+        "write_plan": "oomb.plan.record",
+    },
+)

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from oomb.nearest import nearest
 from oomb.testing.shapes import SHAPES, random_model
 
 
@@ -59,6 +60,7 @@ def _config_of(name: str) -> PretrainedConfig:
         raise ValueError(
             "model: expected a folder with a config.json, a name on the hub that is in the cache "
             f"or can be fetched, or one of {', '.join(SHAPES)}, got {name!r}"
+            f"{nearest(name, SHAPES)}"
         ) from error
     return config
 

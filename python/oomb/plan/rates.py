@@ -13,7 +13,8 @@ from oomb.config import TopKPages
 from oomb.engine.tiers import PageLayout
 from oomb.hf.model import LayerShape
 from oomb.ops import paged_attention
-from oomb.plan.machine import Gpu, Machine
+from oomb.plan.gpus import Gpu
+from oomb.plan.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from oomb.report import pictures, tables
-from oomb.report.runs import Run, read_run
+from oomb.report.runs import Run, read_run, told_apart
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --muted: #66707b; --line: #e3e6ea;
@@ -71,15 +71,22 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder has no metrics.
-        ValueError: metrics cannot be read, or hold no finished step.
+        ValueError: metrics cannot be read, or hold no finished step; the page cannot be written.
     """
-    runs = [read_run(folder) for folder in (run_dir, compare) if folder is not None]
+    runs = [read_run(run_dir)]
+    if compare is not None:
+        runs = told_apart(runs[0], read_run(compare, "compare"))
     path = Path(out) if out is not None else Path(run_dir) / "report.html"
+    if path.is_dir():
+        raise ValueError(f"out: expected a file to write, got the folder {path}")
     text = page(runs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)  # a page that someone has open is never half-written
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)  # a page that someone has open is never half-written
+    except OSError as error:
+        raise ValueError(f"out: expected a file to write, got {path}: {error.strerror}") from error
     return path
 
 
@@ -99,6 +106,9 @@ def page(runs: Sequence[Run]) -> str:
     ):
         if found is not None:
             charts.append(_section(f"{heading} {found[0]}", found[1]))
+    norms = pictures.gradient_norm(runs)
+    if norms is not None:
+        charts.append(_section("Gradient norm", norms))
     wide = []
     maps = pictures.page_maps(run)
     if maps is not None:

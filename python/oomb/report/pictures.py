@@ -40,6 +40,17 @@ def throughput(runs: Sequence[Run]) -> str:
     return line_chart(series, "step", YAxis("tokens per second"))
 
 
+def gradient_norm(runs: Sequence[Run]) -> str | None:
+    """Before clipping, of each step; None where no run recorded it."""
+    series = [
+        Series(run.name, run.steps, run.column("grad_norm"), 4 * number)
+        for number, run in enumerate(runs)
+    ]
+    if not any(value is not None for one in series for value in one.y):
+        return None
+    return line_chart(series, "step", YAxis("norm of the gradient, before clipping"))
+
+
 def memory_timeline(run: Run) -> tuple[int, str] | None:
     """(step, chart) of what each tier holds over the chunks of a step."""
     found = run.chunks_of_a_step()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oomb.monitor.metrics import Metrics, read_metrics
+from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from oomb.monitor.observer import Record
-from oomb.monitor.run import METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -18,18 +17,16 @@ class Run:
     """What a folder tells about its run.
 
     Attributes:
+        name: what it is called on the page.
         settings: text of ``run.yaml``, None where there is none.
         plan: ``plan.json``, None where there is none.
     """
 
     folder: Path
+    name: str
     metrics: Metrics
     settings: str | None
     plan: dict[str, Any] | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
 
     @property
     def steps(self) -> list[float]:
@@ -57,8 +54,11 @@ class Run:
         return max(whole, key=lambda pair: pair[0], default=None)
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, argument: str = "run") -> Run:
     """Read a run's folder.
+
+    Args:
+        argument: what the folder was given as, for errors.
 
     Raises:
         FileNotFoundError: the folder has no metrics.
@@ -67,17 +67,34 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"run: expected a folder with {METRICS_FILE}, got {folder}")
+        raise FileNotFoundError(f"{argument}: expected a folder with {METRICS_FILE}, got {folder}")
     metrics = read_metrics(path)
     if not metrics.steps:
-        raise ValueError(f"run: expected at least one finished step in {path}, got none")
+        raise ValueError(f"{argument}: expected at least one finished step in {path}, got none")
     settings, plan = folder / "run.yaml", folder / "plan.json"
     return Run(
         folder=folder,
+        name=folder.resolve().name,
         metrics=metrics,
         settings=settings.read_text() if settings.is_file() else None,
         plan=_plan(plan) if plan.is_file() else None,
     )
+
+
+def told_apart(run: Run, other: Run) -> list[Run]:
+    """Both, by as much of their paths as tells one from the other.
+
+    Raises:
+        ValueError: they are the same.
+    """
+    paths = [one.folder.resolve() for one in (run, other)]
+    if paths[0] == paths[1]:
+        raise ValueError(f"compare: expected another run, got {other.folder} again")
+    names = [path.parts[-1:] for path in paths]
+    while names[0] == names[1]:
+        length = len(names[0]) + 1
+        names = [path.parts[-length:] for path in paths]
+    return [replace(one, name="/".join(n)) for one, n in zip((run, other), names, strict=True)]
 
 
 def _plan(path: Path) -> dict[str, Any]:

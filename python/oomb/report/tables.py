@@ -18,7 +18,7 @@ def tiles(run: Run) -> str:
         ("steps", f"{run.steps[-1]:,.0f}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),
         ("best evaluation", f"{min(evals):.4f}" if evals else ""),
-        ("tokens", count_text(run.total("tokens"))),
+        ("tokens trained on", count_text(run.total("tokens"))),
         ("tokens/s, median", _thousands(run.median("tokens_per_second"))),
         ("step, median", _optional(run.median("seconds"), seconds_text)),
         ("device tier, peak", _optional(run.most("device_peak_bytes"), bytes_text)),
@@ -73,11 +73,9 @@ def plan(run: Run) -> str:
     assert run.plan is not None
     predicted, measured = run.plan.get("predicted") or {}, run.plan.get("measured") or {}
     rows = ["<tr><td></td><th>predicted</th><th>measured</th><th>measured / predicted</th></tr>"]
-    for name, text in (*_PLANNED.items(), *((name, name) for name in predicted)):
+    for name, text in _PLANNED.items():
         expected, found = predicted.get(name), measured.get(name)
-        if not name.endswith(("bytes", "seconds")) or not isinstance(expected, (int, float)):
-            continue
-        if text == name and name in _PLANNED:
+        if not isinstance(expected, (int, float)) or not (expected or found):
             continue
         ratio = f"{found / expected:.2f}" if found is not None and expected else ""
         measured_text = "" if found is None else _quantity(name, found)
@@ -86,12 +84,24 @@ def plan(run: Run) -> str:
     return table([run], rows)
 
 
-# What is measured, as people call it; other predictions follow under their own names.
+# What is predicted, as people call it; first what is measured too.
 _PLANNED = {
     "seconds": "time of a call",
     "device_pool_bytes": "pages on the device",
     "host_pool_bytes": "pages on the host",
     "torch_peak_bytes": "torch's memory",
+    "device_bytes": "device, peak of all",
+    "host_bytes": "host, peak of all",
+    "parameter_bytes": "parameters",
+    "optimizer_bytes": "optimizer, on the device",
+    "optimizer_host_bytes": "optimizer, on the host",
+    "step_bytes": "gradients and what the optimizer takes while it steps",
+    "kept_gradient_bytes": "gradients kept between calls",
+    "sum_bytes": "sums of gradients",
+    "call_bytes": "a chunk's activations and logits, with those sums",
+    "list_bytes": "page lists, on the host",
+    "h2d_bytes": "moved to the device",
+    "d2h_bytes": "moved to the host",
 }
 
 

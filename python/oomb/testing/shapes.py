@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ def random_model(
         positions: longest sequence it is built for.
         layers: build fewer layers; None: all.
     """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.for_model(
         shape.family,
         num_hidden_layers=shape.layers if layers is None else layers,

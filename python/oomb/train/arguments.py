@@ -9,7 +9,8 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from oomb.train.errors import BadInput, nearest
+from oomb.nearest import nearest
+from oomb.train.errors import BadInput
 from oomb.train.settings import RunSettings
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from oomb.train.errors import BadInput, nearest
+from oomb.nearest import nearest
+from oomb.train.errors import BadInput
 
 SEGMENT = 1 << 17  # characters
 OVERLAP = 2048  # characters before and after; longer than any word, number or run of spaces

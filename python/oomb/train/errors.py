@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class BadInput(ValueError):
     """A setting, file or model that a run cannot use. ``<field>: expected ..., got ...``.
 
     Raised before anything is written into the run folder.
     """
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the name most like a misspelt one, or nothing."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""

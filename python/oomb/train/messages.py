@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from oomb.train.errors import nearest
+from oomb.nearest import nearest
 from oomb.train.section import Section
 from oomb.train.settings import RunSettings
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from oomb.train.errors import BadInput, nearest
+from oomb.nearest import nearest
+from oomb.train.errors import BadInput
 from oomb.train.rope import extend_positions
 from oomb.train.settings import LoraSettings, ModelSettings
 

@@ -48,8 +48,10 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise BadInput(f"{path}: expected a YAML file, got {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: expected YAML, got {error}") from error
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path}: expected YAML, got {_in_a_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: expected YAML in UTF-8, got {error.reason}") from error
     if not isinstance(values, dict):
         raise BadInput(f"{path}: expected fields, got {type(values).__name__}")
     for override in overrides:
@@ -58,6 +60,13 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
         return RunSettings.model_validate(values)
     except ValidationError as error:
         raise BadInput("\n".join(messages(error))) from None
+
+
+def _in_a_line(error: yaml.YAMLError) -> str:
+    """What is wrong, and where."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return problem if mark is None else f"{problem} in line {mark.line + 1}"
 
 
 def write_settings(settings: RunSettings, path: Path) -> None:
@@ -73,7 +82,9 @@ def _override(values: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise BadInput(f"{field}: expected a YAML value, got {text!r}: {error}") from error
+        raise BadInput(
+            f"{field}: expected a YAML value, got {text!r}: {_in_a_line(error)}"
+        ) from error
     *sections, name = field.split(".")
     for section in sections:
         inner = values.get(section)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from oomb.lengths import parse_length
+from oomb.nearest import nearest
 from oomb.train.engine_settings import EngineSettings
-from oomb.train.errors import nearest
 from oomb.train.section import Section
 
 Count = Annotated[int, Field(ge=1)]

@@ -85,6 +85,16 @@ def test_long_text_is_read_until_there_are_enough_tokens(folder: Path, tmp_path:
         (("--budget", "8", "--chunk-size", "64"), "expected more tokens than a chunk's 64, got 60"),
         (("--budget", "8", "--context", "1Q"), "--context: expected tokens such as 131072, 128K"),
         (("--budget", "8", "--host-memory", "much"), "host_memory: expected bytes or a size"),
+        (("--budget", "8;16"), "--budget: expected numbers such as 8,16,32, got '8;16'"),
+        (("--keep", "0"), "keep: expected a number in (0, 1], got 0.0"),
+        (("--keep", "0.5", "--cap", "0.5"), "cap: expected None or a number >= 1, got 0.5"),
+        (
+            ("--budget", "8", "--device", "gpu"),
+            "--device: expected 'auto', 'cuda' or 'cpu', got 'gp",
+        ),
+        (("--budget", "8", "--dtype", "bf16"), "--dtype: expected 'auto', 'float32', 'bfloat16'"),
+        (("--budget", "8", "--out", "."), "--out: expected a file to write, got the folder ."),
+        (("--budget", "8", "--out", "/proc/x/y"), "--out: expected a file to write, got /proc/x/y"),
     ],
 )
 def test_bad_options_are_named(
@@ -92,6 +102,7 @@ def test_bad_options_are_named(
 ) -> None:
     result = run(folder, text, *options)
     assert result.exit_code == 2 and message in result.output
+    assert "Traceback" not in result.output and "pydantic" not in result.output
 
 
 def test_context_beyond_the_models_positions(folder: Path, tmp_path: Path) -> None:

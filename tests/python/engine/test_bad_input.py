@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification
 
 import oomb
 
@@ -47,6 +50,35 @@ SETTINGS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: oomb.Config(attention="topk"), "attention: .*TopKPages", "'topk'"),  # type: ignore[arg-type]
     (lambda: oomb.Config(backward=None), "backward: .*SampledChunks", "None"),  # type: ignore[arg-type]
     (lambda: oomb.Config(deterministic=1), "deterministic: ", "1"),  # type: ignore[arg-type]
+    (lambda: oomb.Config(chunk_size="4K"), "chunk_size: ", "'4K'"),  # type: ignore[arg-type]
+    (lambda: oomb.Config(device_memory="8G"), "device_memory: .*'40GB'", "'8G'"),
+    (lambda: oomb.Config(device_memory="80%"), "device_memory: ", "'80%'"),
+    (lambda: oomb.Config(device_memory=True), "device_memory: ", "True"),
+    (lambda: oomb.Config(host_memory=8e9), "host_memory: ", "8000000000.0"),  # type: ignore[arg-type]
+    (
+        lambda: oomb.Config(kv_grad_dtype=torch.bfloat16),  # type: ignore[arg-type]
+        "kv_grad_dtype: .*'bfloat16'",
+        "torch.bfloat16",
+    ),
+    (lambda: oomb.Config(recompute=True), "recompute: ", "True"),  # type: ignore[arg-type]
+    (lambda: oomb.Config(recompute=np.ones(2)), "recompute: ", "array([1., 1.])"),  # type: ignore[arg-type]
+    (
+        lambda: oomb.Config(attention=oomb.TopKPages),  # type: ignore[arg-type]
+        r"attention: expected oomb.Dense\(\) or",
+        "<class 'oomb.config.TopKPages'>",
+    ),
+    (
+        lambda: oomb.Config(attention=oomb.SampledChunks()),  # type: ignore[arg-type]
+        "attention: ",
+        "SampledChunks(keep=0.25, seed=0, cap=None)",
+    ),
+    (lambda: oomb.Config(check_finite="yes"), "check_finite: expected a bool", "'yes'"),  # type: ignore[arg-type]
+    (lambda: oomb.TopKPages(chunk_budget="8"), "chunk_budget: ", "'8'"),  # type: ignore[arg-type]
+    (lambda: oomb.SampledChunks(keep=25), "keep: ", "25"),
+    (lambda: oomb.SampledChunks(cap="2"), "cap: .*>= 1", "'2'"),  # type: ignore[arg-type]
+    (lambda: oomb.SampledChunks(cap=True), "cap: .*>= 1", "True"),
+    (lambda: oomb.SampledChunks(cap=float("nan")), "cap: .*>= 1", "nan"),
+    (lambda: oomb.SampledChunks(seed=True), "seed: expected an int", "True"),
 ]
 
 
@@ -63,6 +95,23 @@ def test_settings(build: Callable[[], object], expected: str, got: str) -> None:
 )
 def test_memory_sizes(text: str | int, size: int) -> None:
     assert oomb.Config(device_memory=text, host_memory=text).device_memory == size
+
+
+NAMES: list[tuple[Callable[[], object], str]] = [
+    (lambda: oomb.Config(chunksize=1), "chunksize: .*; did you mean 'chunk_size'?"),  # type: ignore[call-arg]
+    (lambda: oomb.Config(device_mem=1), "device_mem: .*; did you mean 'device_memory'?"),  # type: ignore[call-arg]
+    (lambda: oomb.Config(sparse=1), "sparse: .*; known are chunk_size, page_size, att"),  # type: ignore[call-arg]
+    (lambda: oomb.TopKPages(sinks=1), "sinks: expected a setting of TopKPages, got an un"),  # type: ignore[call-arg]
+    (lambda: oomb.SampledChunks(kep=0.5), "kep: .*; did you mean 'keep'?"),  # type: ignore[call-arg]
+    (lambda: oomb.Config(4096), "Config: expected keywords such as chunk_size=…, got 4096"),  # type: ignore[misc]
+    (lambda: oomb.TopKPages(64), "TopKPages: expected keywords such as budget=…, got 64"),  # type: ignore[misc]
+]
+
+
+@pytest.mark.parametrize(("build", "text"), NAMES)
+def test_names_of_settings(build: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{text}"):
+        build()
 
 
 def test_a_config_is_frozen() -> None:
@@ -122,7 +171,16 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"loss_weights": MASK}, "loss_weights: expected a floating-point dtype, got torch.int64"),
     ({"loss_weights": torch.full((2, 40), float("nan"))}, "loss_weights: expected finite values"),
     ({"num_items_in_batch": 0}, "num_items_in_batch: expected a number > 0, got 0"),
-    ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch: expected one number"),
+    ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch: expected one number, got .* of 2"),
+    ({"num_items_in_batch": torch.ones(0)}, "num_items_in_batch: expected one number, got .* of 0"),
+    ({"num_items_in_batch": "many"}, "num_items_in_batch: expected a number > 0, got 'many'"),
+    ({"num_items_in_batch": float("inf")}, "num_items_in_batch: expected a number > 0, got inf"),
+    ({"num_items_in_batch": torch.tensor(float("nan"))}, "num_items_in_batch: .*, got nan"),
+    ({"input_ids": IDS[0]}, r"input_ids: expected shape \[batch, tokens\], got \(40,\)"),
+    ({"input_ids": IDS.numpy()}, "input_ids: expected a tensor, got ndarray"),
+    ({"attention_mask": "causal"}, "attention_mask: expected a tensor, got str"),
+    ({"document_ids": [0] * 40}, "document_ids: expected a tensor, got list"),
+    ({"loss_weights": [1.0]}, "loss_weights: expected a tensor, got list"),
 ]
 
 
@@ -146,6 +204,36 @@ def test_arguments(engine: oomb.Engine, arguments: dict[str, Any], text: str, ca
     assert engine.state_dict()["step"] == 0
 
 
+@pytest.mark.parametrize("call", ["forward_backward", "evaluate"])
+def test_on_progress(engine: oomb.Engine, call: str) -> None:
+    with pytest.raises(ValueError, match="^on_progress: expected a function or None, got 'bar'"):
+        getattr(engine, call)(IDS, IDS, on_progress="bar")
+
+
+def test_on_logits(engine: oomb.Engine) -> None:
+    with pytest.raises(ValueError, match="^on_logits: expected a function or None, got 3"):
+        engine.evaluate(IDS, IDS, on_logits=3)  # type: ignore[arg-type]
+
+
+def test_inside_inference_mode(engine: oomb.Engine) -> None:
+    with torch.inference_mode():
+        assert engine.evaluate(IDS, IDS).loss > 0
+        with pytest.raises(oomb.Error, match=r"^forward_backward: expected no torch.inference_mo"):
+            engine.forward_backward(IDS, IDS)
+        made_inside = make("llama")
+    with pytest.raises(ValueError, match=r"^model: expected parameters made outside torch.infer"):
+        oomb.Engine(made_inside, oomb.Config(chunk_size=16, page_size=8)).forward_backward(IDS, IDS)
+
+
+def test_a_call_inside_a_call(engine: oomb.Engine) -> None:
+    def again(_: oomb.Progress) -> None:
+        engine.evaluate(IDS, IDS)
+
+    with pytest.raises(oomb.Error, match="^engine: expected one call at a time"):
+        engine.evaluate(IDS, IDS, on_progress=again)
+    assert engine.evaluate(IDS, IDS).loss > 0
+
+
 @pytest.mark.parametrize("arguments", [{"num_tokens": 0}, {"num_tokens": 9, "batch_size": -1}])
 def test_plan(engine: oomb.Engine, arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected an int >= 1"):
@@ -158,6 +246,73 @@ def test_a_closed_engine() -> None:
     engine.close()
     with pytest.raises(oomb.Error, match="closed"):
         engine.forward_backward(IDS, IDS)
+
+
+MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: None, ValueError, "model: expected a transformers causal .*, got NoneType; load"),
+    (lambda: "Qwen/Qwen2.5-0.5B", ValueError, "model: expected .*, got str; load one with Auto"),
+    (lambda: type(make("llama")), ValueError, "model: expected .*, got the class LlamaForCausalLM"),
+    (lambda: oomb.Config(), ValueError, "model: expected a transformers causal .*, got Config"),
+    (lambda: nn.Linear(2, 2), oomb.UnsupportedModelError, "model: expected .*, got Linear"),
+    (lambda: make("llama").model, oomb.UnsupportedModelError, "LlamaModel: has no language-model"),
+    (
+        lambda: AutoModelForSequenceClassification.from_config(make("llama").config),
+        oomb.UnsupportedModelError,
+        "LlamaForSequenceClassification: has no language-model head",
+    ),
+    (
+        lambda: half_a_head(make("llama")),
+        oomb.UnsupportedModelError,
+        "LlamaForCausalLM: its own fo",
+    ),
+    (lambda: with_nan(make("llama")), oomb.UnsupportedModelError, "LlamaForCausalLM: expected fin"),
+]
+
+
+def half_a_head(model: Any) -> Any:
+    model.lm_head.half()
+    return model
+
+
+def with_nan(model: Any) -> Any:
+    model.model.norm.weight.data[3] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(("model", "kind", "text"), MODELS)
+def test_models(model: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^{text}"):
+        oomb.Engine(model())
+
+
+def test_a_head_of_zeros_is_no_error() -> None:
+    model = make("llama", torch.float32)
+    nn.init.zeros_(model.lm_head.weight)
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        loss = engine.forward_backward(IDS, IDS).loss
+        torch.testing.assert_close(loss, model(input_ids=IDS, labels=IDS).loss)
+
+
+@pytest.mark.parametrize(
+    ("config", "got"),
+    [(oomb.Config, "the class Config"), ({"chunk_size": 16}, "dict"), (oomb.Dense(), "Dense")],
+)
+def test_configs(config: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"^config: expected an oomb.Config\(…\), got {got}$"):
+        oomb.Engine(make("llama"), config)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"step": "x"}, {"step": -1}])
+def test_what_is_no_state(engine: oomb.Engine, state: Any) -> None:
+    with pytest.raises(ValueError, match=r"^state: expected one of engine.state_dict\(\), got "):
+        engine.load_state_dict(state)
+
+
+def test_main_grad_of_no_parameter(engine: oomb.Engine) -> None:
+    with pytest.raises(ValueError, match="^parameter: expected a parameter, got str"):
+        engine.main_grad("lm_head.weight")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^parameter: expected one .*keep_main_grad=True"):
+        engine.main_grad(next(engine._model.causal.parameters()))
 
 
 def test_a_state_of_another_seed() -> None:

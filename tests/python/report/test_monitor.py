@@ -125,13 +125,14 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in out.getvalue()
     assert f"step 2/2  loss {float(results[1].loss):.4f}" in lines[2]
     assert "tokens/s" in lines[2] and "fill" in lines[2] and "device" in lines[2]
+    assert " left" in lines[1] and " left" not in lines[2]  # nothing is left after the last
     assert lines[-1].startswith("ended: done")
 
 
 def test_live_panel_shows_phase_chunks_loss_and_tiers() -> None:
     out = io.StringIO()
     display = Display(Console(file=out, force_terminal=True, width=100))
-    display.on_start({"model": "tiny", "max_steps": 10})
+    display.on_start({"model": "runs/[bold]tiny", "max_steps": 10})
     display.on_step({"step": 1, "loss": 2.25, "seconds": 4.0, "tokens_per_second": 1234.0})
     first = oomb.Progress(phase="fill", chunk=2, num_chunks=5, tokens_done=9, seconds=1.0)
     display.on_progress(2, first)
@@ -151,8 +152,9 @@ def test_live_panel_shows_phase_chunks_loss_and_tiers() -> None:
     display.on_end({"reason": "done"})
     text = out.getvalue()
     for shown in (
+        "runs/[bold]tiny",
         "step 2 of 10",
-        "sweep, chunk 4 of 5",
+        "sweep, 2 of 5 chunks",
         "2.2500",
         "1,234 tokens/s",
         "3.00 GiB",

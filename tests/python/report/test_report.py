@@ -204,14 +204,46 @@ def test_compared_runs_stand_beside_each_other(folder: Path, tmp_path: Path) -> 
     assert not (other / "report.html").exists()
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    dense = steps_only(tmp_path / "dense" / "out", 3.0)
+    sparse = steps_only(tmp_path / "sparse" / "out", 4.0)
+    words = Page(write_report(dense, compare=sparse).read_text()).words
+    assert "dense/out, training" in words and "sparse/out, training" in words
+    with pytest.raises(ValueError, match=r"^compare: expected another run, got .*out again"):
+        write_report(dense, compare=dense / "." / ".." / "out")
+    with pytest.raises(FileNotFoundError, match=r"^compare: expected a folder with metrics"):
+        write_report(dense, compare=tmp_path)
+
+
+def test_norms_of_gradients_are_drawn_where_they_are_recorded(tmp_path: Path) -> None:
+    steps_only(tmp_path, 3.0, 2.0)
+    before = write_report(tmp_path).read_text()
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write("step", {"step": 3, "loss": 1.0, "seconds": 1.0, "grad_norm": 0.5})
+        writer.write("step", {"step": 4, "loss": 1.0, "seconds": 1.0, "grad_norm": 0.7})
+    after = write_report(tmp_path).read_text()
+    assert "Gradient norm" not in before and "norm of the gradient, before clipping" in after
+    assert len(svgs(after)) == len(svgs(before)) + 1
+
+
+@pytest.mark.parametrize("out", [".", "file/page.html"])
+def test_a_page_that_cannot_be_written(tmp_path: Path, out: str) -> None:
+    steps_only(tmp_path, 3.0)
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="^out: expected a file to write, got "):
+        write_report(tmp_path, tmp_path / out)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_plan_is_shown_beside_what_was_measured(tmp_path: Path) -> None:
     predicted = {"device_bytes": 1 << 30, "seconds": 4.0, "num_tokens": 12345, "basis": "datasheet"}
     plan = {"predicted": predicted, "measured": {"seconds": 5.0}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     words = Page(write_report(steps_only(tmp_path, 1.0)).read_text()).words
-    assert "device_bytes\n1.00 GiB" in words
+    assert "device, peak of all\n1.00 GiB" in words
     assert words.count("time of a call\n4.00 s\n5.00 s\n1.25") == 1
-    assert "12345" not in words and "datasheet" not in words
+    assert "12345" not in words and "datasheet" not in words and "_bytes" not in words
     (tmp_path / "plan.json").write_text(json.dumps({**plan, "measured": None}))
     assert "4.00 s" in Page(write_report(tmp_path).read_text()).words
 
@@ -229,6 +261,8 @@ def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
         (None, "expected a folder with metrics.jsonl"),
         ("", "expected at least one finished step"),
         ("nonsense\n", "line 1: expected a JSON object"),
+        ('{"event": "step"}\n', "line 1: step: expected an int, got None"),
+        ('{"event": "start"}\n{"event": "step", "step": "x"}\n', "line 2: step: expected an int"),
     ],
 )
 def test_bad_folder_is_named_and_nothing_is_written(
@@ -238,6 +272,6 @@ def test_bad_folder_is_named_and_nothing_is_written(
         (tmp_path / METRICS_FILE).write_text(content)
     before = sorted(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert sorted(tmp_path.iterdir()) == before

@@ -210,7 +210,8 @@ def test_held_out_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "expected YAML"),
+        ("a: [", "expected YAML, got expected the node content"),
+        ("a:\n\tb: 1", "that cannot start any token in line 2"),
         ("- a", "expected fields, got list"),
         ("", "expected fields, got NoneType"),
         (LEAST + "context: 5\n", "context: expected once, got it again in line 6"),

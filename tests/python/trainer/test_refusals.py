@@ -117,6 +117,20 @@ def test_config_of_another_kind(tmp_path: Path) -> None:
         Trainer(model(), arguments(tmp_path), oomb_config={"chunk_size": 32})  # type: ignore[arg-type]
 
 
+def test_a_config_where_settings_belong() -> None:
+    with pytest.raises(
+        ValueError, match="^args: expected TrainingArguments, got Config; give it a"
+    ):
+        Trainer(model(), CONFIG, train_dataset=packed())
+
+
+def test_an_observer_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="^observer: expected an oomb.monitor.RunObserver, got 'x'"
+    ):
+        Trainer(model(), arguments(tmp_path), train_dataset=packed(), observer="x")  # type: ignore[arg-type]
+
+
 def test_a_model_that_the_engine_refuses(tmp_path: Path) -> None:
     with pytest.raises((oomb.UnsupportedModelError, AttributeError)):
         Trainer(nn.Linear(2, 2), arguments(tmp_path), oomb_config=CONFIG)

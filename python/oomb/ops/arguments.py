@@ -1,0 +1,78 @@
+"""Checks of what an operation is given; each raises ``ValueError`` before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def refuse(argument: str, expected: str, got: object) -> NoReturn:
+    """Raise ValueError about an argument."""
+    raise ValueError(f"{argument}: expected {expected}, got {got}")
+
+
+def check_tensor(
+    argument: str,
+    value: object,
+    shape: Sequence[int | str],
+    *,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """A tensor of a shape, one of some dtypes, on a device.
+
+    Args:
+        shape: sizes; a name stands for any size.
+        device: None: any.
+    """
+    sizes = f"[{', '.join(map(str, shape))}]"
+    if not isinstance(value, torch.Tensor):
+        refuse(argument, f"a tensor {sizes}", type(value).__name__)
+    fits = value.ndim == len(shape) and all(
+        isinstance(size, str) or size == there
+        for size, there in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        refuse(argument, sizes, list(value.shape))
+    if value.dtype not in dtypes:
+        refuse(argument, " or ".join(map(str, dtypes)), value.dtype)
+    if device is not None and value.device != device:
+        refuse(argument, f"device {device}", value.device)
+
+
+def check_indices(
+    argument: str, value: object, shape: Sequence[int | str], device: torch.device
+) -> None:
+    """An int32 tensor of a shape on a device."""
+    check_tensor(argument, value, shape, dtypes=(torch.int32,), device=device)
+
+
+def check_int(argument: str, value: object, least: int) -> None:
+    """A whole number, not less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
+        refuse(argument, f"an int >= {least}", repr(value))
+
+
+def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) -> None:
+    """Slots that all lie in [least, num_slots). Synchronises with a GPU."""
+    check_range(argument, slots, least, num_slots, "slots")
+
+
+def check_range(argument: str, values: torch.Tensor, low: int, high: int, what: str) -> None:
+    """Values that all lie in [low, high). Synchronises with a GPU."""
+    if values.numel():
+        least, most = (int(x) for x in torch.aminmax(values))
+        if least < low or most >= high:
+            refuse(argument, f"{what} in [{low}, {high})", f"{least} … {most}")
+
+
+def check_once(argument: str, slots: torch.Tensor) -> None:
+    """Slots to be written, -1 for none, each given once. Synchronises with a GPU."""
+    written = slots[slots >= 0].sort().values
+    twice = written[1:][written[1:] == written[:-1]]
+    if twice.numel():
+        refuse(argument, "each slot once, as it is written", f"slot {int(twice[0])} twice")
