@@ -130,7 +130,7 @@ def _own_logits(model: CausalModel, ids: torch.Tensor, positions: torch.Tensor) 
         logits: torch.Tensor = output.logits[0]
     if not bool(logits.isfinite().all()):
         raise UnsupportedModelError(
-            f"{type(model.causal).__name__}: expected finite logits of its own forward, got NaN or infinity; look for "
-            "weights that are not finite, or not loaded"
+            f"{type(model.causal).__name__}: expected finite logits of its own forward, got NaN "
+            "or infinity; look for weights that are not finite, or not loaded"
         )
     return logits
