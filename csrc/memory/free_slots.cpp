@@ -30,39 +30,59 @@ class FreedFirst final : public FreeSlots {
   std::deque<Slot> slots_;
 };
 
+// A bit for each slot, and above them a bit for each word of those: where nearly all slots are
+// taken, going from free one to free one would read all words in between.
 class Round final : public FreeSlots {
  public:
   void add(Slot slot) override {
-    const auto word = static_cast<size_t>(slot) / kBits;
-    if (word >= words_.size()) words_.resize(word + 1, 0);
-    words_[word] |= bit(slot);
+    const auto index = static_cast<size_t>(slot);
+    const size_t word = index / kBits;
+    if (word >= free_.size()) free_.resize(word + 1, 0);
+    if (word / kBits >= some_free_.size()) some_free_.resize(word / kBits + 1, 0);
+    free_[word] |= bit(index);
+    some_free_[word / kBits] |= bit(word);
   }
 
   Slot take() override {
-    size_t word = static_cast<size_t>(next_) / kBits % words_.size();
+    size_t word = next_ / kBits % free_.size();
     // What is left of the word in which the last one lay; further on, all of a word.
-    uint64_t left = words_[word] & ~(bit(next_) - 1);
-    while (left == 0) {
-      word = (word + 1) % words_.size();
-      left = words_[word];
+    uint64_t left = free_[word] & from(next_);
+    if (left == 0) {
+      word = word_with_a_free_slot(word + 1);
+      left = free_[word];
     }
-    const auto slot = static_cast<Slot>(word * kBits + static_cast<size_t>(std::countr_zero(left)));
-    words_[word] &= ~bit(slot);
+    const size_t slot = word * kBits + static_cast<size_t>(std::countr_zero(left));
+    free_[word] &= ~bit(slot);
+    if (free_[word] == 0) some_free_[word / kBits] &= ~bit(word);
     next_ = slot + 1;
-    return slot;
+    return static_cast<Slot>(slot);
   }
 
   void clear() override {
-    words_.clear();
+    free_.clear();
+    some_free_.clear();
     next_ = 0;
   }
 
  private:
   static constexpr size_t kBits = 64;
-  static uint64_t bit(Slot slot) { return uint64_t{1} << (static_cast<size_t>(slot) % kBits); }
+  static uint64_t bit(size_t index) { return uint64_t{1} << (index % kBits); }
+  static uint64_t from(size_t index) { return ~(bit(index) - 1); }
 
-  std::vector<uint64_t> words_;  // bit s % 64 of word s / 64: slot s is free
-  Slot next_ = 0;
+  // The first from `word` on, round and round.
+  size_t word_with_a_free_slot(size_t word) const {
+    size_t part = word / kBits % some_free_.size();
+    uint64_t left = some_free_[part] & from(word);
+    while (left == 0) {
+      part = (part + 1) % some_free_.size();
+      left = some_free_[part];
+    }
+    return part * kBits + static_cast<size_t>(std::countr_zero(left));
+  }
+
+  std::vector<uint64_t> free_;       // bit s % 64 of word s / 64: slot s is free
+  std::vector<uint64_t> some_free_;  // bit w % 64 of word w / 64: word w of the above is not 0
+  size_t next_ = 0;
 };
 
 }  // namespace

@@ -84,6 +84,28 @@ TEST(SlotPool, GoesRoundInAscendingOrder) {
   EXPECT_EQ(f.pool.take(), 0);
 }
 
+// Where hardly any are free and the next one is far away.
+TEST(SlotPool, GoesRoundALargePoolThatIsNearlyFull) {
+  const int64_t slots = 20'000;
+  Fixture f(slots, std::nullopt, SlotOrder::kRound);
+  for (int64_t i = 0; i < slots; ++i) ASSERT_EQ(f.pool.take(), i);
+  std::mt19937_64 random(0);
+  std::set<Slot> free;
+  Slot last = static_cast<Slot>(slots - 1);
+  for (int step = 0; step < 5'000; ++step) {
+    while (free.empty() || random() % 3 > 0) {
+      const auto slot = static_cast<Slot>(random() % static_cast<uint64_t>(slots));
+      if (free.insert(slot).second) f.pool.give_back(slot);
+    }
+    do {
+      const auto ahead = free.upper_bound(last);
+      last = ahead == free.end() ? *free.begin() : *ahead;
+      free.erase(last);
+      ASSERT_EQ(f.pool.take(), last);
+    } while (!free.empty() && random() % 2 > 0);
+  }
+}
+
 TEST(SlotPool, RefusesASlotThatIsNotTaken) {
   Fixture f(4);
   const Slot slot = f.pool.take();
