@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oomb.lazy import lazy_names
 
@@ -34,7 +34,7 @@ __all__ = [
     "__version__",
 ]
 
-__getattr__, __dir__ = lazy_names(
+_lazy, __dir__ = lazy_names(
     __name__,
     {
         "AllChunks": "oomb.config",
@@ -54,3 +54,17 @@ __getattr__, __dir__ = lazy_names(
     },
     submodules=("_C", "hf", "ops"),
 )
+
+if not TYPE_CHECKING:  # a checker knows the names, and would take any other one too
+
+    def __getattr__(name: str) -> Any:
+        try:
+            return _lazy(name)
+        except ModuleNotFoundError as error:
+            if error.name != "oomb._C":
+                raise
+            raise ModuleNotFoundError(
+                "oomb._C, the native core, is not built for this Python: pip install . in the "
+                "repository, or make in-place PYTHON=python",
+                name=error.name,
+            ) from None

@@ -14,6 +14,7 @@ from oomb.cli.audit import audit
 from oomb.cli.demo import demo
 from oomb.cli.doctor import doctor
 from oomb.cli.plan import plan
+from oomb.cli.refusal import refuse
 from oomb.cli.report import report
 from oomb.cli.train import train
 
@@ -26,8 +27,10 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from oomb import __version__
-
+        try:
+            from oomb import __version__
+        except ImportError as error:
+            refuse("--version", error, code=1)
         typer.echo(f"oomb {__version__}")
         raise typer.Exit
 

@@ -23,16 +23,17 @@ __all__ = [
     "read_metrics",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "METRICS_FILE": "oomb.monitor.metrics",
-        "Display": "oomb.monitor.display",
-        "Metrics": "oomb.monitor.metrics",
-        "MetricsWriter": "oomb.monitor.metrics",
-        "Record": "oomb.monitor.observer",
-        "RunMonitor": "oomb.monitor.run",
-        "RunObserver": "oomb.monitor.observer",
-        "read_metrics": "oomb.monitor.metrics",
-    },
-)
+if not TYPE_CHECKING:  # a checker knows the names, and would take any other one too
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "METRICS_FILE": "oomb.monitor.metrics",
+            "Display": "oomb.monitor.display",
+            "Metrics": "oomb.monitor.metrics",
+            "MetricsWriter": "oomb.monitor.metrics",
+            "Record": "oomb.monitor.observer",
+            "RunMonitor": "oomb.monitor.run",
+            "RunObserver": "oomb.monitor.observer",
+            "read_metrics": "oomb.monitor.metrics",
+        },
+    )

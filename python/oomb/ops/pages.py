@@ -92,6 +92,7 @@ def page_write(
     *,
     num_rows: torch.Tensor | None = None,
     summary: torch.Tensor | None = None,
+    check: bool = True,
 ) -> None:
     """Write keys and values into pages; the rest of a last, partial page becomes zero.
 
@@ -102,8 +103,8 @@ def page_write(
         num_rows: int32 [batch], real tokens of each sequence, before its right padding; None: all.
         summary: [batch, pages, kv_heads, head_dim], receives each page's mean key over its real
             tokens, in the dtype of k; None: not made.
-
-    Slots are looked at before anything is written, which synchronises with a GPU.
+        check: look for slots out of range or given twice. Synchronises with a GPU; False where
+            they are known to be right.
 
     Raises:
         ValueError: an argument's shape, dtype or device does not fit, or a slot is out of range.
@@ -113,11 +114,13 @@ def page_write(
     check_pages("kv_pages", kv_pages, k, (k.dtype,))
     batch, _, tokens, _ = k.shape
     check_indices("slots", slots, (batch, -(-tokens // kv_pages.shape[3])), k.device)
-    check_slots("slots", slots, kv_pages.shape[0], least=-1)
-    check_once("slots", slots)
     if num_rows is not None:
         check_indices("num_rows", num_rows, (batch,), k.device)
-        check_range("num_rows", num_rows, 0, tokens + 1, "numbers")
+    if check:
+        check_slots("slots", slots, kv_pages.shape[0], least=-1)
+        check_once("slots", slots)
+        if num_rows is not None:
+            check_range("num_rows", num_rows, 0, tokens + 1, "numbers")
     _page_write(k.detach(), v.detach(), kv_pages, slots, num_rows, summary)
 
 

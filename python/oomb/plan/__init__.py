@@ -34,22 +34,23 @@ __all__ = [
     "write_plan",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "GPUS": "oomb.plan.gpus",
-        "OPTIMIZERS": "oomb.plan.optimizers",
-        "UNIFORM": "oomb.plan.choices",
-        "Choices": "oomb.plan.choices",
-        "Duration": "oomb.plan.duration",
-        "Gpu": "oomb.plan.gpus",
-        "Machine": "oomb.plan.machine",
-        "Planner": "oomb.plan.planner",
-        "Prediction": "oomb.plan.prediction",
-        "Recommendation": "oomb.plan.recommendation",
-        "predict": "oomb.plan.recommendation",
-        "recommend": "oomb.plan.recommendation",
-        "write_measured": "oomb.plan.record",
-        "write_plan": "oomb.plan.record",
-    },
-)
+if not TYPE_CHECKING:  # a checker knows the names, and would take any other one too
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "GPUS": "oomb.plan.gpus",
+            "OPTIMIZERS": "oomb.plan.optimizers",
+            "UNIFORM": "oomb.plan.choices",
+            "Choices": "oomb.plan.choices",
+            "Duration": "oomb.plan.duration",
+            "Gpu": "oomb.plan.gpus",
+            "Machine": "oomb.plan.machine",
+            "Planner": "oomb.plan.planner",
+            "Prediction": "oomb.plan.prediction",
+            "Recommendation": "oomb.plan.recommendation",
+            "predict": "oomb.plan.recommendation",
+            "recommend": "oomb.plan.recommendation",
+            "write_measured": "oomb.plan.record",
+            "write_plan": "oomb.plan.record",
+        },
+    )

@@ -87,6 +87,23 @@ def test_an_engine_needs_both() -> None:
     assert {"torch", "transformers"} <= set(done["loaded"])
 
 
+def test_a_core_that_is_not_built_is_named() -> None:
+    absent = "import sys; sys.modules['oomb._C'] = None\n"
+    done = python(
+        f"{absent}import oomb\n"
+        "try: oomb.ops\n"
+        "except ModuleNotFoundError as error: result = str(error)"
+    )
+    assert done["result"].startswith("oomb._C, the native core, is not built for this Python")
+    done = python(
+        f"{absent}from oomb.cli import app\n"
+        "try: app(['--version'])\n"
+        "except SystemExit as end: result = end.code"
+    )
+    assert done["result"] == 1 and "oomb --version: oomb._C, the native core" in done["output"]
+    assert "Traceback" not in done["output"]
+
+
 def test_every_public_name_is_there() -> None:
     for name in oomb.__all__:
         assert getattr(oomb, name) is getattr(oomb, name)

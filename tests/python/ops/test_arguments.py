@@ -163,6 +163,21 @@ def test_writing(changes: Changes, text: str) -> None:
     assert not arguments["kv_pages"].any()
 
 
+def test_what_is_known_to_be_right_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object) -> None:
+        raise AssertionError("values were read")
+
+    arguments = good()
+    k, v, pages, slots = (arguments[n] for n in ("k", "v", "kv_pages", "block_table"))
+    monkeypatch.setattr(torch, "aminmax", look)
+    ops.page_write(k, v, pages, slots, check=False)
+    ops.paged_attention(**arguments, check=False)
+    with pytest.raises(AssertionError, match="^values were read"):
+        ops.page_write(k, v, pages, slots)
+    with pytest.raises(AssertionError, match="^values were read"):
+        ops.paged_attention(**arguments)
+
+
 ROWS, SUMMARY = torch.randn(2, 4, 24, 16), torch.randn(2, 3, 2, 16)
 SCORES = torch.randn(2, 3, 1, 5)
 
