@@ -8,8 +8,8 @@ from oomb.plan.trace import Trace
 
 # Per layer beside the operations that torch counts, on the host of an H200: the page manager, the
 # engine's autograd functions, checkpoints; lists of chosen pages, and their way to the host.
-_FORWARD, _BACKWARD, _RECOMPUTE = 0.55e-3, 1.5e-3, 1.3e-3
-_CHOICE, _LISTS = 0.25e-3, 1.0e-3
+_FORWARD, _BACKWARD, _RECOMPUTE = 0.55e-3, 1.5e-3, 2.2e-3
+_CHOICE, _LISTS = 0.5e-3, 1.0e-3
 
 
 def host_seconds(
