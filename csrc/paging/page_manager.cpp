@@ -33,6 +33,7 @@ void PageManager::begin_call(CallPlan plan) {
   plan.check();
   const bool backward = plan.has_gradients();
   space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
+  schedule_ = {};  // before the next one takes its memory
   schedule_ = Schedule(space_, std::move(plan.visits));
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
@@ -65,6 +66,7 @@ void PageManager::end_call() {
   if (!active_) return;
   active_ = false;
   tiers_.end(!options_.keep_host_memory);
+  schedule_ = {};
 }
 
 void PageManager::close() {

@@ -15,6 +15,7 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
       layers_(static_cast<size_t>(space.num_layers())),
       max_pages_(std::max<int64_t>(1, space.max_pages())) {
   for (int32_t i = 0; i < size(); ++i) {
+    if (!(*this)[i].touches(PageKind::kKeyValue)) continue;
     Layer& layer = layer_of(i);
     const size_t place = layer.visits.size();
     place_[static_cast<size_t>(i)] = static_cast<int32_t>(place);
@@ -29,8 +30,6 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
     layer.ranged = layer.visits;
     layer.uses = UseBits(space.positions(), std::ssize(layer.visits));
   }
-  // A page's gradient is read once: searching ranges for that one visit would take the longer the
-  // more chunks there are.
   for (int32_t i = 0; i < size(); ++i) {
     const Visit& visit = (*this)[i];
     if (visit.kind != VisitKind::kReadGradient) continue;
@@ -52,17 +51,41 @@ std::vector<int64_t> Schedule::ordered(std::vector<int64_t> positions) const {
   return positions;
 }
 
-void Schedule::set_pages(int32_t visit, std::vector<int64_t> positions) {
+void Schedule::use(int32_t visit, std::span<const int64_t> positions, bool used) {
   Layer& layer = layer_of(visit);
+  if ((*this)[visit].kind == VisitKind::kReadGradient) {
+    layer.gradient_reads.resize(static_cast<size_t>(space_.positions()));
+    for (const int64_t position : positions) {
+      auto& reads = layer.gradient_reads[static_cast<size_t>(position)];
+      const auto place = std::lower_bound(reads.begin(), reads.end(), visit);
+      if (used) {
+        reads.insert(place, visit);
+      } else {
+        reads.erase(place);
+      }
+    }
+    return;
+  }
   const int32_t place = place_[static_cast<size_t>(visit)];
+  for (const int64_t position : positions) {
+    if (used) {
+      layer.uses.set(position, place);
+    } else {
+      layer.uses.clear(position, place);
+    }
+  }
+}
+
+void Schedule::set_pages(int32_t visit, std::vector<int64_t> positions) {
   if (has_pages(visit)) {
-    for (const int64_t position : pages(visit)) layer.uses.clear(position, place);
-  } else {
+    use(visit, pages(visit), false);
+  } else if ((*this)[visit].touches(PageKind::kKeyValue)) {
+    Layer& layer = layer_of(visit);
     layer.ranged.erase(std::lower_bound(layer.ranged.begin(), layer.ranged.end(), visit));
     layer.next_ranged = {};
   }
   positions = ordered(std::move(positions));
-  for (const int64_t position : positions) layer.uses.set(position, place);
+  use(visit, positions, true);
   lists_[static_cast<size_t>(visit)] = std::move(positions);
   listed_[static_cast<size_t>(visit)] = true;
 }
@@ -88,14 +111,30 @@ std::span<const int64_t> Schedule::pages_between(std::span<const int64_t> positi
 }
 
 int32_t Schedule::next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const {
-  const Layer& of = layers_[static_cast<size_t>(layer)];
   const auto page = static_cast<int32_t>(position % max_pages_);
   const int32_t ranged = next_in_ranges(kind, layer, page, after);
+  const int32_t next = next_in_lists(kind, layer, position, after, ranged);
+  if (kind == PageKind::kKeyValue) return next;
+  return std::min(next, next_gradient_read(layer, position, after));
+}
+
+// `before` if there is none earlier.
+int32_t Schedule::next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after,
+                                int32_t before) const {
+  const Layer& of = layers_[static_cast<size_t>(layer)];
   const auto begin = static_cast<int32_t>(first_after(of.visits, after, of.next));
-  const auto end = ranged < size() ? place_[static_cast<size_t>(ranged)]
+  const auto end = before < size() ? place_[static_cast<size_t>(before)]
                                    : static_cast<int32_t>(of.visits.size());
   const int32_t place = of.uses.first(position, of.touching[static_cast<size_t>(kind)], begin, end);
-  return place < end ? of.visits[static_cast<size_t>(place)] : ranged;
+  return place < end ? of.visits[static_cast<size_t>(place)] : before;
+}
+
+int32_t Schedule::next_gradient_read(int32_t layer, int64_t position, int32_t after) const {
+  const auto& of_layer = layers_[static_cast<size_t>(layer)].gradient_reads;
+  if (of_layer.empty()) return size();
+  const auto& reads = of_layer[static_cast<size_t>(position)];
+  const auto it = std::upper_bound(reads.begin(), reads.end(), after);
+  return it == reads.end() ? size() : *it;
 }
 
 size_t Schedule::first_after(const std::vector<int32_t>& visits, int32_t after, Found& found) {

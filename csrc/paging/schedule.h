@@ -31,7 +31,8 @@ struct Visit {
 };
 
 // The known future: what is used when. Ranges answer in closed form (a scan over the layer's visits
-// that nearly always ends at once); exact lists through bits, position -> visits.
+// that nearly always ends at once); exact lists through bits, position -> visits. A page's gradient
+// is read once as a rule: bits for those visits would be nearly all zero.
 class Schedule {
  public:
   Schedule() = default;
@@ -79,22 +80,27 @@ class Schedule {
   };
   static size_t first_after(const std::vector<int32_t>& visits, int32_t after, Found& found);
   int32_t next_in_ranges(PageKind kind, int32_t layer, int32_t page, int32_t after) const;
+  int32_t next_in_lists(PageKind kind, int32_t layer, int64_t position, int32_t after,
+                        int32_t before) const;
+  int32_t next_gradient_read(int32_t layer, int64_t position, int32_t after) const;
 
-  // What is asked of one layer. Among its own visits a visit is known by its place.
+  // What is asked of one layer. Among the visits that read its KV pages, one is known by its place.
   struct Layer {
     std::vector<int32_t> visits;
-    std::vector<int32_t> ranged;                    // those without a list
-    UseBits uses;                                   // those with one
-    std::array<std::vector<uint64_t>, 2> touching;  // per kind of page: bits of visits
+    std::vector<int32_t> ranged;                       // those without a list
+    UseBits uses;                                      // those with one
+    std::array<std::vector<uint64_t>, 2> touching;     // per kind of page: bits of visits
+    std::vector<std::vector<int32_t>> gradient_reads;  // per position: visits, ascending
     mutable Found next, next_ranged;
   };
+  void use(int32_t visit, std::span<const int64_t> positions, bool used);
   Layer& layer_of(int32_t visit) { return layers_[static_cast<size_t>((*this)[visit].layer)]; }
 
   PageSpace space_;
   std::vector<Visit> visits_;
   std::vector<bool> listed_;
   std::vector<std::vector<int64_t>> lists_;  // per visit
-  std::vector<int32_t> place_;               // per visit: its place among its layer's
+  std::vector<int32_t> place_;               // per visit that reads KV pages
   std::vector<Layer> layers_;
   int64_t max_pages_ = 1;
 };

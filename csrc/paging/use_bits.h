@@ -18,7 +18,7 @@ namespace oomb::paging {
 class UseBits {
  public:
   UseBits() = default;
-  // Memory comes with the first bit: many layers never get a list.
+  // Memory comes with the first bit: where all pages are seen nothing gets a list.
   UseBits(int64_t positions, int64_t visits)
       : positions_(static_cast<size_t>(positions)),
         words_((static_cast<size_t>(visits) + 63) / 64) {}

@@ -8,8 +8,17 @@ from oomb.lazy import lazy_names
 
 if TYPE_CHECKING:
     from oomb import _C as _C
+    from oomb import audit as audit
+    from oomb import config as config
+    from oomb import engine as engine
+    from oomb import errors as errors
     from oomb import hf as hf
+    from oomb import monitor as monitor
     from oomb import ops as ops
+    from oomb import plan as plan
+    from oomb import report as report
+    from oomb import testing as testing
+    from oomb import train as train
     from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
@@ -52,7 +61,20 @@ _lazy, __dir__ = lazy_names(
         "UnsupportedModelError": "oomb.errors",
         "__version__": "oomb.version",
     },
-    submodules=("_C", "hf", "ops"),
+    submodules=(
+        "_C",
+        "audit",
+        "config",
+        "engine",
+        "errors",
+        "hf",
+        "monitor",
+        "ops",
+        "plan",
+        "report",
+        "testing",
+        "train",
+    ),
 )
 
 if not TYPE_CHECKING:  # a checker knows the names, and would take any other one too

@@ -10,7 +10,7 @@ _MOST = 2**31 - 1  # positions are int32
 
 
 def parse_length(argument: str, text: str) -> int:
-    """Tokens of ``"131072"``, ``"128K"`` or ``"1M"`` (1024 and 1024 * 1024).
+    """Tokens of ``"131072"``, ``"128K"`` or ``"1.1M"`` (1024 and 1024 * 1024), rounded down.
 
     Raises:
         ValueError: the text is no such number, less than 1, or more than positions can count.
@@ -18,6 +18,7 @@ def parse_length(argument: str, text: str) -> int:
     match = _LENGTH.fullmatch(text)
     exact = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
     tokens = int(exact)
-    if tokens < 1 or tokens != exact or tokens > _MOST:
+    half = match is not None and not match[2] and tokens != exact
+    if half or not 1 <= tokens <= _MOST:
         raise ValueError(f"{argument}: expected tokens such as 131072, 128K or 1M, got {text!r}")
     return tokens

@@ -81,7 +81,7 @@ def audit(
 
     from oomb.audit import audit as run
     from oomb.cli.audit_tables import show
-    from oomb.errors import Error
+    from oomb.errors import Error, UnsupportedModelError
     from oomb.train.model import device_of, load_config, load_model, load_tokenizer
 
     console = Console()
@@ -106,7 +106,8 @@ def audit(
                 on_call=status.update,
             )
     except (OSError, ValueError, Error) as error:
-        refuse("audit", error, 1 if isinstance(error, Error) else CORRECTABLE)
+        correctable = isinstance(error, UnsupportedModelError) or not isinstance(error, Error)
+        refuse("audit", error, CORRECTABLE if correctable else 1)
     show(console, found)
     if out is not None:
         out.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
@@ -120,6 +121,8 @@ def _model_settings(name: str, tokenizer: str | None, dtype: str, device: str) -
         from oomb.train.messages import messages
         from oomb.train.settings import ModelSettings
     except ModuleNotFoundError as error:
+        if error.name == "oomb._C":
+            refuse("audit", error, code=1)
         refuse("audit", f"needs {error.name}: pip install 'oomb[train]'", code=1)
     values = {"name": name, "tokenizer": tokenizer, "dtype": dtype, "device": device}
     try:

@@ -25,12 +25,13 @@ def check_out(command: str, option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         refuse(command, f"{option}: expected a file to write, got the folder {path}")
-    there = path.exists()
+    target = path.resolve()  # behind a link
+    there = target.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a"):
             pass
         if not there:
-            path.unlink()
+            target.unlink()
     except OSError as error:
         refuse(command, f"{option}: expected a file to write, got {path}: {error.strerror}")

@@ -33,15 +33,17 @@ def train(
 
         settings = read_settings(config, overrides or ())  # before torch, which takes seconds
 
-        from oomb.errors import Error
+        from oomb.errors import Error, UnsupportedModelError
         from oomb.train.run import train as carry_out
     except ModuleNotFoundError as error:
+        if error.name == "oomb._C":
+            _fail(f"oomb train: {error}")
         _fail(f"oomb train needs {error.name}: pip install 'oomb[train]'")
     except BadInput as error:
         _fail(str(error), code=2)
     try:
         code = carry_out(settings, resume=resume, dry_run=dry_run)
-    except BadInput as error:
+    except (BadInput, UnsupportedModelError) as error:
         _fail(str(error), code=2)
     except Error as error:
         _fail(str(error))

@@ -45,9 +45,9 @@ def older_objects_aside() -> Iterator[None]:
         yield
         return
     gc.collect(1)  # young ones would grow old unseen
-    gc.freeze()
     began = time.perf_counter()
     try:
+        gc.freeze()
         yield
     finally:
         gc.unfreeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NoReturn
 
 import torch
@@ -51,10 +52,13 @@ def check_indices(
     check_tensor(argument, value, shape, dtypes=(torch.int32,), device=device)
 
 
-def check_int(argument: str, value: object, least: int) -> None:
-    """A whole number, not less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
+def check_int(argument: str, value: object, least: int) -> int:
+    """A whole number, not less than ``least``, as Python's own."""
+    if isinstance(value, torch.SymInt):  # while a program is traced
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         refuse(argument, f"an int >= {least}", repr(value))
+    return int(value)
 
 
 def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) -> None:
@@ -70,9 +74,13 @@ def check_range(argument: str, values: torch.Tensor, low: int, high: int, what: 
             refuse(argument, f"{what} in [{low}, {high})", f"{least} … {most}")
 
 
-def check_once(argument: str, slots: torch.Tensor) -> None:
-    """Slots to be written, -1 for none, each given once. Synchronises with a GPU."""
+def check_once(argument: str, slots: torch.Tensor, remedy: str = "") -> None:
+    """Slots to be written, -1 for none, each given once. Synchronises with a GPU.
+
+    Args:
+        remedy: ends the text.
+    """
     written = slots[slots >= 0].sort().values
     twice = written[1:][written[1:] == written[:-1]]
     if twice.numel():
-        refuse(argument, "each slot once, as it is written", f"slot {int(twice[0])} twice")
+        refuse(argument, "each slot once, as it is written", f"slot {int(twice[0])} twice{remedy}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from oomb.ops.arguments import (
     refuse,
 )
 from oomb.ops.launch import stream_of, workspace_on
-from oomb.ops.pages import check_pages
+from oomb.ops.pages import check_pages, slot_bytes
 
 
 @torch.library.custom_op("oomb::paged_attention", mutates_args=())
@@ -91,7 +92,7 @@ def _paged_attention_backward(
         slots = table[..., None] * 2 + torch.arange(2, dtype=torch.int32, device=q.device)
         gradients = {
             "dkv_pool": dkv_pages.data_ptr(),
-            "dkv_unit_bytes": dkv_pages[0, 0].numel() * dkv_pages.element_size(),
+            "dkv_unit_bytes": slot_bytes(dkv_pages) // 2,
             "dkv_table": slots.masked_fill(table[..., None] < 0, -1).contiguous(),
             "dkv_dtype": str(dkv_pages.dtype).removeprefix("torch."),
         }
@@ -190,7 +191,9 @@ def paged_attention(
             each block of page_size queries sees, ascending, -1 padded; None: all.
         first_key: int32 [batch, tokens]: first key a query sees, counted over past and chunk
             (packed documents); None: 0.
-        num_keys: int32 [batch]: keys before a sequence's right padding; None: all.
+        num_keys: int32 [batch]: keys before a sequence's right padding; None: all. Pages of
+            padding alone need a resident slot, which may be anybody's, and with dkv_pages a -1 in
+            dkv_table.
         deterministic: False allows sums without a fixed order, where that is faster.
         check: look for pages out of range, not resident or listed twice. Synchronises with a GPU;
             False where lists are known to be right, or under ``torch.compile``.
@@ -212,11 +215,11 @@ def paged_attention(
     if dkv_table is not None and dkv_table.shape != block_table.shape:
         refuse("dkv_table", str(list(block_table.shape)), list(dkv_table.shape))
     num_past = block_table.shape[1] * page_size if num_past is None else num_past
-    check_int("num_past", num_past, 0)
-    check_int("window", window, 0)
+    num_past = check_int("num_past", num_past, 0)
+    window = check_int("window", window, 0)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    elif not isinstance(scale, Real) or not math.isfinite(scale):
         refuse("scale", "a finite number", repr(scale))
     if not isinstance(deterministic, bool):
         refuse("deterministic", "a bool", repr(deterministic))
@@ -224,6 +227,8 @@ def paged_attention(
         _check_tables(kv_pages, dkv_pages, block_table, dkv_table, selection, num_past)
         if num_keys is not None:
             check_range("num_keys", num_keys, 0, num_past + q.shape[2] + 1, "numbers")
+    if dkv_pages is not None and dkv_pages.shape[0] == 0:
+        dkv_pages = dkv_table = None
     out: tuple[torch.Tensor, torch.Tensor] = _paged_attention(
         q,
         k,
@@ -233,7 +238,7 @@ def paged_attention(
         block_table,
         dkv_table,
         num_past,
-        scale,
+        float(scale),
         window,
         selection,
         first_key,
@@ -309,7 +314,7 @@ def _check_tables(
     if selection is None:
         check_slots("block_table", block_table[:, :pages], kv_pages.shape[0], least=0)
     else:
-        check_slots("block_table", block_table, kv_pages.shape[0], least=-1)
+        check_slots("block_table", block_table[:, :pages], kv_pages.shape[0], least=-1)
         _check_selection(selection, block_table, pages)
     if dkv_pages is not None:
         name, table = ("block_table", block_table)
@@ -317,7 +322,7 @@ def _check_tables(
             name, table = ("dkv_table", dkv_table)
         table = table[:, :pages]
         check_slots(name, table, dkv_pages.shape[0], least=-1)
-        check_once(name, table)
+        check_once(name, table, "; give -1 in dkv_table for pages without gradient")
         shared = dkv_pages.data_ptr() == kv_pages.data_ptr() and dkv_pages.dtype == kv_pages.dtype
         if shared and bool(torch.isin(table[table >= 0], block_table[:, :pages]).any()):
             refuse("dkv_pages", "other pages than those with keys and values", "some of kv_pages")
@@ -331,6 +336,8 @@ def _check_selection(selection: torch.Tensor, block_table: torch.Tensor, pages: 
     ordered = (after > before) | (after < 0)
     if not bool(ordered.all()):
         refuse("selection", "ascending pages, -1 padded", "duplicates or disorder")
+    if not listed.numel():
+        return
     sequence = torch.arange(selection.shape[0], device=selection.device).view(-1, 1, 1, 1)
     slots = block_table[sequence.expand_as(selection), selection.clamp(min=0).long()]
     if bool(((slots < 0) & (selection >= 0)).any()):
@@ -354,7 +361,7 @@ def _past(
     return {
         "page_size": page_size,
         "kv_pool": kv_pages.data_ptr(),
-        "kv_slot_bytes": kv_pages[0].numel() * kv_pages.element_size(),
+        "kv_slot_bytes": slot_bytes(kv_pages),
         "kv_num_slots": kv_pages.shape[0],
         "block_table": block_table,
         "num_past": num_past,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,11 @@ def pages_like(
     return torch.zeros(shape, dtype=dtype or k.dtype, device=k.device)
 
 
+def slot_bytes(pages: torch.Tensor) -> int:
+    """Of one slot of a pool, which may have none."""
+    return math.prod(pages.shape[1:]) * pages.element_size()
+
+
 @torch.library.custom_op("oomb::page_write", mutates_args={"kv_pages", "summary"})
 def _page_write(
     k: torch.Tensor,
@@ -61,7 +67,7 @@ def _page_write(
         k=k,
         v=v,
         kv_pool=kv_pages.data_ptr(),
-        kv_slot_bytes=kv_pages[0].numel() * kv_pages.element_size(),
+        kv_slot_bytes=slot_bytes(kv_pages),
         slots=slots,
         page_begin=0,
         page_end=-(-k.shape[2] // kv_pages.shape[3]),
@@ -116,6 +122,9 @@ def page_write(
     check_indices("slots", slots, (batch, -(-tokens // kv_pages.shape[3])), k.device)
     if num_rows is not None:
         check_indices("num_rows", num_rows, (batch,), k.device)
+    if summary is not None:
+        shape = (batch, slots.shape[1], k.shape[1], k.shape[3])
+        check_tensor("summary", summary, shape, dtypes=(k.dtype,), device=k.device)
     if check:
         check_slots("slots", slots, kv_pages.shape[0], least=-1)
         check_once("slots", slots)

@@ -75,6 +75,11 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
     assert (done["result"], done["loaded"]) == (256, [])
 
 
+def test_modules_are_there_without_an_import_of_their_own() -> None:
+    done = python("import oomb; result = [oomb.errors.Error.__name__, oomb.config.Config.__name__]")
+    assert done["result"] == ["Error", "Config"] and "transformers" not in done["loaded"]
+
+
 def test_operations_need_torch_and_not_transformers() -> None:
     done = python("import oomb; result = oomb.ops.paged_attention.__name__")
     assert done["result"] == "paged_attention"

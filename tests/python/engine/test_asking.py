@@ -17,16 +17,20 @@ from oomb import _C
 visits = [np.tile(np.int32([0, 0, 0, 4]), (100_000 * k, 1)) for k in (1, 3, 2, 4, 1, 5)]
 manager = _C.PageManager(device="cpu", slot_bytes=64, device_slots=8, host_slots=64)
 over = threading.Event()
-wrong = []
+wrong, rounds = [], []
 
 
 def ask():
     known = {0} | {len(rows) for rows in visits}
-    while not over.is_set():
-        manager.stats()
-        waits = manager.waits()
-        if waits.shape[1] not in known or waits.any():
-            wrong.append(waits.shape)
+    try:
+        while not over.is_set():
+            manager.stats()
+            waits = manager.waits()
+            if waits.shape[1] not in known or waits.any():
+                wrong.append(waits.shape)
+            rounds.append(waits.shape)
+    except BaseException as error:
+        wrong.append(repr(error))
 
 
 askers = [threading.Thread(target=ask) for _ in range(2)]
@@ -39,6 +43,7 @@ over.set()
 for asker in askers:
     asker.join()
 assert not wrong, wrong
+assert rounds
 """
 
 

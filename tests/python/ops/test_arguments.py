@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from oomb import ops
+from oomb.ops import attention as attention_module
+from oomb.ops import pages as pages_module
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, PAGE = 2, 4, 2, 24, 16, 8
 INT = torch.int32
@@ -147,8 +150,11 @@ WRITE: list[tuple[Changes, str]] = [
     ({"num_rows": [1, 2]}, r"num_rows: expected a tensor \[2\], got list"),
     ({"num_rows": table([1])[0]}, r"num_rows: expected \[2\], got \[1\]"),
     ({"num_rows": table([1, 25])[0]}, r"num_rows: expected numbers in \[0, 25\), got 1 … 25"),
-    ({"summary": torch.zeros(2, 3, 2, 8)}, "summary: expected shape"),
-    ({"summary": torch.zeros(2, 3, 2, 16).double()}, "summary: expected float32, got float64"),
+    ({"summary": torch.zeros(2, 3, 2, 8)}, "summary: expected \\[2, 3, 2, 16\\], got"),
+    (
+        {"summary": torch.zeros(2, 3, 2, 16).double()},
+        "summary: expected torch.float32, got torch.float64",
+    ),
 ]
 
 
@@ -164,18 +170,74 @@ def test_writing(changes: Changes, text: str) -> None:
 
 
 def test_what_is_known_to_be_right_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*_: object) -> None:
+    def look(*_: object, **__: object) -> None:
         raise AssertionError("values were read")
 
     arguments = good()
     k, v, pages, slots = (arguments[n] for n in ("k", "v", "kv_pages", "block_table"))
-    monkeypatch.setattr(torch, "aminmax", look)
-    ops.page_write(k, v, pages, slots, check=False)
-    ops.paged_attention(**arguments, check=False)
-    with pytest.raises(AssertionError, match="^values were read"):
-        ops.page_write(k, v, pages, slots)
-    with pytest.raises(AssertionError, match="^values were read"):
+    arguments |= {"selection": lists(0, 1), "dkv_table": table([6, 7, 8], [9, -1, -1])}
+    arguments["num_keys"] = table([48, 40])[0]
+
+    def write_and_attend(**options: bool) -> None:
+        ops.page_write(k, v, pages, slots, num_rows=table([24, 20])[0], **options)
+        ops.paged_attention(**arguments | {"dkv_pages": pages}, **options)
+
+    for module, name in (
+        (pages_module, "check_slots"),
+        (pages_module, "check_once"),
+        (pages_module, "check_range"),
+        (attention_module, "check_slots"),
+        (attention_module, "check_once"),
+        (attention_module, "check_range"),
+        (attention_module, "_check_selection"),
+        (torch, "isin"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, look)
+            write_and_attend(check=False)
+            with pytest.raises(AssertionError, match="^values were read"):
+                write_and_attend()
+
+
+def test_the_first_chunk_of_a_loop_has_no_pages_to_choose() -> None:
+    arguments = good() | {"block_table": table([], [])}
+    scores = ops.page_scores(arguments["q"], torch.zeros(BATCH, 0, KV_HEADS, HEAD_DIM), 0, PAGE)
+    found = ops.paged_attention(**arguments, num_past=0, selection=ops.page_select(scores, 4))
+    for one, other in zip(found, ops.paged_attention(**arguments, num_past=0), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pool_may_be_empty() -> None:
+    arguments = good() | {"block_table": table([], []), "dkv_pages": None}
+    expected = ops.paged_attention(**arguments)
+    arguments["kv_pages"] = ops.pages_like(arguments["k"], 0, PAGE)
+    arguments["dkv_pages"] = ops.pages_like(arguments["k"], 0, PAGE)
+    query = arguments["q"].requires_grad_()
+    found = ops.paged_attention(**arguments)
+    found[0].sum().backward()
+    assert torch.equal(found[0], expected[0]) and query.grad is not None
+
+
+def test_numbers_may_be_numpys() -> None:
+    arguments = good()
+    expected = ops.paged_attention(**arguments, num_past=20, window=5, scale=0.25)[0]
+    numbers = {"num_past": np.int64(20), "window": np.int32(5), "scale": np.float32(0.25)}
+    assert torch.equal(ops.paged_attention(**arguments, **numbers)[0], expected)  # type: ignore[arg-type]
+    assert ops.pages_like(arguments["k"], np.int64(3), PAGE).shape[0] == 3  # type: ignore[arg-type]
+
+
+def test_what_lies_behind_the_past_is_not_looked_at() -> None:
+    arguments = good() | {"block_table": table([0, 1, 99], [3, 4, 99]), "num_past": 2 * PAGE}
+    for chosen in (None, lists(0, 1)):
+        ops.paged_attention(**arguments, selection=chosen)
+
+
+def test_pages_of_padding_may_share_a_slot() -> None:
+    arguments = good() | {"block_table": table([0, 1, 2], [3, 4, 4])}
+    arguments["num_keys"] = table([48, 16])[0]
+    with pytest.raises(ValueError, match="slot 4 twice; give -1 in dkv_table"):
         ops.paged_attention(**arguments)
+    ops.paged_attention(**arguments, dkv_table=table([0, 1, 2], [3, 4, -1]))
 
 
 ROWS, SUMMARY = torch.randn(2, 4, 24, 16), torch.randn(2, 3, 2, 16)
@@ -187,6 +249,22 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.pages_like(ROWS, 3, 0), "page_size: expected an int >= 1, got 0"),
     (lambda: ops.pages_like(ROWS, 3.0, 8), "num_pages: expected an int >= 0, got 3.0"),  # type: ignore[arg-type]
     (lambda: ops.pages_like(ROWS, 3, 8, dtype="float32"), "dtype: expected .*, got 'float32'"),  # type: ignore[arg-type]
+    (
+        lambda: ops.page_write(
+            ROWS, ROWS, ops.pages_like(ROWS, 6, 8), table([0, 1, 2], [3, 4, 5]), summary=SUMMARY
+        ),
+        r"summary: expected \[2, 3, 4, 16\], got \[2, 3, 2, 16\]",
+    ),
+    (
+        lambda: ops.page_write(
+            ROWS,
+            ROWS,
+            ops.pages_like(ROWS, 6, 8),
+            table([0, 1, 2], [3, 4, 5]),
+            summary=[1],  # type: ignore[arg-type]
+        ),
+        r"summary: expected a tensor .*, got list",
+    ),
     (lambda: ops.page_scores(ROWS[0], SUMMARY, 24, 8), r"q: expected \[batch, heads, tokens"),
     (lambda: ops.page_scores(ROWS, SUMMARY[0], 24, 8), r"summary: expected \[2, pages, kv_heads"),
     (lambda: ops.page_scores(ROWS, SUMMARY.double(), 24, 8), "summary: expected float32, got"),
