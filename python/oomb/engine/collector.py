@@ -1,8 +1,8 @@
 """Python's garbage collector and calls.
 
 A call makes so many objects that full collections come due within it. Each would walk through
-everything the process has imported: half a second in which no kernel is launched. So objects from
-before a call are set aside (``gc.freeze``) while it lasts; what becomes garbage within is collected
+everything the process has imported, and no kernel is launched meanwhile. So objects from before a
+call are set aside (``gc.freeze``) while it lasts; what becomes garbage within is collected
 all the same. What became garbage among the others waits for a full collection between two calls,
 made as soon as it takes no more than a small share of the time.
 """
