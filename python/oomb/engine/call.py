@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,11 @@ class Call:
         )
 
 
+def current_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a model's GPU the current one, which Triton's kernels need; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Calls:
     """Makes the calls of an engine.
 
@@ -108,14 +113,15 @@ class Calls:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         model, grads = self._model, None if swept is None else self._grads
-        recompute = self.recomputes(config, inputs.batch)
-        demand = Demand(
-            config=config,
-            shapes=self._shapes,
-            layout=self.layout(config),
-            inputs=inputs,
-            swept=swept,
-        )
+        with current_gpu(model.device):
+            recompute = self.recomputes(config, inputs.batch)
+            demand = Demand(
+                config=config,
+                shapes=self._shapes,
+                layout=self.layout(config),
+                inputs=inputs,
+                swept=swept,
+            )
         loss = ChunkLoss.of_call(
             model.head, inputs, config.chunk_size, model.vocab_size, return_logprobs, grads
         )
@@ -125,8 +131,7 @@ class Calls:
             others += gradient_bytes(model)
         with ExitStack() as stack:
             stack.enter_context(older_objects_aside())
-            if model.device.type == "cuda":  # it need not be the caller's current one
-                stack.enter_context(torch.cuda.device(model.device))
+            stack.enter_context(current_gpu(model.device))
             seed = self._dropout_seed(stack)
             pages = stack.enter_context(self._pools.call(demand, others, seed_of_call(step)))
             attention = ChunkAttention(pages)

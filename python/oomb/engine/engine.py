@@ -9,7 +9,7 @@ from torch import nn
 
 from oomb.config import AllChunks, Config, SampledChunks
 from oomb.engine.arguments import check_callable, expect, kind_of
-from oomb.engine.call import Calls
+from oomb.engine.call import Calls, current_gpu
 from oomb.engine.inputs import CallInputs, check_inputs
 from oomb.engine.layout import Chunks
 from oomb.engine.loop import OnProgress
@@ -49,7 +49,8 @@ class Engine:
         expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
-        self._shapes = attention_shapes(self._model)
+        with current_gpu(self._model.device):
+            self._shapes = attention_shapes(self._model)
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
@@ -60,7 +61,8 @@ class Engine:
         self._warned_of_positions = False
         self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
-        check_chunks(self._model, self._calls, self.config)
+        with current_gpu(self._model.device):
+            check_chunks(self._model, self._calls, self.config)
         self._pools.close()
 
     # Calls ----------------------------------------------------------------------------------------

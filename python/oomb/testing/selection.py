@@ -61,7 +61,7 @@ class UniformSelector(SyntheticSelector):
     forced = False
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _drawn(
     budget: int,
     carried: int,

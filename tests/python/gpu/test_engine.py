@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from engine_case import CHUNK, PAGE, VOCABULARY, chunked, gradients, make_model, tokens
+from transformers import Qwen2ForCausalLM
 
 import oomb
 from oomb.engine import waves
 
 pytestmark = pytest.mark.gpu
-
-PAGE, CHUNK, TOKENS, VOCABULARY = 64, 256, 1500, 512
-
-
-def make_model(dtype: torch.dtype, head_dim: int = 64) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=7 * head_dim,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=7,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=4096,
-    )
-    return Qwen2ForCausalLM(config).to(device="cuda", dtype=dtype)
-
-
-def tokens(batch: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(VOCABULARY, (batch, TOKENS), generator=generator).cuda()
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def ordinary(model: Qwen2ForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -43,16 +18,6 @@ def ordinary(model: Qwen2ForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tens
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
     return gradients(model)
-
-
-def chunked(
-    model: Qwen2ForCausalLM, ids: torch.Tensor, **settings: object
-) -> tuple[oomb.Step, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, **settings)  # type: ignore[arg-type]
-    with oomb.Engine(model, config) as engine:
-        step = engine.forward_backward(ids, ids)
-    return step, gradients(model)
 
 
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
