@@ -8,7 +8,7 @@
 
 #include "common/error.h"
 #include "memory/cuda/device_resource.h"
-#include "memory/cuda/pinned_resource.h"
+#include "memory/cuda/pinned_memory.h"
 #include "offload/cuda/cuda_copy_engine.h"
 
 namespace py = pybind11;
@@ -25,32 +25,31 @@ class PageCopier {
   PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
              int64_t piece_bytes, bool huge_pages, bool batched, bool overlap_hint)
       : device_(memory::make_device_resource(device, device_slots * slot_bytes)),
-        host_({.device = device,
-               .capacity = host_slots * slot_bytes,
-               .piece_bytes = piece_bytes,
-               .slot_bytes = slot_bytes,
-               .huge_pages = huge_pages,
-               .explicit_size = true}) {
+        host_(memory::make_pinned_memory(device, {.capacity = host_slots * slot_bytes,
+                                                  .piece_bytes = piece_bytes,
+                                                  .slot_bytes = slot_bytes,
+                                                  .huge_pages = huge_pages,
+                                                  .explicit_size = true})) {
     device_->commit(device_slots * slot_bytes);
     engine_ = offload::make_cuda_copy_engine({.device = device,
                                               .device_base = device_->base(),
-                                              .host_base = host_.base(),
+                                              .host_base = host_->base(),
                                               .slot_bytes = slot_bytes,
                                               .batched = batched,
                                               .overlap_hint = overlap_hint});
   }
 
   // Starts getting host memory in the background.
-  void prepare_host() { host_.prepare(host_.capacity()); }
+  void prepare_host() { host_->prepare(host_->capacity()); }
   // Waits for it, or gets it.
   void commit_host() {
     const py::gil_scoped_release release;
-    host_.commit(host_.capacity());
+    host_->commit(host_->capacity());
   }
-  int64_t ready_host_bytes() const { return host_.ready(); }
+  int64_t ready_host_bytes() const { return host_->ready(); }
   void release_host() {
     const py::gil_scoped_release release;
-    host_.release();
+    host_->release();
   }
 
   void copy(bool to_host, const SlotArray& device_slots, const SlotArray& host_slots) {
@@ -72,7 +71,7 @@ class PageCopier {
 
  private:
   std::unique_ptr<memory::MemoryResource> device_;
-  memory::PinnedResource host_;
+  std::unique_ptr<memory::PinnedResource> host_;
   std::unique_ptr<paging::CopyEngine> engine_;
 };
 

@@ -180,6 +180,7 @@ py::dict statistics_of(SharedManager& manager) {
   result["loaded_runs"] = s.loaded_runs;
   result["stored_runs"] = s.stored_runs;
   result["exposed_copy_seconds"] = s.exposed_copy_seconds;
+  result["exposed_growth_seconds"] = s.exposed_growth_seconds;
   result["hits"] = s.hits;
   result["misses"] = s.misses;
   return result;

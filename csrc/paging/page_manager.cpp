@@ -200,7 +200,8 @@ PageStatistics PageManager::statistics() const {
           .stored_runs = traffic.stored_runs,
           .hits = hits_,
           .misses = misses_,
-          .exposed_copy_seconds = times.waits()};
+          .exposed_copy_seconds = times.waits(),
+          .exposed_growth_seconds = host_.resource->statistics().commit_seconds};
 }
 
 void PageManager::check_integrity() const {

@@ -43,6 +43,7 @@ class PageStatistics(TypedDict):
     loaded_runs: int  # stretches of neighbouring host slots of all batches
     stored_runs: int
     exposed_copy_seconds: float
+    exposed_growth_seconds: float
     hits: int
     misses: int
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 
-#include "memory/cuda/pinned_resource.h"
+#include "memory/cuda/pinned_memory.h"
 #include "offload/cuda/cuda_copy_engine.h"
 #include "paging/page_manager.h"
 

@@ -28,12 +28,10 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
   slots.step_bytes = int64_t{64} << 20;
   slots.order = memory::SlotOrder::kRound;
   paging::TierPool host =
-      make_tier_pool(std::make_unique<memory::PinnedResource>(memory::PinnedOptions{
-                         .device = options.device,
-                         .capacity = options.host_slots * options.slot_bytes,
-                         .slot_bytes = options.slot_bytes,
-                         .explicit_size = options.explicit_host_memory,
-                     }),
+      make_tier_pool(memory::make_pinned_memory(
+                         options.device, {.capacity = options.host_slots * options.slot_bytes,
+                                          .slot_bytes = options.slot_bytes,
+                                          .explicit_size = options.explicit_host_memory}),
                      slots);
   auto engine = make_cuda_copy_engine({.device = options.device,
                                        .device_base = device.pool->base(),

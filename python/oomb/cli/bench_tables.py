@@ -12,9 +12,13 @@ _WIDTH = 150
 
 
 def print_steps(rows: list[Row]) -> None:
-    """The engine's steps; ``pages``: distinct past pages per chunk and layer, mean and largest."""
+    """The engine's steps.
+
+    ``exposed`` and ``growth``: waited for copies, and for new memory of the host tier; ``pages``:
+    distinct past pages per chunk and layer, mean and largest.
+    """
     columns = ["tokens", "seconds", "fill", "sweep", "tok/s", "MFU", "device", "host", "H2D"]
-    table = Table(*columns, "exposed", "pages")
+    table = Table(*columns, "exposed", "growth", "pages")
     for row in rows:
         table.add_row(
             f"{row['tokens']:,}",
@@ -27,6 +31,7 @@ def print_steps(rows: list[Row]) -> None:
             f"{row['host_peak_bytes'] / 2**30:.2f} GiB",
             f"{row['h2d_bytes'] / 2**30:.2f} GiB",
             f"{row['exposed_copy_seconds']:.2f} s",
+            f"{row['exposed_growth_seconds']:.2f} s",
             _pages(row),
         )
     Console(width=_WIDTH).print(table)

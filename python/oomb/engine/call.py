@@ -59,6 +59,7 @@ class Call:
                 h2d_bytes=counters["h2d_bytes"],
                 d2h_bytes=counters["d2h_bytes"],
                 exposed_copy_seconds=counters["exposed_copy_seconds"],
+                exposed_growth_seconds=counters["exposed_growth_seconds"],
                 hit_rate=counters["hits"] / reads if reads else 1.0,
                 h2d_seconds=counters["h2d_seconds"],
                 d2h_seconds=counters["d2h_seconds"],

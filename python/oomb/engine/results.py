@@ -19,8 +19,10 @@ class Stats:
         h2d_seconds, d2h_seconds: while pages moved, without what copies waited for; 0 where that is
             not measured (CPU).
         exposed_copy_seconds: time that compute waited for pages.
-        exposed_by_chunk, exposed_by_layer: the same, a number per chunk or layer, of each pass:
-            "fill", "forward" and "backward" of the sweep.
+        exposed_growth_seconds: time that the call waited for new memory of the host tier, which a
+            GPU's calls keep for the next.
+        exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
+            each pass: "fill", "forward" and "backward" of the sweep.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
     """
 
@@ -31,6 +33,7 @@ class Stats:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     exposed_copy_seconds: float = 0.0
+    exposed_growth_seconds: float = 0.0
     hit_rate: float = 1.0
     h2d_seconds: float = 0.0
     d2h_seconds: float = 0.0

@@ -47,6 +47,7 @@ class StepRecord:
             "h2d_bytes": sum(s.h2d_bytes for s in stats),
             "d2h_bytes": sum(s.d2h_bytes for s in stats),
             "exposed_copy_seconds": sum(s.exposed_copy_seconds for s in stats),
+            "exposed_growth_seconds": sum(s.exposed_growth_seconds for s in stats),
             "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
             "torch_peak_bytes": (
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

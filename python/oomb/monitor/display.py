@@ -218,17 +218,19 @@ def _tier(now: int, peak: int | None) -> str:
 
 
 def _seconds_of_step(record: Record) -> str:
+    seconds = record.get("seconds") or 0.0
     parts = [
         f"{name} {seconds_text(record[key])}"
         for name, key in (
             ("fill", "fill_seconds"),
             ("sweep", "sweep_seconds"),
             ("copies waited for", "exposed_copy_seconds"),
+            ("host memory waited for", "exposed_growth_seconds"),
         )
-        if record.get(key)
+        if record.get(key, 0.0) > 1e-3 * seconds
     ]
-    seconds = seconds_text(record.get("seconds") or 0.0)
-    return f"{seconds} ({', '.join(parts)})" if parts else seconds
+    text = seconds_text(seconds)
+    return f"{text} ({', '.join(parts)})" if parts else text
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

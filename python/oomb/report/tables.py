@@ -60,6 +60,7 @@ def totals(runs: Sequence[Run]) -> str:
         ("host tier, peak", "host_peak_bytes", "most", bytes_text),
         ("torch, peak", "torch_peak_bytes", "most", bytes_text),
         ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
+        ("waited for host memory, most", "exposed_growth_seconds", "most", seconds_text),
     ):
         values = [run.column(key)[-1] if how == "last" else getattr(run, how)(key) for run in runs]
         if any(v is not None for v in values):

@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "memory/host_resource.h"
 #include "memory/limited_resource.h"
+#include "memory/pinned_resource.h"
 #include "memory/statistics_resource.h"
 #include "support/delaying_resource.h"
 #include "support/failing_resource.h"
@@ -39,6 +40,16 @@ std::unique_ptr<MemoryResource> failing(std::unique_ptr<MemoryResource> upstream
 std::unique_ptr<MemoryResource> delaying(std::unique_ptr<MemoryResource> upstream) {
   return std::make_unique<testing::DelayingResource>(std::move(upstream),
                                                      std::chrono::microseconds(10));
+}
+
+struct NoRegistrar final : Registrar {
+  void add(std::byte*, int64_t) override {}
+  void remove(std::byte*) noexcept override {}
+};
+std::unique_ptr<MemoryResource> pinned() {
+  return std::make_unique<PinnedResource>(
+      PinnedOptions{.capacity = kCapacity, .piece_bytes = kCapacity / 8},
+      std::make_unique<NoRegistrar>());
 }
 
 class ResourceConformance : public ::testing::TestWithParam<Case> {
@@ -105,7 +116,8 @@ TEST_P(ResourceConformance, ReleaseGivesBackAndCanGrowAgain) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, ResourceConformance,
-    ::testing::Values(Case{"Host", host}, Case{"Limited", [] { return limited(host()); }},
+    ::testing::Values(Case{"Host", host}, Case{"Pinned", pinned},
+                      Case{"Limited", [] { return limited(host()); }},
                       Case{"Statistics", [] { return counted(host()); }},
                       Case{"Failing", [] { return failing(host()); }},
                       Case{"Delaying", [] { return delaying(host()); }},

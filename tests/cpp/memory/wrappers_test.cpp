@@ -1,11 +1,13 @@
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <memory>
 
 #include "common/error.h"
 #include "memory/host_resource.h"
 #include "memory/limited_resource.h"
 #include "memory/statistics_resource.h"
+#include "support/delaying_resource.h"
 #include "support/failing_resource.h"
 
 namespace oomb::memory {
@@ -45,6 +47,18 @@ TEST(StatisticsResource, CountsGrowthsAndKeepsThePeak) {
   EXPECT_EQ(resource.statistics().peak_bytes, kCapacity);
   resource.reset();
   EXPECT_EQ(resource.statistics().peak_bytes, 0);
+}
+
+TEST(StatisticsResource, MeasuresWhatCallersWaited) {
+  using namespace std::chrono_literals;
+  StatisticsResource resource(std::make_unique<testing::DelayingResource>(host(), 10ms));
+  EXPECT_EQ(resource.statistics().commit_seconds, 0);
+  resource.commit(1);
+  EXPECT_GE(resource.statistics().commit_seconds, 0.010);
+  EXPECT_THROW(resource.commit(kCapacity + 1), OutOfMemory);
+  EXPECT_GE(resource.statistics().commit_seconds, 0.020);
+  resource.reset();
+  EXPECT_EQ(resource.statistics().commit_seconds, 0);
 }
 
 TEST(StatisticsResource, CountsFailures) {

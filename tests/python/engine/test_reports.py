@@ -54,6 +54,7 @@ def test_stats() -> None:
     page_bytes = 2 * 2 * 8 * 8 * 8  # K and V, heads, tokens, head_dim, bytes
     assert stats.device_peak_bytes >= 2 * pages * page_bytes  # with their gradients
     assert stats.host_peak_bytes == stats.h2d_bytes == stats.d2h_bytes == 0
+    assert stats.exposed_copy_seconds == stats.exposed_growth_seconds == 0
     assert stats.hit_rate == 1
 
 

@@ -3,19 +3,21 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <future>
+#include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
+#include "memory/first_touch.h"
 #include "memory/memory_resource.h"
+#include "memory/registrar.h"
 #include "memory/room_check.h"
 
 namespace oomb::memory {
 
 struct PinnedOptions {
-  int device = 0;
   int64_t capacity = 0;
   // Memory is touched and registered in pieces of at most this size: while one is registered nobody
   // can launch kernels on the device.
@@ -24,6 +26,12 @@ struct PinnedOptions {
   bool huge_pages = true;
   // The size was asked for by name: the head room read now is not the last word, see RoomCheck.
   bool explicit_size = false;
+  int numa_node = -1;  // preferred, where known
+  // Threads that touch: in a hurry, and beside somebody who launches kernels and wants his cores.
+  // 0: by the number of cores.
+  int threads_in_hurry = 0;
+  int threads_beside = 0;
+  std::function<void(std::byte*, int64_t, int)> touch = take_pages;
 };
 
 // Page-locked host memory. Reserved as addresses, then piece by piece: head room checked, huge
@@ -32,17 +40,20 @@ struct PinnedOptions {
 //
 //     |== committed ==|== ready ==|-- being made by the thread --|----- addresses only -----|
 //
-// While one piece is registered the next is touched already. Unless somebody waits, registration
-// pauses after each piece, so that launches of kernels get through:
+// prepare() tells how much will be needed: a thread goes ahead, and commit() waits for it only
+// where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
+//
+// While one piece is registered the next is touched already. Registration pauses after each piece,
+// so that launches of kernels get through:
 //
 //     thread   | register 1 |----- pause -----| register 2 |----- pause -----|
 //     touches  |------ 2 ------|              |------ 3 ------|
 //
-// prepare() tells how much will be needed: a thread goes ahead, and commit() waits for it only
-// where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
+// Once it is overtaken the thread is in a hurry until it has made all that it was told of: no
+// pauses, and more threads touch. Who waited for one piece is back for the next before long.
 class PinnedResource final : public MemoryResource {
  public:
-  explicit PinnedResource(const PinnedOptions& options);
+  PinnedResource(PinnedOptions options, std::unique_ptr<Registrar> registrar);
   ~PinnedResource() override;
 
   std::byte* base() const override { return base_; }
@@ -56,16 +67,17 @@ class PinnedResource final : public MemoryResource {
   int64_t ready() const;
 
  private:
+  void aim_at(int64_t bytes);  // mutex_ is held
   void run();
-  double add_piece(int64_t begin, bool hurry, bool more);  // seconds that registration took
+  double add_piece(int64_t begin, int threads, bool more);  // seconds that registration took
   int64_t piece_at(int64_t begin) const;
-  void touch_piece(int64_t begin, bool hurry);
+  void touch_piece(int64_t begin, int threads);
   void register_piece(int64_t begin);
   void give_back_from(int64_t begin);
   void stop_thread();
 
   PinnedOptions options_;
-  int numa_node_ = -1;
+  std::unique_ptr<Registrar> registrar_;
   int64_t piece_ = 0;
   int64_t capacity_ = 0;
   std::byte* base_ = nullptr;
@@ -75,7 +87,7 @@ class PinnedResource final : public MemoryResource {
   std::condition_variable changed_;
   int64_t target_ = 0;
   int64_t ready_ = 0;
-  bool hurry_ = false;  // a commit() is waiting
+  bool hurry_ = false;
   bool stop_ = false;
   std::exception_ptr failure_;
   std::thread thread_;

@@ -1,0 +1,263 @@
+#include "memory/pinned_resource.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+
+namespace oomb::memory {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kPiece = 16 * kPage;
+
+// What the registrars of a test have seen, of two threads.
+struct Record {
+  std::mutex mutex;
+  std::map<std::byte*, int64_t> registered;  // now
+  std::vector<std::pair<Clock::time_point, Clock::time_point>> times;
+  std::vector<int> threads;        // of each touch
+  std::atomic<int> refuse_at{-1};  // this call of add(), from 0
+  std::atomic<int> calls{0};
+  std::chrono::milliseconds registration{0};
+  std::chrono::milliseconds first_registration{0};
+  std::chrono::milliseconds touch{0};
+
+  int64_t bytes() {
+    const std::lock_guard lock(mutex);
+    int64_t sum = 0;
+    for (const auto& [begin, bytes] : registered) sum += bytes;
+    return sum;
+  }
+  std::vector<int> touches() {
+    const std::lock_guard lock(mutex);
+    return threads;
+  }
+};
+
+class RecordingRegistrar final : public Registrar {
+ public:
+  explicit RecordingRegistrar(Record& record) : record_(record) {}
+
+  void add(std::byte* begin, int64_t bytes) override {
+    const auto start = Clock::now();
+    const int call = record_.calls++;
+    if (call == record_.refuse_at) throw CudaError("not today");
+    std::this_thread::sleep_for(
+        std::max(record_.registration, call == 0 ? record_.first_registration : 0ms));
+    const std::lock_guard lock(record_.mutex);
+    ASSERT_TRUE(record_.registered.emplace(begin, bytes).second);
+    record_.times.emplace_back(start, Clock::now());
+  }
+  void remove(std::byte* begin) noexcept override {
+    const std::lock_guard lock(record_.mutex);
+    EXPECT_EQ(record_.registered.erase(begin), 1u);
+  }
+
+ private:
+  Record& record_;
+};
+
+PinnedResource make(Record& record, PinnedOptions options) {
+  options.huge_pages = false;
+  const auto touch = options.touch;
+  options.touch = [&record, touch](std::byte* begin, int64_t bytes, int threads) {
+    touch(begin, bytes, threads);
+    std::this_thread::sleep_for(record.touch);
+    const std::lock_guard lock(record.mutex);
+    record.threads.push_back(threads);
+  };
+  return PinnedResource(std::move(options), std::make_unique<RecordingRegistrar>(record));
+}
+
+PinnedOptions pieces(int64_t count) {
+  return {.capacity = count * kPiece,
+          .piece_bytes = kPiece,
+          .slot_bytes = kPage,
+          .threads_in_hurry = 3,
+          .threads_beside = 1};
+}
+
+void wait_until_ready(const PinnedResource& resource, int64_t bytes) {
+  const auto until = Clock::now() + 20s;
+  while (resource.ready() < bytes && Clock::now() < until) std::this_thread::sleep_for(1ms);
+  ASSERT_EQ(resource.ready(), bytes);
+}
+
+int64_t resident_pages(const PinnedResource& resource) {
+  const auto bytes = static_cast<size_t>(resource.capacity());
+  std::vector<unsigned char> resident(bytes / kPage);
+  EXPECT_EQ(mincore(resource.base(), bytes, resident.data()), 0);
+  return std::count_if(resident.begin(), resident.end(), [](auto page) { return page & 1; });
+}
+
+TEST(PinnedResource, RegistersPieceByPieceFromTheFront) {
+  Record record;
+  PinnedOptions options = pieces(3);
+  options.capacity += 2 * kPage;  // the last piece is short
+  PinnedResource resource = make(record, options);
+  resource.commit(1);
+  EXPECT_EQ(resource.committed(), kPiece);
+  resource.commit(options.capacity);
+  EXPECT_EQ(resource.committed(), options.capacity);
+  std::memset(resource.base(), 0x5A, static_cast<size_t>(options.capacity));
+  std::byte* next = resource.base();
+  for (const auto& [begin, bytes] : record.registered) {
+    EXPECT_EQ(begin, next);
+    next += bytes;
+  }
+  EXPECT_EQ(next, resource.base() + options.capacity);
+}
+
+TEST(PinnedResource, NoSlotLiesAcrossTwoPieces) {
+  for (const int64_t slot : {kPage, 3 * kPage, 5 * kPage, kPiece, 3 * kPage / 2}) {
+    Record record;
+    PinnedOptions options = pieces(4);
+    options.slot_bytes = slot;
+    PinnedResource resource = make(record, options);
+    resource.commit(resource.capacity());
+    for (const auto& [begin, bytes] : record.registered) {
+      EXPECT_EQ((begin - resource.base()) % slot, 0) << slot;
+      EXPECT_LE(bytes, std::max(kPiece, 2 * slot)) << slot;
+    }
+  }
+}
+
+TEST(PinnedResource, GoesAheadAsFarAsItWasTold) {
+  Record record;
+  PinnedResource resource = make(record, pieces(8));
+  resource.prepare(3 * kPiece - 1);
+  wait_until_ready(resource, 3 * kPiece);
+  std::this_thread::sleep_for(5ms);
+  EXPECT_EQ(resource.ready(), 3 * kPiece);
+  EXPECT_EQ(resource.committed(), 0);
+  resource.commit(kPage);
+  EXPECT_EQ(resource.committed(), 3 * kPiece) << "all that is ready";
+  resource.prepare(100 * kPiece);
+  wait_until_ready(resource, 8 * kPiece);
+}
+
+TEST(PinnedResource, PausesAsLongAsNobodyWaits) {
+  Record record;
+  record.registration = 4ms;
+  PinnedResource resource = make(record, pieces(4));
+  resource.prepare(4 * kPiece);
+  wait_until_ready(resource, 4 * kPiece);
+  for (size_t i = 1; i < record.times.size(); ++i) {
+    EXPECT_GE(record.times[i].first - record.times[i - 1].second, 16ms);
+  }
+  EXPECT_EQ(record.touches(), std::vector<int>(4, 1));
+}
+
+// Who takes piece after piece need not wait at the moment at which the next touching begins.
+TEST(PinnedResource, OvertakenItHurriesOn) {
+  Record record;
+  record.first_registration = 100ms;
+  record.registration = 1ms;
+  record.touch = 10ms;
+  PinnedResource resource = make(record, pieces(20));
+  resource.prepare(resource.capacity());
+  for (int64_t piece = 1; piece <= 20; ++piece) {
+    resource.commit(piece * kPiece);
+    std::this_thread::sleep_for(7ms);  // more than a pause
+  }
+  const std::vector<int> threads = record.touches();
+  ASSERT_EQ(threads.size(), 20u);
+  // Those of two pieces were under way when it was overtaken.
+  EXPECT_EQ(std::count(threads.begin() + 2, threads.end(), 3), 18);
+}
+
+TEST(PinnedResource, TheNextTaskBeginsWithoutHurry) {
+  Record record;
+  PinnedResource resource = make(record, pieces(8));
+  resource.commit(4 * kPiece);
+  resource.prepare(resource.capacity());
+  wait_until_ready(resource, resource.capacity());
+  EXPECT_EQ(record.touches(), (std::vector<int>{3, 3, 3, 3, 1, 1, 1, 1}));
+}
+
+TEST(PinnedResource, WhatWasReadyBeforeAFailureStaysAndGrowthGoesOn) {
+  for (int refused = 0; refused < 6; ++refused) {
+    Record record;
+    record.refuse_at = refused;
+    PinnedResource resource = make(record, pieces(6));
+    int64_t committed = 0;
+    try {
+      for (; committed < 6; ++committed) resource.commit((committed + 1) * kPiece);
+      FAIL() << "piece " << refused << " is refused";
+    } catch (const OutOfMemory& error) {
+      EXPECT_EQ(error.needed_bytes(), kPiece);
+      EXPECT_NE(std::string(error.what()).find("not today"), std::string::npos);
+    }
+    EXPECT_EQ(committed, refused);
+    EXPECT_EQ(resource.committed(), refused * kPiece);
+    EXPECT_EQ(record.bytes(), refused * kPiece);
+    EXPECT_EQ(resident_pages(resource), refused * kPiece / kPage);
+    if (refused > 0) std::memset(resource.base(), 1, static_cast<size_t>(refused * kPiece));
+    resource.commit(6 * kPiece);
+    EXPECT_EQ(record.bytes(), 6 * kPiece);
+  }
+}
+
+TEST(PinnedResource, WhatWasRefusedAheadIsAskedForAgain) {
+  Record record;
+  record.refuse_at = 2;
+  PinnedResource resource = make(record, pieces(6));
+  resource.prepare(6 * kPiece);
+  wait_until_ready(resource, 2 * kPiece);
+  while (record.calls < 3) std::this_thread::sleep_for(1ms);
+  resource.commit(2 * kPiece);
+  EXPECT_EQ(resource.committed(), 2 * kPiece);
+  try {
+    resource.commit(6 * kPiece);
+  } catch (const OutOfMemory&) {  // the refusal came while it waited
+    resource.commit(6 * kPiece);
+  }
+  EXPECT_EQ(resource.committed(), 6 * kPiece);
+}
+
+TEST(PinnedResource, ReleaseUnregistersEverythingAtAnyTime) {
+  Record record;
+  record.registration = 1ms;
+  PinnedResource resource = make(record, pieces(12));
+  for (int round = 0; round < 8; ++round) {
+    resource.prepare(12 * kPiece);
+    if (round % 2 == 0) resource.commit((round + 1) * kPiece);
+    std::this_thread::sleep_for(std::chrono::milliseconds(round));
+    resource.release();
+    EXPECT_EQ(record.bytes(), 0);
+    EXPECT_EQ(resource.ready(), 0);
+    EXPECT_EQ(resource.committed(), 0);
+    EXPECT_EQ(resident_pages(resource), 0);
+  }
+  resource.commit(12 * kPiece);
+  EXPECT_EQ(resource.base()[12 * kPiece - 1], std::byte{0});
+}
+
+TEST(PinnedResource, DestructionUnregistersWhatIsAhead) {
+  Record record;
+  {
+    PinnedResource resource = make(record, pieces(12));
+    resource.prepare(12 * kPiece);
+    resource.commit(kPiece);
+  }
+  EXPECT_EQ(record.bytes(), 0);
+}
+
+}  // namespace
+}  // namespace oomb::memory
