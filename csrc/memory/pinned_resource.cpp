@@ -132,12 +132,12 @@ void PinnedResource::run() {
     }
     lock.lock();
     if (failure != nullptr) {
-      failure_ = failure;
+      failure_ = std::move(failure);  // nothing of it stays with this thread
     } else {
       pieces_.push_back(bytes);
       ready_ += bytes;
     }
-    if (ready_ >= target_ || failure != nullptr) hurry_ = false;
+    if (ready_ >= target_ || failure_ != nullptr) hurry_ = false;
     changed_.notify_all();
     changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
                       [this] { return stop_ || hurry_; });
