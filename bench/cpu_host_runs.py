@@ -9,20 +9,10 @@ of 4096, fp32 dKV). Copies of slots that are neighbours on the host are the fast
 
 from __future__ import annotations
 
-import torch
+from empty_call import GIB, empty_call
 
-from oomb.config import Config, TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.tiers import Caps, PageLayout
-from oomb.hf.model import LayerShape
+from oomb.config import TopKPages
 from oomb.plan import dry_run
-from oomb.plan.choices import Choices
-from oomb.plan.pages import PageCall
-
-GIB = 2**30
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 28, 28, 4, 128
-
-dry_run._PAGE_VISITS = dry_run._VISITS = 10**12  # every page of every layer
 
 
 class Parts(dry_run.DryRun):
@@ -38,20 +28,8 @@ class Parts(dry_run.DryRun):
 
 
 def step(tokens: int, rule: TopKPages | None, device_gib: int) -> None:
-    chunks = Chunks(tokens - 1, Config().chunk_size, Config().page_size)
-    layout = PageLayout.of(KV_HEADS, HEAD_DIM, chunks.page_size, torch.bfloat16, "float32")
-    call = PageCall(
-        chunks=chunks,
-        swept=tuple(range(chunks.number)),
-        shapes=(LayerShape(HEADS, KV_HEADS, HEAD_DIM, 0),) * LAYERS,
-        layout=layout,
-        batch=1,
-        device_type="cuda",
-        selection=rule,
-        choices=Choices(),
-    )
-    slot = layout.slot_bytes
-    run = Parts(call, Caps(device_gib * GIB // slot, 1, 256 * GIB // slot))
+    call, caps = empty_call(tokens, rule, device_gib, 256)
+    run = Parts(call, caps)
     run.run()
     print(f"{tokens >> 10}K, {'sparse' if rule else 'exact'}, {device_gib} GiB on the device")
     before = dict.fromkeys(run.after_fill, 0)
@@ -62,7 +40,7 @@ def step(tokens: int, rule: TopKPages | None, device_gib: int) -> None:
         ):
             copied = after[moved] - before[moved]  # type: ignore[literal-required]
             stretches = after[runs] - before[runs]  # type: ignore[literal-required]
-            neighbours = copied / slot / max(1, stretches)
+            neighbours = copied / call.layout.slot_bytes / max(1, stretches)
             print(f"  {part:5} {way} {copied / GIB:6.1f} GiB, {neighbours:6.1f} slots in a row")
         before = dict(after)
 

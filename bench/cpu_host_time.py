@@ -16,20 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from empty_call import LAYERS, empty_call
 
-from oomb.config import Config, TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.tiers import Caps, PageLayout
-from oomb.hf.model import LayerShape
+from oomb.config import TopKPages
 from oomb.plan import dry_run
-from oomb.plan.choices import Choices
-from oomb.plan.pages import PageCall
-
-GIB = 2**30
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 28, 28, 4, 128
-
-dry_run._PAGE_VISITS = dry_run._VISITS = 10**12  # every page of every layer
 
 
 class Clocked:
@@ -76,21 +66,8 @@ class Run(dry_run.DryRun):
 
 
 def step(tokens: int) -> None:
-    chunks = Chunks(tokens - 1, Config().chunk_size, Config().page_size)
-    layout = PageLayout.of(KV_HEADS, HEAD_DIM, chunks.page_size, torch.bfloat16, "float32")
-    call = PageCall(
-        chunks=chunks,
-        swept=tuple(range(chunks.number)),
-        shapes=(LayerShape(HEADS, KV_HEADS, HEAD_DIM, 0),) * LAYERS,
-        layout=layout,
-        batch=1,
-        device_type="cuda",
-        selection=TopKPages(),
-        choices=Choices(),
-    )
-    slot = layout.slot_bytes
     print(f"{tokens >> 10}K tokens")
-    Run(call, Caps(16 * GIB // slot, 1, 1024 * GIB // slot)).run()
+    Run(*empty_call(tokens, TopKPages(), 16, 1024)).run()
 
 
 def main() -> None:
