@@ -31,7 +31,8 @@ class MemoryResource {
   // the memory is not to be had.
   virtual void commit(int64_t bytes) = 0;
 
-  // Tells that [0, bytes) will be wanted before long; a resource that is slow to grow begins now.
+  // Tells that [0, bytes) will be wanted before long, and no more than the latest call says; a
+  // resource that is slow to grow begins now, or stops.
   virtual void prepare(int64_t) {}
 
   // Gives all memory back and keeps the address range.

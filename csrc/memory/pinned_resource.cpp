@@ -9,12 +9,14 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
+#include <system_error>
 #include <utility>
 
 #include "common/bytes.h"
 #include "common/error.h"
 #include "common/math.h"
 #include "memory/head_room.h"
+#include "memory/usable_cores.h"
 
 namespace oomb::memory {
 
@@ -23,11 +25,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr double kPauses = 4;  // times as long as the registration before
-
-// A thread that touches waits for the machine most of the time, in a virtual one above all (0.3 to
-// 0.4 GB/s), so that many are needed. Some cores are left to those who launch kernels.
-int threads_in_hurry(int cores) { return std::min(std::max(cores - 4, (cores + 1) / 2), 64); }
-int threads_beside(int cores) { return std::clamp(cores / 2, 1, 32); }
+constexpr int64_t kPiecesBeyond = 2;
 
 // A preference, not an order: memory elsewhere is better than none.
 void prefer_node(std::byte* begin, int64_t bytes, int node) {
@@ -39,11 +37,15 @@ void prefer_node(std::byte* begin, int64_t bytes, int node) {
 
 }  // namespace
 
+int threads_in_hurry(int cores) { return std::max(std::min(cores, 16), std::min(cores - 4, 64)); }
+
+int threads_beside(int cores) { return std::max(std::min(cores, 4), std::min(cores / 2, 32)); }
+
 PinnedResource::PinnedResource(PinnedOptions options, std::unique_ptr<Registrar> registrar)
     : options_(std::move(options)),
       registrar_(std::move(registrar)),
-      room_({.patient = options_.explicit_size}) {
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+      room_({.patient = options_.explicit_size, .read = options_.read_room}) {
+  const int cores = usable_cores();
   if (options_.threads_in_hurry == 0) options_.threads_in_hurry = threads_in_hurry(cores);
   if (options_.threads_beside == 0) options_.threads_beside = threads_beside(cores);
   // Pieces end where slots end and where huge pages end, if the slot size allows both.
@@ -80,11 +82,12 @@ int64_t PinnedResource::ready() const {
 
 void PinnedResource::prepare(int64_t bytes) {
   const std::lock_guard lock(mutex_);
+  hurry_ = false;
   aim_at(bytes);
 }
 
 void PinnedResource::aim_at(int64_t bytes) {
-  target_ = std::max(target_, std::min(bytes, capacity_));
+  target_ = std::min(bytes, capacity_);
   if (ready_ >= target_) return;
   failure_ = nullptr;
   if (!thread_.joinable()) {
@@ -101,8 +104,10 @@ void PinnedResource::commit(int64_t bytes) {
                       bytes, capacity_ - committed_);
   }
   std::unique_lock lock(mutex_);
-  hurry_ = hurry_ || ready_ < bytes;
-  aim_at(bytes);
+  const bool overtaken = ready_ < bytes;
+  // What was foretold is used up: touching and registering go on beside each other all the same.
+  aim_at(bytes <= target_ ? target_ : bytes + kPiecesBeyond * piece_);
+  hurry_ = hurry_ || overtaken;
   changed_.wait(lock, [&] { return ready_ >= bytes || failure_ != nullptr; });
   if (ready_ < bytes) {
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
@@ -137,7 +142,6 @@ void PinnedResource::run() {
       pieces_.push_back(bytes);
       ready_ += bytes;
     }
-    if (ready_ >= target_ || failure_ != nullptr) hurry_ = false;
     changed_.notify_all();
     changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
                       [this] { return stop_ || hurry_; });
@@ -156,10 +160,7 @@ double PinnedResource::add_piece(int64_t begin, int threads, bool more) {
       touch_piece(begin, threads);
     }
     const int64_t next = begin + piece_at(begin);
-    if (more) {
-      touching_ =
-          std::async(std::launch::async, [this, next, threads] { touch_piece(next, threads); });
-    }
+    if (more) touch_meanwhile(next, threads);
     const auto start = std::chrono::steady_clock::now();
     register_piece(begin);
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -168,6 +169,14 @@ double PinnedResource::add_piece(int64_t begin, int threads, bool more) {
     touching_ = {};
     give_back_from(begin);
     throw;
+  }
+}
+
+void PinnedResource::touch_meanwhile(int64_t begin, int threads) {
+  try {
+    touching_ = std::async(std::launch::async, [=, this] { touch_piece(begin, threads); });
+  } catch (const std::system_error&) {
+    // No thread to be had: the piece is touched when its turn comes.
   }
 }
 
@@ -225,8 +234,6 @@ void PinnedResource::release() {
   give_back_from(0);
   pieces_.clear();
   target_ = ready_ = committed_ = 0;
-  hurry_ = false;
-  failure_ = nullptr;
 }
 
 }  // namespace oomb::memory

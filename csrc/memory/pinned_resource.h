@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "memory/first_touch.h"
+#include "memory/head_room.h"
 #include "memory/memory_resource.h"
 #include "memory/registrar.h"
 #include "memory/room_check.h"
@@ -27,12 +28,18 @@ struct PinnedOptions {
   // The size was asked for by name: the head room read now is not the last word, see RoomCheck.
   bool explicit_size = false;
   int numa_node = -1;  // preferred, where known
-  // Threads that touch: in a hurry, and beside somebody who launches kernels and wants his cores.
-  // 0: by the number of cores.
+  // Threads that touch, see below; 0: by the number of cores.
   int threads_in_hurry = 0;
   int threads_beside = 0;
   std::function<void(std::byte*, int64_t, int)> touch = take_pages;
+  std::function<HeadRoom()> read_room = read_head_room;
 };
+
+// A thread that touches waits for the machine most of the time, in a virtual one above all, so that
+// many are needed: at most 64 while somebody waits for the memory, of which some cores are left to
+// those who launch kernels; at most 32 beside others.
+int threads_in_hurry(int cores);
+int threads_beside(int cores);
 
 // Page-locked host memory. Reserved as addresses, then piece by piece: head room checked, huge
 // pages asked for, touched by several threads, registered. That is several times as fast as
@@ -40,8 +47,8 @@ struct PinnedOptions {
 //
 //     |== committed ==|== ready ==|-- being made by the thread --|----- addresses only -----|
 //
-// prepare() tells how much will be needed: a thread goes ahead, and commit() waits for it only
-// where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
+// prepare() tells how much will be needed from now on: a thread goes ahead, and commit() waits for
+// it only where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
 //
 // While one piece is registered the next is touched already. Registration pauses after each piece,
 // so that launches of kernels get through:
@@ -67,11 +74,12 @@ class PinnedResource final : public MemoryResource {
   int64_t ready() const;
 
  private:
-  void aim_at(int64_t bytes);  // mutex_ is held
+  void aim_at(int64_t bytes);  // the new target; mutex_ is held
   void run();
   double add_piece(int64_t begin, int threads, bool more);  // seconds that registration took
   int64_t piece_at(int64_t begin) const;
   void touch_piece(int64_t begin, int threads);
+  void touch_meanwhile(int64_t begin, int threads);
   void register_piece(int64_t begin);
   void give_back_from(int64_t begin);
   void stop_thread();

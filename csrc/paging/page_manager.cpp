@@ -65,6 +65,7 @@ void PageManager::prepare_host() {
 void PageManager::end_call() {
   if (!active_) return;
   active_ = false;
+  host_.resource->prepare(0);  // an interrupted call may have foreseen more
   tiers_.end(!options_.keep_host_memory);
   schedule_ = {};
 }

@@ -114,15 +114,14 @@ class Calls:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         model, grads = self._model, None if swept is None else self._grads
-        with current_gpu(model.device):
-            recompute = self.recomputes(config, inputs.batch)
-            demand = Demand(
-                config=config,
-                shapes=self._shapes,
-                layout=self.layout(config),
-                inputs=inputs,
-                swept=swept,
-            )
+        recompute = self.recomputes(config, inputs.batch)
+        demand = Demand(
+            config=config,
+            shapes=self._shapes,
+            layout=self.layout(config),
+            inputs=inputs,
+            swept=swept,
+        )
         loss = ChunkLoss.of_call(
             model.head, inputs, config.chunk_size, model.vocab_size, return_logprobs, grads
         )
@@ -151,7 +150,9 @@ class Calls:
 
     def layout(self, config: Config) -> PageLayout:
         """Pages as the caller's autocast state has them."""
-        first, dtype = self._shapes[0], key_dtype(self._model)
+        first = self._shapes[0]
+        with current_gpu(self._model.device):
+            dtype = key_dtype(self._model)
         return PageLayout.of(
             first.kv_heads, first.head_dim, config.page_size, dtype, config.kv_grad_dtype
         )

@@ -227,7 +227,7 @@ def _seconds_of_step(record: Record) -> str:
             ("copies waited for", "exposed_copy_seconds"),
             ("host memory waited for", "exposed_growth_seconds"),
         )
-        if record.get(key, 0.0) > 1e-3 * seconds
+        if (record.get(key) or 0.0) > 1e-3 * seconds
     ]
     text = seconds_text(seconds)
     return f"{text} ({', '.join(parts)})" if parts else text

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/bytes.h"
 #include "common/error.h"
 
 namespace oomb::memory {
@@ -26,14 +27,15 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kPage = 4096;
 constexpr int64_t kPiece = 16 * kPage;
 
-// What the registrars of a test have seen, of two threads.
+// What the registrars and touches of a test have seen, of several threads.
 struct Record {
   std::mutex mutex;
   std::map<std::byte*, int64_t> registered;  // now
   std::vector<std::pair<Clock::time_point, Clock::time_point>> times;
-  std::vector<int> threads;        // of each touch
-  std::atomic<int> refuse_at{-1};  // this call of add(), from 0
-  std::atomic<int> calls{0};
+  std::vector<int> threads;            // of each touch
+  std::atomic<size_t> refuse_at = 99;  // no more pieces than this
+  std::atomic<int> calls = 0;
+  std::atomic<int> first_waits_for = 0;  // so many touches
   std::chrono::milliseconds registration{0};
   std::chrono::milliseconds first_registration{0};
   std::chrono::milliseconds touch{0};
@@ -44,11 +46,22 @@ struct Record {
     for (const auto& [begin, bytes] : registered) sum += bytes;
     return sum;
   }
+  size_t pieces() {
+    const std::lock_guard lock(mutex);
+    return registered.size();
+  }
   std::vector<int> touches() {
     const std::lock_guard lock(mutex);
     return threads;
   }
 };
+
+template <typename Condition>
+void wait_until(Condition condition) {
+  const auto until = Clock::now() + 20s;
+  while (!condition() && Clock::now() < until) std::this_thread::sleep_for(1ms);
+  ASSERT_TRUE(condition());
+}
 
 class RecordingRegistrar final : public Registrar {
  public:
@@ -56,10 +69,13 @@ class RecordingRegistrar final : public Registrar {
 
   void add(std::byte* begin, int64_t bytes) override {
     const auto start = Clock::now();
-    const int call = record_.calls++;
-    if (call == record_.refuse_at) throw CudaError("not today");
+    const bool first = record_.calls++ == 0;
+    if (record_.pieces() >= record_.refuse_at) throw CudaError("not today");
+    if (first) {
+      wait_until([&] { return std::ssize(record_.touches()) >= record_.first_waits_for; });
+    }
     std::this_thread::sleep_for(
-        std::max(record_.registration, call == 0 ? record_.first_registration : 0ms));
+        std::max(record_.registration, first ? record_.first_registration : 0ms));
     const std::lock_guard lock(record_.mutex);
     ASSERT_TRUE(record_.registered.emplace(begin, bytes).second);
     record_.times.emplace_back(start, Clock::now());
@@ -94,8 +110,7 @@ PinnedOptions pieces(int64_t count) {
 }
 
 void wait_until_ready(const PinnedResource& resource, int64_t bytes) {
-  const auto until = Clock::now() + 20s;
-  while (resource.ready() < bytes && Clock::now() < until) std::this_thread::sleep_for(1ms);
+  wait_until([&] { return resource.ready() >= bytes; });
   ASSERT_EQ(resource.ready(), bytes);
 }
 
@@ -112,7 +127,7 @@ TEST(PinnedResource, RegistersPieceByPieceFromTheFront) {
   options.capacity += 2 * kPage;  // the last piece is short
   PinnedResource resource = make(record, options);
   resource.commit(1);
-  EXPECT_EQ(resource.committed(), kPiece);
+  EXPECT_GE(resource.committed(), kPiece);
   resource.commit(options.capacity);
   EXPECT_EQ(resource.committed(), options.capacity);
   std::memset(resource.base(), 0x5A, static_cast<size_t>(options.capacity));
@@ -152,6 +167,35 @@ TEST(PinnedResource, GoesAheadAsFarAsItWasTold) {
   wait_until_ready(resource, 8 * kPiece);
 }
 
+TEST(PinnedResource, StopsWhereItIsToldThatNoMoreIsWanted) {
+  Record record;
+  record.registration = 5ms;
+  PinnedResource resource = make(record, pieces(60));
+  resource.prepare(resource.capacity());
+  resource.commit(2 * kPiece);
+  resource.prepare(0);
+  const int64_t ready = resource.ready();
+  std::this_thread::sleep_for(60ms);
+  EXPECT_LE(resource.ready(), ready + kPiece) << "the one under way";
+  EXPECT_GE(resource.committed(), 2 * kPiece);
+}
+
+TEST(PinnedResource, BeyondWhatWasForetoldItStaysAhead) {
+  Record record;
+  PinnedResource resource = make(record, pieces(10));
+  resource.prepare(2 * kPiece);
+  wait_until_ready(resource, 2 * kPiece);
+  resource.commit(3 * kPiece);
+  wait_until_ready(resource, 5 * kPiece);
+}
+
+TEST(PinnedResource, TouchesTheNextPieceWhileItRegisters) {
+  Record record;
+  record.first_waits_for = 2;
+  PinnedResource resource = make(record, pieces(3));
+  resource.commit(resource.capacity());
+}
+
 TEST(PinnedResource, PausesAsLongAsNobodyWaits) {
   Record record;
   record.registration = 4ms;
@@ -167,7 +211,7 @@ TEST(PinnedResource, PausesAsLongAsNobodyWaits) {
 // Who takes piece after piece need not wait at the moment at which the next touching begins.
 TEST(PinnedResource, OvertakenItHurriesOn) {
   Record record;
-  record.first_registration = 100ms;
+  record.first_registration = 500ms;
   record.registration = 1ms;
   record.touch = 10ms;
   PinnedResource resource = make(record, pieces(20));
@@ -180,37 +224,51 @@ TEST(PinnedResource, OvertakenItHurriesOn) {
   ASSERT_EQ(threads.size(), 20u);
   // Those of two pieces were under way when it was overtaken.
   EXPECT_EQ(std::count(threads.begin() + 2, threads.end(), 3), 18);
+  EXPECT_LT(record.times[1].first - record.times[0].second, 1500ms) << "a pause takes 2 s";
 }
 
-TEST(PinnedResource, TheNextTaskBeginsWithoutHurry) {
+TEST(PinnedResource, WhatIsForetoldNextIsMadeWithoutHurry) {
   Record record;
-  PinnedResource resource = make(record, pieces(8));
+  PinnedResource resource = make(record, pieces(12));
   resource.commit(4 * kPiece);
+  wait_until_ready(resource, 6 * kPiece);
   resource.prepare(resource.capacity());
   wait_until_ready(resource, resource.capacity());
-  EXPECT_EQ(record.touches(), (std::vector<int>{3, 3, 3, 3, 1, 1, 1, 1}));
+  EXPECT_EQ(record.touches(), (std::vector<int>{3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1}));
+}
+
+TEST(PinnedResource, HurriesForAllOfALargeCommit) {
+  Record record;
+  PinnedResource resource = make(record, pieces(40));
+  resource.commit(resource.capacity());
+  EXPECT_EQ(record.touches(), std::vector<int>(40, 3));
 }
 
 TEST(PinnedResource, WhatWasReadyBeforeAFailureStaysAndGrowthGoesOn) {
-  for (int refused = 0; refused < 6; ++refused) {
-    Record record;
-    record.refuse_at = refused;
-    PinnedResource resource = make(record, pieces(6));
-    int64_t committed = 0;
-    try {
-      for (; committed < 6; ++committed) resource.commit((committed + 1) * kPiece);
-      FAIL() << "piece " << refused << " is refused";
-    } catch (const OutOfMemory& error) {
-      EXPECT_EQ(error.needed_bytes(), kPiece);
-      EXPECT_NE(std::string(error.what()).find("not today"), std::string::npos);
+  for (const bool foretold : {false, true}) {
+    for (int refused = 0; refused < 6; ++refused) {
+      Record record;
+      record.refuse_at = static_cast<size_t>(refused);
+      record.touch = 5ms;
+      PinnedResource resource = make(record, pieces(6));
+      if (foretold) resource.prepare(6 * kPiece);
+      int64_t committed = 0;
+      try {
+        for (; committed < 6; ++committed) resource.commit((committed + 1) * kPiece);
+        FAIL() << "piece " << refused << " is refused";
+      } catch (const OutOfMemory& error) {
+        EXPECT_EQ(error.needed_bytes(), kPiece);
+        EXPECT_NE(std::string(error.what()).find("not today"), std::string::npos);
+      }
+      EXPECT_EQ(committed, refused);
+      EXPECT_EQ(resource.committed(), refused * kPiece);
+      EXPECT_EQ(record.bytes(), refused * kPiece);
+      EXPECT_EQ(resident_pages(resource), refused * kPiece / kPage);
+      if (refused > 0) std::memset(resource.base(), 1, static_cast<size_t>(refused * kPiece));
+      record.refuse_at = 6;
+      resource.commit(6 * kPiece);
+      EXPECT_EQ(record.bytes(), 6 * kPiece);
     }
-    EXPECT_EQ(committed, refused);
-    EXPECT_EQ(resource.committed(), refused * kPiece);
-    EXPECT_EQ(record.bytes(), refused * kPiece);
-    EXPECT_EQ(resident_pages(resource), refused * kPiece / kPage);
-    if (refused > 0) std::memset(resource.base(), 1, static_cast<size_t>(refused * kPiece));
-    resource.commit(6 * kPiece);
-    EXPECT_EQ(record.bytes(), 6 * kPiece);
   }
 }
 
@@ -220,15 +278,47 @@ TEST(PinnedResource, WhatWasRefusedAheadIsAskedForAgain) {
   PinnedResource resource = make(record, pieces(6));
   resource.prepare(6 * kPiece);
   wait_until_ready(resource, 2 * kPiece);
-  while (record.calls < 3) std::this_thread::sleep_for(1ms);
+  wait_until([&] { return record.calls >= 3; });
   resource.commit(2 * kPiece);
   EXPECT_EQ(resource.committed(), 2 * kPiece);
+  record.refuse_at = 6;
   try {
     resource.commit(6 * kPiece);
   } catch (const OutOfMemory&) {  // the refusal came while it waited
     resource.commit(6 * kPiece);
   }
   EXPECT_EQ(resource.committed(), 6 * kPiece);
+}
+
+TEST(PinnedResource, LeavesOthersTheirRoom) {
+  Record record;
+  PinnedOptions options = pieces(6);
+  std::atomic<int64_t> taken = 0;
+  options.read_room = [&] {
+    return HeadRoom{.available = 512 * kMiB + 3 * kPiece - taken, .total = kGiB};
+  };
+  options.touch = [&](std::byte*, int64_t bytes, int) { taken += bytes; };
+  PinnedResource resource = make(record, options);
+  resource.commit(3 * kPiece);
+  try {
+    resource.commit(4 * kPiece);
+    FAIL() << "there is no room";
+  } catch (const OutOfMemory& error) {
+    EXPECT_EQ(error.needed_bytes(), kPiece);
+    EXPECT_EQ(error.available_bytes(), 512 * kMiB);
+  }
+}
+
+TEST(PinnedResource, ReleaseDoesNotWaitForAPause) {
+  Record record;
+  record.first_registration = 500ms;  // a pause of 2 s
+  PinnedResource resource = make(record, pieces(4));
+  resource.prepare(resource.capacity());
+  wait_until_ready(resource, kPiece);
+  const auto start = Clock::now();
+  resource.release();
+  EXPECT_LT(Clock::now() - start, 1500ms);
+  EXPECT_EQ(record.bytes(), 0);
 }
 
 TEST(PinnedResource, ReleaseUnregistersEverythingAtAnyTime) {
@@ -257,6 +347,17 @@ TEST(PinnedResource, DestructionUnregistersWhatIsAhead) {
     resource.commit(kPiece);
   }
   EXPECT_EQ(record.bytes(), 0);
+}
+
+TEST(PinnedResource, ThreadsByTheCores) {
+  struct Row {
+    int cores, in_hurry, beside;
+  };
+  for (const Row& row : {Row{1, 1, 1}, Row{2, 2, 2}, Row{4, 4, 4}, Row{8, 8, 4}, Row{16, 16, 8},
+                         Row{24, 20, 12}, Row{64, 60, 32}, Row{192, 64, 32}}) {
+    EXPECT_EQ(threads_in_hurry(row.cores), row.in_hurry) << row.cores;
+    EXPECT_EQ(threads_beside(row.cores), row.beside) << row.cores;
+  }
 }
 
 }  // namespace

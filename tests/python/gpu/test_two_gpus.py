@@ -34,11 +34,22 @@ def test_second_gpu_has_the_bits_of_the_first(
     assert torch.cuda.current_device() == 0
     step, ours = chunked(make_model(dtype, device="cuda:1"), tokens(device="cuda:1"), **settings)
     assert torch.cuda.current_device() == 0
-    assert torch.cuda.memory_allocated(0) == held
+    assert torch.cuda.memory_allocated(0) <= held
     assert step.loss.device == torch.device("cuda:1")
     assert torch.equal(step.loss.cpu(), first.loss.cpu())
     for name, value in expected.items():
         assert torch.equal(ours[name].cpu(), value.cpu()), name
+
+
+def test_plan_and_evaluate_on_the_second_gpu() -> None:
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        with oomb.Engine(make_model(torch.bfloat16, device=device), config) as engine:
+            ids, plan = tokens(device=device), engine.plan(4096)
+            step = engine.evaluate(ids, ids)
+            found.append((plan.device_bytes, step.loss.cpu()))
+    assert found[0] == found[1]
 
 
 def test_engines_of_two_gpus_take_turns() -> None:
