@@ -2,8 +2,10 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "common/error.h"
@@ -41,10 +43,10 @@ class PageCopier {
 
   // Starts getting host memory in the background.
   void prepare_host() { host_->prepare(host_->capacity()); }
-  // Waits for it, or gets it.
-  void commit_host() {
+  // Waits for so much of it, or gets it; for all of it by default.
+  void commit_host(std::optional<int64_t> bytes) {
     const py::gil_scoped_release release;
-    host_->commit(host_->capacity());
+    host_->commit(bytes.value_or(host_->capacity()));
   }
   int64_t ready_host_bytes() const { return host_->ready(); }
   void release_host() {
@@ -84,7 +86,7 @@ void bind_page_copier(py::module_& module) {
            py::arg("piece_bytes") = int64_t{1} << 30, py::arg("huge_pages") = true,
            py::arg("batched") = true, py::arg("overlap_hint") = true)
       .def("prepare_host", &PageCopier::prepare_host)
-      .def("commit_host", &PageCopier::commit_host)
+      .def("commit_host", &PageCopier::commit_host, py::arg("bytes") = py::none())
       .def("ready_host_bytes", &PageCopier::ready_host_bytes)
       .def("release_host", &PageCopier::release_host)
       .def("copy", &PageCopier::copy, py::arg("to_host"), py::arg("device_slots"),

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
-constexpr double kPauses = 4;  // times as long as the registration before
+constexpr int kPauses = 4;  // times as long as the registration before
 constexpr int64_t kPiecesBeyond = 2;
 
 // A preference, not an order: memory elsewhere is better than none.
@@ -108,7 +108,9 @@ void PinnedResource::commit(int64_t bytes) {
   // What was foretold is used up: touching and registering go on beside each other all the same.
   aim_at(bytes <= target_ ? target_ : bytes + kPiecesBeyond * piece_);
   hurry_ = hurry_ || overtaken;
+  wanted_ = bytes;
   changed_.wait(lock, [&] { return ready_ >= bytes || failure_ != nullptr; });
+  wanted_ = 0;
   if (ready_ < bytes) {
     const std::exception_ptr failure = std::exchange(failure_, nullptr);
     target_ = ready_;
@@ -124,27 +126,22 @@ void PinnedResource::run() {
     changed_.wait(lock, [this] { return stop_ || (ready_ < target_ && failure_ == nullptr); });
     if (stop_) return;
     const int64_t begin = ready_;
-    const int64_t bytes = piece_at(begin);
     const int threads = hurry_ ? options_.threads_in_hurry : options_.threads_beside;
-    const bool more = begin + bytes < target_;
     lock.unlock();
+    bool added = false;
     std::exception_ptr failure;
-    double seconds = 0;
     try {
-      seconds = add_piece(begin, threads, more);
+      added = add_piece(begin, threads);
     } catch (...) {
       failure = std::current_exception();
     }
     lock.lock();
-    if (failure != nullptr) {
-      failure_ = std::move(failure);  // nothing of it stays with this thread
-    } else {
-      pieces_.push_back(bytes);
-      ready_ += bytes;
+    if (added) {
+      pieces_.push_back(piece_at(begin));
+      ready_ += piece_at(begin);
     }
+    failure_ = std::move(failure);  // nothing of it stays with this thread
     changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::duration<double>(kPauses * seconds),
-                      [this] { return stop_ || hurry_; });
   }
 }
 
@@ -152,18 +149,21 @@ int64_t PinnedResource::piece_at(int64_t begin) const {
   return std::min(piece_, capacity_ - begin);
 }
 
-double PinnedResource::add_piece(int64_t begin, int threads, bool more) {
+bool PinnedResource::add_piece(int64_t begin, int threads) {
   try {
-    if (touching_.valid()) {
-      touching_.get();
-    } else {
-      touch_piece(begin, threads);
-    }
-    const int64_t next = begin + piece_at(begin);
-    if (more) touch_meanwhile(next, threads);
-    const auto start = std::chrono::steady_clock::now();
+    if (touching_.valid()) touching_.get();
+    if (touched_ <= begin) touch_piece(begin, threads);
+    const int64_t end = begin + piece_at(begin);
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, pause_ends_, [this] { return stop_ || hurry_; });
+    if (stop_ || target_ <= begin) return false;
+    const bool more_is_waited_for = end < wanted_;
+    lock.unlock();
+    if (more_is_waited_for) touch_meanwhile(end);
+    const auto start = Clock::now();
     register_piece(begin);
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    pause_ends_ = Clock::now() + kPauses * (Clock::now() - start);
+    return true;
   } catch (...) {
     if (touching_.valid()) touching_.wait();
     touching_ = {};
@@ -172,9 +172,10 @@ double PinnedResource::add_piece(int64_t begin, int threads, bool more) {
   }
 }
 
-void PinnedResource::touch_meanwhile(int64_t begin, int threads) {
+void PinnedResource::touch_meanwhile(int64_t begin) {
   try {
-    touching_ = std::async(std::launch::async, [=, this] { touch_piece(begin, threads); });
+    touching_ = std::async(std::launch::async,
+                           [=, this] { touch_piece(begin, options_.threads_in_hurry); });
   } catch (const std::system_error&) {
     // No thread to be had: the piece is touched when its turn comes.
   }

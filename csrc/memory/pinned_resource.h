@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -50,14 +51,17 @@ int threads_beside(int cores);
 // prepare() tells how much will be needed from now on: a thread goes ahead, and commit() waits for
 // it only where it is overtaken. Failures of the thread are thrown by the commit() that meets them.
 //
-// While one piece is registered the next is touched already. Registration pauses after each piece,
-// so that launches of kernels get through:
+// Registering holds up every launch of a kernel, the more so while others touch memory, so that it
+// pauses after each piece, and the next is touched in the pause:
 //
-//     thread   | register 1 |----- pause -----| register 2 |----- pause -----|
-//     touches  |------ 2 ------|              |------ 3 ------|
+//     thread   | register 1 |-- touch 2 --|-- rest of the pause --| register 2 |-- touch 3 -- ...
 //
-// Once it is overtaken the thread is in a hurry until it has made all that it was told of: no
-// pauses, and more threads touch. Who waited for one piece is back for the next before long.
+// Once it is overtaken the thread is in a hurry until it has made all that it was told of: touching
+// is pause enough, and more threads do it. Who waited for one piece is back for the next before
+// long. Only who waits for several launches nothing meanwhile, and gets them faster:
+//
+//     thread   | register 1 | register 2 | register 3 |
+//     touches  |-- 2 --|    |-- 3 --|
 class PinnedResource final : public MemoryResource {
  public:
   PinnedResource(PinnedOptions options, std::unique_ptr<Registrar> registrar);
@@ -74,12 +78,14 @@ class PinnedResource final : public MemoryResource {
   int64_t ready() const;
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   void aim_at(int64_t bytes);  // the new target; mutex_ is held
   void run();
-  double add_piece(int64_t begin, int threads, bool more);  // seconds that registration took
+  bool add_piece(int64_t begin, int threads);  // false: it is not wanted any more
   int64_t piece_at(int64_t begin) const;
   void touch_piece(int64_t begin, int threads);
-  void touch_meanwhile(int64_t begin, int threads);
+  void touch_meanwhile(int64_t begin);
   void register_piece(int64_t begin);
   void give_back_from(int64_t begin);
   void stop_thread();
@@ -95,6 +101,7 @@ class PinnedResource final : public MemoryResource {
   std::condition_variable changed_;
   int64_t target_ = 0;
   int64_t ready_ = 0;
+  int64_t wanted_ = 0;  // by a commit() that waits
   bool hurry_ = false;
   bool stop_ = false;
   std::exception_ptr failure_;
@@ -103,6 +110,7 @@ class PinnedResource final : public MemoryResource {
   // Of the thread alone (and of whoever has joined it):
   std::future<void> touching_;  // the piece behind the one being registered
   int64_t touched_ = 0;         // pages below this have been taken
+  Clock::time_point pause_ends_;
   RoomCheck room_;
 };
 

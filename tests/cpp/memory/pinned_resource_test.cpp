@@ -31,7 +31,9 @@ constexpr int64_t kPiece = 16 * kPage;
 struct Record {
   std::mutex mutex;
   std::map<std::byte*, int64_t> registered;  // now
-  std::vector<std::pair<Clock::time_point, Clock::time_point>> times;
+  using Span = std::pair<Clock::time_point, Clock::time_point>;
+  std::vector<Span> registrations;
+  std::vector<Span> touches;
   std::vector<int> threads;            // of each touch
   std::atomic<size_t> refuse_at = 99;  // no more pieces than this
   std::atomic<int> calls = 0;
@@ -50,9 +52,16 @@ struct Record {
     const std::lock_guard lock(mutex);
     return registered.size();
   }
-  std::vector<int> touches() {
+  std::vector<int> threads_of_touches() {
     const std::lock_guard lock(mutex);
     return threads;
+  }
+  bool touched_while_registering() const {
+    return std::ranges::any_of(touches, [&](const Span& touch) {
+      return std::ranges::any_of(registrations, [&](const Span& registration) {
+        return touch.first < registration.second && registration.first < touch.second;
+      });
+    });
   }
 };
 
@@ -72,13 +81,14 @@ class RecordingRegistrar final : public Registrar {
     const bool first = record_.calls++ == 0;
     if (record_.pieces() >= record_.refuse_at) throw CudaError("not today");
     if (first) {
-      wait_until([&] { return std::ssize(record_.touches()) >= record_.first_waits_for; });
+      wait_until(
+          [&] { return std::ssize(record_.threads_of_touches()) >= record_.first_waits_for; });
     }
     std::this_thread::sleep_for(
         std::max(record_.registration, first ? record_.first_registration : 0ms));
     const std::lock_guard lock(record_.mutex);
     ASSERT_TRUE(record_.registered.emplace(begin, bytes).second);
-    record_.times.emplace_back(start, Clock::now());
+    record_.registrations.emplace_back(start, Clock::now());
   }
   void remove(std::byte* begin) noexcept override {
     const std::lock_guard lock(record_.mutex);
@@ -93,9 +103,11 @@ PinnedResource make(Record& record, PinnedOptions options) {
   options.huge_pages = false;
   const auto touch = options.touch;
   options.touch = [&record, touch](std::byte* begin, int64_t bytes, int threads) {
+    const auto start = Clock::now();
     touch(begin, bytes, threads);
     std::this_thread::sleep_for(record.touch);
     const std::lock_guard lock(record.mutex);
+    record.touches.emplace_back(start, Clock::now());
     record.threads.push_back(threads);
   };
   return PinnedResource(std::move(options), std::make_unique<RecordingRegistrar>(record));
@@ -180,6 +192,19 @@ TEST(PinnedResource, StopsWhereItIsToldThatNoMoreIsWanted) {
   EXPECT_GE(resource.committed(), 2 * kPiece);
 }
 
+TEST(PinnedResource, StopsInAPauseToo) {
+  Record record;
+  record.registration = 30ms;
+  PinnedResource resource = make(record, pieces(4));
+  resource.prepare(resource.capacity());
+  wait_until_ready(resource, kPiece);
+  resource.prepare(0);
+  std::this_thread::sleep_for(200ms);
+  EXPECT_EQ(resource.ready(), kPiece);
+  resource.commit(resource.capacity());
+  EXPECT_EQ(record.threads_of_touches().size(), 4u) << "what was touched is not touched again";
+}
+
 TEST(PinnedResource, BeyondWhatWasForetoldItStaysAhead) {
   Record record;
   PinnedResource resource = make(record, pieces(10));
@@ -189,23 +214,39 @@ TEST(PinnedResource, BeyondWhatWasForetoldItStaysAhead) {
   wait_until_ready(resource, 5 * kPiece);
 }
 
-TEST(PinnedResource, TouchesTheNextPieceWhileItRegisters) {
+TEST(PinnedResource, TouchesWhileItRegistersForWhoWaitsForMore) {
   Record record;
   record.first_waits_for = 2;
   PinnedResource resource = make(record, pieces(3));
   resource.commit(resource.capacity());
 }
 
-TEST(PinnedResource, PausesAsLongAsNobodyWaits) {
+TEST(PinnedResource, TouchesInThePausesAsLongAsNobodyWaits) {
   Record record;
-  record.registration = 4ms;
+  record.registration = 20ms;
+  record.touch = 5ms;
   PinnedResource resource = make(record, pieces(4));
   resource.prepare(4 * kPiece);
   wait_until_ready(resource, 4 * kPiece);
-  for (size_t i = 1; i < record.times.size(); ++i) {
-    EXPECT_GE(record.times[i].first - record.times[i - 1].second, 16ms);
+  EXPECT_FALSE(record.touched_while_registering());
+  for (size_t i = 1; i < 4; ++i) {
+    const auto pause_begins = record.registrations[i - 1].second;
+    EXPECT_GE(record.registrations[i].first - pause_begins, 80ms);
+    EXPECT_LT(record.touches[i].first - pause_begins, 60ms) << "not after the pause";
   }
-  EXPECT_EQ(record.touches(), std::vector<int>(4, 1));
+  EXPECT_EQ(record.threads_of_touches(), std::vector<int>(4, 1));
+}
+
+TEST(PinnedResource, TouchingIsThePauseForWhoWaitsForOnePiece) {
+  Record record;
+  record.registration = 10ms;
+  record.touch = 1ms;
+  PinnedResource resource = make(record, pieces(12));
+  resource.prepare(resource.capacity());
+  for (int64_t piece = 1; piece <= 12; ++piece) resource.commit(piece * kPiece);
+  EXPECT_FALSE(record.touched_while_registering());
+  const auto seconds = record.registrations.back().second - record.registrations.front().first;
+  EXPECT_LT(seconds, 11 * 5 * 10ms) << "pauses take as long";
 }
 
 // Who takes piece after piece need not wait at the moment at which the next touching begins.
@@ -220,11 +261,13 @@ TEST(PinnedResource, OvertakenItHurriesOn) {
     resource.commit(piece * kPiece);
     std::this_thread::sleep_for(7ms);  // more than a pause
   }
-  const std::vector<int> threads = record.touches();
+  const std::vector<int> threads = record.threads_of_touches();
   ASSERT_EQ(threads.size(), 20u);
-  // Those of two pieces were under way when it was overtaken.
-  EXPECT_EQ(std::count(threads.begin() + 2, threads.end(), 3), 18);
-  EXPECT_LT(record.times[1].first - record.times[0].second, 1500ms) << "a pause takes 2 s";
+  // The first was under way when it was overtaken.
+  EXPECT_EQ(std::count(threads.begin() + 1, threads.end(), 3), 19);
+  EXPECT_FALSE(record.touched_while_registering());
+  EXPECT_LT(record.registrations[1].first - record.registrations[0].second, 1500ms)
+      << "a pause takes 2 s";
 }
 
 TEST(PinnedResource, WhatIsForetoldNextIsMadeWithoutHurry) {
@@ -234,14 +277,14 @@ TEST(PinnedResource, WhatIsForetoldNextIsMadeWithoutHurry) {
   wait_until_ready(resource, 6 * kPiece);
   resource.prepare(resource.capacity());
   wait_until_ready(resource, resource.capacity());
-  EXPECT_EQ(record.touches(), (std::vector<int>{3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(record.threads_of_touches(), (std::vector<int>{3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1}));
 }
 
 TEST(PinnedResource, HurriesForAllOfALargeCommit) {
   Record record;
   PinnedResource resource = make(record, pieces(40));
   resource.commit(resource.capacity());
-  EXPECT_EQ(record.touches(), std::vector<int>(40, 3));
+  EXPECT_EQ(record.threads_of_touches(), std::vector<int>(40, 3));
 }
 
 TEST(PinnedResource, WhatWasReadyBeforeAFailureStaysAndGrowthGoesOn) {
