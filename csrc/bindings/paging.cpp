@@ -239,18 +239,20 @@ void bind_paging(py::module_& module) {
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
-             int grad_slots, const Int32Array& visits, bool exact, int64_t wave_pages) {
+             int grad_slots, const Int32Array& visits, bool exact, int64_t wave_pages,
+             std::optional<int64_t> device_slots) {
             paging::CallPlan plan{.num_layers = num_layers,
                                   .pages_per_sequence = std::move(pages_per_sequence),
                                   .grad_slots = grad_slots,
                                   .visits = to_visits(visits),
                                   .exact = exact,
-                                  .wave_pages = wave_pages};
+                                  .wave_pages = wave_pages,
+                                  .device_slots = device_slots};
             self.with([&](PageManager& manager) { manager.begin_call(std::move(plan)); });
           },
           py::kw_only(), py::arg("num_layers"), py::arg("pages_per_sequence"),
           py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true,
-          py::arg("wave_pages") = 1)
+          py::arg("wave_pages") = 1, py::arg("device_slots") = py::none())
       .def(
           "set_visit_pages",
           [](SharedManager& self, int32_t visit, const Int64Array& pages) {
@@ -266,6 +268,8 @@ void bind_paging(py::module_& module) {
       .def_property_readonly("slot_bytes", [](SharedManager& self) { return (*self).slot_bytes(); })
       .def_property_readonly("device_slots",
                              [](SharedManager& self) { return (*self).device_slots(); })
+      .def_property_readonly("device_capacity",
+                             [](SharedManager& self) { return (*self).device_capacity(); })
       .def(
           "block_table",
           [](SharedManager& self, int64_t layer) {

@@ -1,6 +1,7 @@
 #include "memory/slot_pool.h"
 
 #include <algorithm>
+#include <cassert>
 #include <limits>
 #include <utility>
 
@@ -12,6 +13,7 @@ namespace oomb::memory {
 SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options)
     : resource_(std::move(resource)),
       options_(options),
+      capacity_(options.max_slots),
       free_(make_free_slots(options.order, options.shuffle_seed)) {
   expect(options_.slot_bytes > 0, "slot_bytes", "a positive size", options_.slot_bytes);
   expect(options_.max_slots >= 0 && options_.max_slots < std::numeric_limits<Slot>::max() / 2,
@@ -46,6 +48,12 @@ void SlotPool::give_back(Slot slot) {
   free_->add(slot);
   taken_[static_cast<size_t>(slot)] = false;
   --taken_count_;
+}
+
+void SlotPool::set_max_slots(int64_t slots) {
+  assert(mapped_slots() == 0);
+  expect(slots >= 0 && slots <= capacity_, "max_slots", concat("0 .. ", capacity_), slots);
+  options_.max_slots = slots;
 }
 
 void SlotPool::reset(bool release_memory) {

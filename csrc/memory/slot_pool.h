@@ -33,12 +33,16 @@ class SlotPool {
   void reserve(int64_t count, Growth growth);
   void give_back(Slot slot);
 
+  // A new cap, at most the one of the beginning, for a pool that was reset.
+  void set_max_slots(int64_t slots);
+
   // Forgets all slots. The memory is released too, unless getting it back costs too much.
   void reset(bool release_memory = true);
 
   std::byte* base() const { return resource_->base(); }
   std::byte* address(Slot slot) const { return base() + slot * options_.slot_bytes; }
   int64_t slot_bytes() const { return options_.slot_bytes; }
+  int64_t capacity() const { return capacity_; }  // the hard cap of the beginning
   int64_t max_slots() const { return options_.max_slots; }
   int64_t mapped_slots() const { return static_cast<int64_t>(taken_.size()); }
   // All slots that can be counted on: max_slots, or those there are once the resource has refused.
@@ -57,6 +61,7 @@ class SlotPool {
 
   std::unique_ptr<MemoryResource> resource_;
   SlotPoolOptions options_;
+  int64_t capacity_;
   std::unique_ptr<FreeSlots> free_;
   std::vector<bool> taken_;
   int64_t taken_count_ = 0;

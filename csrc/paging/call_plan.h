@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "paging/schedule.h"
@@ -15,6 +16,7 @@ struct CallPlan {
   std::vector<Visit> visits;  // the access order
   bool exact = true;       // ranges say what is used; false: an upper bound until set_visit_pages
   int64_t wave_pages = 1;  // waves end at multiples of this: kernels take so many pages at once
+  std::optional<int64_t> device_slots = std::nullopt;  // a lower cap of the device tier
 
   // Throws InvalidArgument.
   void check() const;

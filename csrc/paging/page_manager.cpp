@@ -37,8 +37,11 @@ void PageManager::begin_call(CallPlan plan) {
   schedule_ = Schedule(space_, std::move(plan.visits));
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
+  const int64_t cap = plan.device_slots.value_or(device_capacity());
+  expect(cap <= device_capacity(), "device_slots", concat("at most ", device_capacity()), cap);
+  device_.pool->set_max_slots(cap);
   smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
-  if (device_slots() < smallest_slots_) throw_out_of_memory(smallest_slots_);
+  if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);
   total_slots_ = 0;
   for (int64_t b = 0; b < space_.batch(); ++b) {
     total_slots_ += space_.num_layers() * space_.pages_of(b);

@@ -93,6 +93,8 @@ class PageManager {
 
   std::byte* pool_address() const { return device_.pool->base(); }
   int64_t slot_bytes() const { return device_.pool->slot_bytes(); }
+  // Most slots that a call may have on the device, and those that the latest may.
+  int64_t device_capacity() const { return device_.pool->capacity(); }
   int64_t device_slots() const { return device_.pool->max_slots(); }
   // Fewer than device_slots() where the device has refused to give them all: the tier goes on with
   // what it has got.

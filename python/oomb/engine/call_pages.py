@@ -15,7 +15,7 @@ from oomb.engine.layout import Chunks, Order, call_order
 from oomb.engine.page_choice import PageChoice
 from oomb.engine.selection import Selector
 from oomb.engine.shortage import with_torchs_unused
-from oomb.engine.tiers import PageLayout
+from oomb.engine.tiers import Caps, PageLayout
 from oomb.ops.launch import stream_of
 
 
@@ -77,11 +77,12 @@ class CallPages:
 def begin_pages(
     demand: Demand,
     manager: _C.PageManager,
-    spilled: bool,
+    caps: Caps,
     selector_type: Callable[..., Selector],
     rounding_seed: int,
 ) -> CallPages:
     """Begin a call on a page manager whose tiers hold it."""
+    spilled = caps.host_slots > 0
     config, chunks, swept = demand.config, demand.chunks, demand.swept or []
     # Where lists and pages have to travel, two chunks of the fill hide it for each other.
     paired = spilled and demand.rule is not None
@@ -101,6 +102,7 @@ def begin_pages(
         visits=order.visits,
         exact=demand.rule is None,
         wave_pages=demand.wave_pages,
+        device_slots=caps.device_slots,
     )
     choice = None
     if demand.rule is not None:

@@ -63,8 +63,7 @@ class Pools:
         try:
             caps = self._caps_with_room(demand, others)
             manager = self._manager_for(demand, caps)
-            spills = caps.host_slots > 0
-            yield begin_pages(demand, manager, spills, self.selector_type, rounding_seed)
+            yield begin_pages(demand, manager, caps, self.selector_type, rounding_seed)
         except Error as error:
             error.snapshot = self.snapshot()
             raise
@@ -107,7 +106,7 @@ class Pools:
         if self.manager is None or self._key != self._key_of(layout):
             return None
         host = self.snapshot()["host"]
-        return Held(self.manager.device_slots, host["max_slots"], host["committed_bytes"])
+        return Held(self.manager.device_capacity, host["max_slots"], host["committed_bytes"])
 
     def _key_of(self, layout: PageLayout) -> object:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
@@ -117,7 +116,7 @@ class Pools:
         held = self._held(layout)
         fits = (
             held is not None
-            and held.device_slots == caps.device_slots
+            and held.device_slots >= caps.device_slots
             and held.host_slots >= caps.host_slots
         )
         if fits:

@@ -109,13 +109,11 @@ class Caps:
                 needed_bytes=smallest_slots * layout.slot_bytes,
                 available_bytes=device_free,
             )
-        if (
-            held is not None
-            and _ENOUGH * device_slots <= held.device_slots <= allowed
-            and needed_slots <= held.device_slots + held.host_slots
-        ):
-            spills = needed_slots > held.device_slots
-            return Caps(held.device_slots, held.host_slots if spills else 0, held.host_slots)
+        if held is not None and held.device_slots >= _ENOUGH * device_slots:
+            usable = min(device_slots, held.device_slots)
+            spills = needed_slots > usable
+            if usable >= smallest_slots and needed_slots <= usable + held.host_slots:
+                return Caps(usable, held.host_slots if spills else 0, held.host_slots)
         if device_slots == needed_slots:
             return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0

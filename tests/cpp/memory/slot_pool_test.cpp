@@ -47,6 +47,23 @@ TEST(SlotPool, TakesNothingBeforeItIsAsked) {
   expect_accounts(f.pool, 0);
 }
 
+TEST(SlotPool, HasALowerCapForAWhile) {
+  Fixture f(10);
+  for (const int64_t cap : {10, 7, 0, 9, 10}) {
+    f.pool.set_max_slots(cap);
+    EXPECT_EQ(f.pool.max_slots(), cap);
+    EXPECT_EQ(f.pool.capacity(), 10);
+    for (int64_t i = 0; i < cap; ++i) EXPECT_NE(f.pool.take(), kNoSlot);
+    EXPECT_EQ(f.pool.take(), kNoSlot);
+    expect_accounts(f.pool, cap);
+    EXPECT_EQ(f.pool.committed_bytes(), cap * kSlotBytes);
+    f.pool.reset();
+  }
+  EXPECT_THROW(f.pool.set_max_slots(11), InvalidArgument);
+  EXPECT_THROW(f.pool.set_max_slots(-1), InvalidArgument);
+  EXPECT_EQ(f.pool.max_slots(), 10);
+}
+
 TEST(SlotPool, HandsOutEverySlotOnceAndStopsAtTheCap) {
   Fixture f(10);
   std::set<Slot> seen;

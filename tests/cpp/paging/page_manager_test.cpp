@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,6 +35,27 @@ TEST(PageManager, GradientStartsAtZeroAndIsNotLoadedBeforeItExists) {
   }
   // Six KV pages and those gradients that made room for others, never an untouched gradient.
   EXPECT_LE(f.manager.statistics().h2d_bytes, 6 * kSlotBytes);
+}
+
+TEST(PageManager, ACallMayHaveLessOfTheDevice) {
+  ManagedTiers f(6);
+  for (const std::optional<int64_t> slots : {std::optional<int64_t>{3}, {}, {5}}) {
+    CallPlan call = plan(1, {12}, {{0, VisitKind::kRead, 0, 12}});
+    call.device_slots = slots;
+    f.manager.begin_call(std::move(call));
+    EXPECT_EQ(f.manager.device_slots(), slots.value_or(6));
+    EXPECT_EQ(f.manager.device_capacity(), 6);
+    f.write(0, 0, 12);
+    f.visit(0);
+    EXPECT_LE(f.manager.mapped_device_slots(), slots.value_or(6));
+    f.manager.end_call();
+  }
+  for (const int64_t slots : {7, 0, -1}) {
+    CallPlan call = plan(1, {12}, {{0, VisitKind::kRead, 0, 12}});
+    call.device_slots = slots;
+    EXPECT_THROW(f.manager.begin_call(std::move(call)), Error) << slots;
+  }
+  f.manager.begin_call(plan(1, {12}, {{0, VisitKind::kRead, 0, 12}}));
 }
 
 TEST(PageManager, PageWithoutWantedGradientHasNone) {

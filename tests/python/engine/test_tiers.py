@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -286,3 +287,34 @@ def test_calls_of_other_lengths_find_the_pools_again(lengths: tuple[int, int]) -
                 assert torch.equal(grads[name], value), name
     assert managers[0] is managers[1]
     assert (host_bytes[1] == 0) == (lengths[1] == 20)  # the short one does not spill
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [(12, 11, True), (12, 6, True), (12, 15, True), (12, 16, False), (6, 12, False)],
+)
+def test_calls_with_more_or_less_of_the_device_find_the_pools_again(
+    first: int, second: int, found: bool
+) -> None:
+    """What is free differs a little from call to call; the host's pages are slow to get back."""
+    model = make("llama", torch.float32)
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "page_size": PAGE}
+    page = slot_bytes(model, oomb.Config(**settings))
+    ids = random_ids(1, 120)
+    config = oomb.Config(**settings, host_memory=HOST)
+    with oomb.Engine(model, config) as engine:
+        managers = []
+        for slots in (first, second, first):
+            engine.config = replace(config, device_memory=slots * page)
+            step = engine.forward_backward(ids, ids)
+            manager = engine._pools.manager
+            assert manager is not None
+            assert manager.device_slots == min(slots, manager.device_capacity)
+            managers.append(manager)
+            assert step.stats.host_peak_bytes > 0
+            grads = take_gradients(model)
+            model.zero_grad()
+            alone = with_slots(model, settings, slots, ids, ids)
+            for name, value in alone.gradients.items():
+                assert torch.equal(grads[name], value), name
+    assert (managers[0] is managers[1]) == found
