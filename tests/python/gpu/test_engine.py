@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_case import CHUNK, PAGE, VOCABULARY, chunked, gradients, make_model, tokens
@@ -113,6 +115,24 @@ def test_pools_give_their_memory_back() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         assert torch.cuda.mem_get_info()[0] >= free - 2**21
+
+
+def test_pinned_memory_stays_where_less_of_the_gpu_is_free() -> None:
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    slot = 2 * PAGE * 64 * 2
+    _, expected = chunked(model, ids)
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, host_memory="64MiB")
+    pinned = []
+    with oomb.Engine(model, config) as engine:
+        for slots in (20, 19, 12, 20):
+            model.zero_grad()
+            engine.config = replace(config, device_memory=slots * slot)
+            engine.forward_backward(ids, ids)
+            for name, value in gradients(model).items():
+                assert torch.equal(value, expected[name]), (slots, name)
+            pinned.append((id(engine._pools.manager), engine._pools.snapshot()["host"]))
+    assert pinned[0][1]["committed_bytes"] > 0
+    assert all(later == pinned[0] for later in pinned), pinned
 
 
 @pytest.mark.parametrize("spills", [False, True], ids=["in HBM", "two tiers"])
