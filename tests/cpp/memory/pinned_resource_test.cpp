@@ -118,7 +118,8 @@ PinnedOptions pieces(int64_t count) {
           .piece_bytes = kPiece,
           .slot_bytes = kPage,
           .threads_in_hurry = 3,
-          .threads_beside = 1};
+          .threads_beside = 1,
+          .read_room = [] { return HeadRoom{.available = kGiB, .total = kGiB}; }};
 }
 
 void wait_until_ready(const PinnedResource& resource, int64_t bytes) {

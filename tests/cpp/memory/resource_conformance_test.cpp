@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "common/bytes.h"
 #include "common/error.h"
 #include "memory/host_resource.h"
 #include "memory/limited_resource.h"
@@ -48,7 +49,9 @@ struct NoRegistrar final : Registrar {
 };
 std::unique_ptr<MemoryResource> pinned() {
   return std::make_unique<PinnedResource>(
-      PinnedOptions{.capacity = kCapacity, .piece_bytes = kCapacity / 8},
+      PinnedOptions{.capacity = kCapacity,
+                    .piece_bytes = kCapacity / 8,
+                    .read_room = [] { return HeadRoom{.available = kGiB, .total = kGiB}; }},
       std::make_unique<NoRegistrar>());
 }
 
