@@ -81,9 +81,12 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Modu
     try:
         return bare_model(config, dtype=kind, adapter=adapter)
     except ValueError as error:
-        if adapter is None:
+        if lora is None:
             raise
-        raise BadInput(f"lora.target_modules: expected layers of the model, got {error}") from error
+        raise BadInput(
+            f"lora.target_modules: expected layers of the model, got {lora.target_modules!r}; "
+            f"peft says: {error}"
+        ) from error
 
 
 def _print_plan(console: Console, prediction: Prediction) -> None:

@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_exact(folder: Path) -> None:
 
 def test_layers_that_adapters_do_not_find(folder: Path) -> None:
     message = refused(folder, "lora.target_modules=[query]")
-    assert "lora.target_modules: expected layers of the model" in message
+    assert "lora.target_modules: expected layers of the model, got ['query']" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
