@@ -1,0 +1,78 @@
+"""Long steps that were measured on an H200 beside what the plan foretells of them, without a GPU.
+
+python bench/plan_steps.py                                   # all of bench/results/step-*.json
+python bench/plan_steps.py bench/results/step-qwen2.5-7b-4m-h200-2026-11-22.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import oomb
+from oomb.plan import UNIFORM, Choices, Machine, Planner
+
+GIB = 2**30
+RESULTS = pathlib.Path(__file__).parent / "results"
+HEAD = (
+    "| step | seconds: predicted | measured | | host pages, GiB | H2D, GiB | D2H, GiB "
+    "| torch beyond the weights, GiB |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def measured(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The last step of each length in a file of ``oomb bench step``, if no optimizer ran."""
+    rows = json.loads(path.read_text())["rows"]
+    ours = [row for row in rows if isinstance(row, dict) and "attention" in row]
+    if any("optimizer_seconds" in row for row in ours):
+        return []
+    return list({row["tokens"]: row for row in ours}.values())
+
+
+def line(planner: Planner, row: dict[str, Any]) -> str:
+    config = oomb.Config(
+        attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
+        kv_grad_dtype=row["kv_grad_dtype"],
+        device_memory=row["device_peak_bytes"],
+    )
+    choices = UNIFORM if row["selection"] == "uniform" else Choices()
+    plan = planner.predict(row["tokens"], config, optimizer=None, choices=choices)
+    assert plan.seconds is not None
+    name = [row["attention"], f"{row['tokens']:,}", row["kv_grad_dtype"]]
+    name += [f"{row['device_peak_bytes'] / GIB:.0f} GiB on the GPU"]
+    name += [row["selection"]] if row["attention"] == "topk" else []
+    pairs = [
+        (plan.host_pool_bytes, row["host_peak_bytes"]),
+        (plan.h2d_bytes, row["h2d_bytes"]),
+        (plan.d2h_bytes, row["d2h_bytes"]),
+        (plan.torch_peak_bytes - plan.parameter_bytes, row["torch_peak_bytes"]),
+    ]
+    cells = [
+        ", ".join(name),
+        f"{plan.seconds:.1f}",
+        f"{row['seconds']:.1f}",
+        f"{100 * (plan.seconds / row['seconds'] - 1):+.0f} %",
+        *(f"{a / GIB:.1f} · {b / GIB:.1f}" for a, b in pairs),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=pathlib.Path, help="JSON of oomb bench step")
+    parser.add_argument("--host-memory", default="512GiB", help="of the machine")
+    arguments = parser.parse_args()
+    files = arguments.files or sorted(RESULTS.glob("step-qwen2.5-7b-*.json"))
+    machine = Machine.described(gpu="h200", host_memory=arguments.host_memory)
+    planner = Planner("qwen2.5-7b", machine)
+    print("\n".join(HEAD), flush=True)
+    for path in files:
+        for row in measured(path):
+            print(line(planner, row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
