@@ -269,7 +269,7 @@ def growth_beside_kernels(gib: int) -> list[dict[str, Any]]:
             kernels, small = [], []
             start = time.perf_counter()
             copier.prepare_host()
-            if hurry:  # because a call is faster than the first piece
+            if hurry:  # as after a call that has overtaken it
                 copier.commit_host(1)
             while copier.ready_host_bytes() < gib * GIB:
                 kernels.append(attention.milliseconds(20))

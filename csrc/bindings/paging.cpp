@@ -69,7 +69,8 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                             std::optional<uint64_t> copy_delay_seed,
                                             std::optional<uint64_t> shuffle_seed,
                                             const std::optional<std::string>& disabled_wait,
-                                            bool poison, bool explicit_host_memory, bool dry) {
+                                            bool poison, bool explicit_host_memory, bool dry,
+                                            bool map_device_memory) {
   std::optional<paging::Wait> disabled;
   if (disabled_wait) {
     disabled = paging::wait_named(*disabled_wait);
@@ -85,6 +86,7 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
                                                      .device_slots = device_slots,
                                                      .host_slots = host_slots,
                                                      .explicit_host_memory = explicit_host_memory,
+                                                     .map_device_memory = map_device_memory,
                                                      .copy_delay_seed = copy_delay_seed,
                                                      .shuffle_seed = shuffle_seed,
                                                      .paging = paging};
@@ -94,7 +96,9 @@ std::unique_ptr<SharedManager> make_manager(const std::string& device, int64_t s
 #endif
   }
   expect(device == "cpu", "device", dry ? "cpu, for a dry run" : "cpu or cuda:<index>", device);
-  static_cast<void>(explicit_host_memory);  // of pinned memory, which a CPU does not have
+  // A CPU has neither pinned memory nor a choice of mapping.
+  static_cast<void>(explicit_host_memory);
+  static_cast<void>(map_device_memory);
   return std::make_unique<SharedManager>(
       offload::make_cpu_page_manager({.slot_bytes = slot_bytes,
                                       .device_slots = device_slots,
@@ -235,7 +239,7 @@ void bind_paging(py::module_& module) {
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
            py::arg("poison") = false, py::arg("explicit_host_memory") = false,
-           py::arg("dry") = false)
+           py::arg("dry") = false, py::arg("map_device_memory") = true)
       .def(
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
@@ -270,6 +274,8 @@ void bind_paging(py::module_& module) {
                              [](SharedManager& self) { return (*self).device_slots(); })
       .def_property_readonly("device_capacity",
                              [](SharedManager& self) { return (*self).device_capacity(); })
+      .def_property_readonly("keeps_device_memory",
+                             [](SharedManager& self) { return (*self).keeps_device_memory(); })
       .def(
           "block_table",
           [](SharedManager& self, int64_t layer) {

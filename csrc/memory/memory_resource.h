@@ -37,6 +37,8 @@ class MemoryResource {
 
   // Gives all memory back and keeps the address range.
   virtual void release() = 0;
+  // False: release() only forgets; the memory goes with the resource.
+  virtual bool gives_back() const { return true; }
 };
 
 }  // namespace oomb::memory

@@ -105,7 +105,7 @@ void PinnedResource::commit(int64_t bytes) {
   }
   std::unique_lock lock(mutex_);
   const bool overtaken = ready_ < bytes;
-  // What was foretold is used up: touching and registering go on beside each other all the same.
+  // What was foretold is used up: growth stays a little ahead all the same.
   aim_at(bytes <= target_ ? target_ : bytes + kPiecesBeyond * piece_);
   hurry_ = hurry_ || overtaken;
   wanted_ = bytes;
@@ -156,9 +156,13 @@ bool PinnedResource::add_piece(int64_t begin, int threads) {
     const int64_t end = begin + piece_at(begin);
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, pause_ends_, [this] { return stop_ || hurry_; });
-    if (stop_ || target_ <= begin) return false;
+    const bool wanted = !stop_ && target_ > begin;
     const bool more_is_waited_for = end < wanted_;
     lock.unlock();
+    if (!wanted) {
+      give_back_from(begin);
+      return false;
+    }
     if (more_is_waited_for) touch_meanwhile(end);
     const auto start = Clock::now();
     register_piece(begin);

@@ -56,9 +56,9 @@ int threads_beside(int cores);
 //
 //     thread   | register 1 |-- touch 2 --|-- rest of the pause --| register 2 |-- touch 3 -- ...
 //
-// Once it is overtaken the thread is in a hurry until it has made all that it was told of: touching
-// is pause enough, and more threads do it. Who waited for one piece is back for the next before
-// long. Only who waits for several launches nothing meanwhile, and gets them faster:
+// Once it is overtaken the thread is in a hurry until the next prepare(): touching is pause enough,
+// and more threads do it. Who waited for one piece, as a page manager does, is back for the next
+// before long. Who commits many at once, at rest, launches nothing meanwhile and gets them faster:
 //
 //     thread   | register 1 | register 2 | register 3 |
 //     touches  |-- 2 --|    |-- 3 --|
@@ -107,8 +107,8 @@ class PinnedResource final : public MemoryResource {
   std::exception_ptr failure_;
   std::thread thread_;
   std::vector<int64_t> pieces_;  // sizes of what is registered, from the front
-  // Of the thread alone (and of whoever has joined it):
-  std::future<void> touching_;  // the piece behind the one being registered
+  // Of the thread and of touching_, one at a time (and of whoever has joined the thread):
+  std::future<void> touching_;  // takes the piece behind the one being registered
   int64_t touched_ = 0;         // pages below this have been taken
   Clock::time_point pause_ends_;
   RoomCheck room_;

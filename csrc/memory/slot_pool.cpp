@@ -51,8 +51,7 @@ void SlotPool::give_back(Slot slot) {
 }
 
 void SlotPool::set_max_slots(int64_t slots) {
-  assert(mapped_slots() == 0);
-  expect(slots >= 0 && slots <= capacity_, "max_slots", concat("0 .. ", capacity_), slots);
+  assert(mapped_slots() == 0 && slots >= 0 && slots <= capacity_);
   options_.max_slots = slots;
 }
 

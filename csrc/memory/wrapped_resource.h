@@ -20,6 +20,7 @@ class WrappedResource : public MemoryResource {
   void commit(int64_t bytes) override { upstream_->commit(bytes); }
   void prepare(int64_t bytes) override { upstream_->prepare(bytes); }
   void release() override { upstream_->release(); }
+  bool gives_back() const override { return upstream_->gives_back(); }
 
  protected:
   MemoryResource& upstream() { return *upstream_; }

@@ -38,7 +38,8 @@ void PageManager::begin_call(CallPlan plan) {
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
   const int64_t cap = plan.device_slots.value_or(device_capacity());
-  expect(cap <= device_capacity(), "device_slots", concat("at most ", device_capacity()), cap);
+  expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
+         cap);
   device_.pool->set_max_slots(cap);
   smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
   if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);

@@ -63,6 +63,7 @@ class PageManager:
         poison: bool = False,
         explicit_host_memory: bool = False,
         dry: bool = False,
+        map_device_memory: bool = True,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
@@ -70,6 +71,8 @@ class PageManager:
     def device_slots(self) -> int: ...
     @property
     def device_capacity(self) -> int: ...
+    @property
+    def keeps_device_memory(self) -> bool: ...
     def begin_call(
         self,
         *,

@@ -138,6 +138,7 @@ class AllocatedDeviceResource final : public MemoryResource {
     committed_ = std::max(committed_, bytes);
   }
   void release() override { committed_ = 0; }
+  bool gives_back() const override { return false; }
 
  private:
   std::byte* base_ = nullptr;

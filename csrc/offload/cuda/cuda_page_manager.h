@@ -16,6 +16,7 @@ struct CudaPageManagerOptions {
   int64_t device_slots = 0;
   int64_t host_slots = 0;
   bool explicit_host_memory = false;  // host_slots was asked for by name, see PinnedOptions
+  bool map_device_memory = true;      // see make_device_resource()
   std::optional<uint64_t> copy_delay_seed = std::nullopt;
   std::optional<uint64_t> shuffle_seed = std::nullopt;
   paging::PageManagerOptions paging = {};  // all but keep_host_memory, which is on

@@ -22,7 +22,8 @@ std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManage
                                    .step_bytes = int64_t{256} << 20,
                                    .shuffle_seed = options.shuffle_seed};
   paging::TierPool device = make_tier_pool(
-      memory::make_device_resource(options.device, options.device_slots * options.slot_bytes),
+      memory::make_device_resource(options.device, options.device_slots * options.slot_bytes,
+                                   options.map_device_memory),
       slots);
   slots.max_slots = options.host_slots;
   slots.step_bytes = int64_t{64} << 20;

@@ -77,6 +77,8 @@ class Pools:
         finally:
             if self.manager is not None:
                 self.manager.end_call()
+                if self.manager.keeps_device_memory:  # nobody else could have it
+                    self.close()
 
     def _caps_with_room(self, demand: Demand, others: int) -> Caps:
         """Sizes of the tiers; the device has what they and the rest of the call take of it."""
@@ -98,22 +100,25 @@ class Pools:
             host_memory,
             demand.smallest_slots,
             others,
-            self._held(demand.layout),
+            self._held(demand.layout, host_memory),
         )
 
-    def _held(self, layout: PageLayout) -> Held | None:
+    def _held(self, layout: PageLayout, host_memory: int | None) -> Held | None:
         """The pools of the last call, where this one can use them."""
         if self.manager is None or self._key != self._key_of(layout):
             return None
         host = self.snapshot()["host"]
+        if host_memory is not None and host["max_slots"] * layout.slot_bytes > host_memory:
+            return None
         return Held(self.manager.device_capacity, host["max_slots"], host["committed_bytes"])
 
     def _key_of(self, layout: PageLayout) -> object:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
 
     def _manager_for(self, demand: Demand, caps: Caps) -> _C.PageManager:
-        layout = demand.layout
-        held = self._held(layout)
+        layout, host_memory = demand.layout, demand.config.host_memory
+        assert not isinstance(host_memory, str)
+        held = self._held(layout, host_memory)
         fits = (
             held is not None
             and held.device_slots >= caps.device_slots
@@ -123,9 +128,12 @@ class Pools:
             assert self.manager is not None
             return self.manager
         self.close()
-        explicit = demand.config.host_memory is not None
         self.manager = page_manager(
-            self._device, layout, caps, explicit_host_memory=explicit, **self.test_switches
+            self._device,
+            layout,
+            caps,
+            explicit_host_memory=host_memory is not None,
+            **self.test_switches,
         )
         self._key = self._key_of(layout)
         return self.manager

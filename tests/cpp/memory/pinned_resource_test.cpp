@@ -202,8 +202,10 @@ TEST(PinnedResource, StopsInAPauseToo) {
   resource.prepare(0);
   std::this_thread::sleep_for(200ms);
   EXPECT_EQ(resource.ready(), kPiece);
+  EXPECT_EQ(record.threads_of_touches().size(), 2u);
+  EXPECT_EQ(resident_pages(resource), kPiece / kPage) << "what was touched in vain is given back";
   resource.commit(resource.capacity());
-  EXPECT_EQ(record.threads_of_touches().size(), 4u) << "what was touched is not touched again";
+  EXPECT_EQ(record.bytes(), resource.capacity());
 }
 
 TEST(PinnedResource, BeyondWhatWasForetoldItStaysAhead) {

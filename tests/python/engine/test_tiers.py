@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine import waves
+from oomb.engine import pools, waves
+from oomb.engine.tiers import page_manager
 
 from .models import make
 from .reference import (
@@ -318,3 +319,48 @@ def test_calls_with_more_or_less_of_the_device_find_the_pools_again(
             for name, value in alone.gradients.items():
                 assert torch.equal(grads[name], value), name
     assert (managers[0] is managers[1]) == found
+
+
+@pytest.mark.parametrize("host_memory", ["1GiB", "256KiB"])
+def test_a_smaller_host_tier_is_a_new_one(host_memory: str) -> None:
+    model = make("llama", torch.float32)
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "page_size": PAGE}
+    memory = 12 * slot_bytes(model, oomb.Config(**settings))
+    config = oomb.Config(**settings, device_memory=memory, host_memory=HOST)
+    ids = random_ids(1, 120)
+    with oomb.Engine(model, config) as engine:
+        engine.forward_backward(ids, ids)
+        first = engine._pools.manager
+        engine.config = replace(config, host_memory=host_memory)
+        engine.forward_backward(ids, ids)
+        assert (engine._pools.manager is first) == (host_memory == HOST)
+        host = engine._pools.snapshot()["host"]
+        assert host["max_slots"] * host["slot_bytes"] <= oomb.config.parse_size("", host_memory)
+
+
+class KeepsItsMemory:
+    """A page manager of a device that cannot map memory."""
+
+    keeps_device_memory = True
+
+    def __init__(self, *arguments: Any, **switches: Any) -> None:
+        self._manager = page_manager(*arguments, **switches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def test_pools_that_keep_their_memory_are_closed_after_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("llama")
+    ids = random_ids(1, 120)
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+    expected = chunked(model, config, ids, ids)
+    monkeypatch.setattr(pools, "page_manager", KeepsItsMemory)
+    with oomb.Engine(model, config) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            step = engine.forward_backward(ids, ids)
+            assert_identical(Result(step.loss, take_gradients(model)), expected)
+            assert engine._pools.manager is None

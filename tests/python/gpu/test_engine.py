@@ -135,6 +135,26 @@ def test_pinned_memory_stays_where_less_of_the_gpu_is_free() -> None:
     assert all(later == pinned[0] for later in pinned), pinned
 
 
+def test_a_gpu_that_cannot_map_memory_has_the_same_bits_and_gives_it_back() -> None:
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    _, expected = chunked(model, ids)
+    free = torch.cuda.mem_get_info()[0]
+    for memory in (None, 20 * 2 * PAGE * 64 * 2):
+        config = oomb.Config(
+            chunk_size=CHUNK, page_size=PAGE, device_memory=memory, host_memory="64MiB"
+        )
+        with oomb.Engine(model, config) as engine:
+            engine._pools.test_switches = {"map_device_memory": False}
+            for _ in range(3):
+                model.zero_grad()
+                engine.forward_backward(ids, ids)
+                for name, value in gradients(model).items():
+                    assert torch.equal(value, expected[name]), (memory, name)
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                assert torch.cuda.mem_get_info()[0] >= free - 2**22
+
+
 @pytest.mark.parametrize("spills", [False, True], ids=["in HBM", "two tiers"])
 @pytest.mark.parametrize(
     "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
