@@ -26,6 +26,7 @@ constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int kPauses = 4;  // times as long as the registration before
 constexpr int64_t kPiecesBeyond = 2;
+constexpr double kSlowTouch = 1.0 / static_cast<double>(int64_t{128} << 20);  // seconds per byte
 
 // A preference, not an order: memory elsewhere is better than none.
 void prefer_node(std::byte* begin, int64_t bytes, int node) {
@@ -44,7 +45,8 @@ int threads_beside(int cores) { return std::max(std::min(cores, 4), std::min(cor
 PinnedResource::PinnedResource(PinnedOptions options, std::unique_ptr<Registrar> registrar)
     : options_(std::move(options)),
       registrar_(std::move(registrar)),
-      room_({.patient = options_.explicit_size, .read = options_.read_room}) {
+      room_({.patient = options_.explicit_size, .read = options_.read_room}),
+      huge_pages_(options_.huge_pages) {
   const int cores = usable_cores();
   if (options_.threads_in_hurry == 0) options_.threads_in_hurry = threads_in_hurry(cores);
   if (options_.threads_beside == 0) options_.threads_beside = threads_beside(cores);
@@ -203,8 +205,11 @@ void PinnedResource::touch_piece(int64_t begin, int threads) {
   }
   touched_ = begin + bytes;
   prefer_node(piece, bytes, options_.numa_node);
-  if (options_.huge_pages) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  if (huge_pages_) madvise(piece, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  const auto start = Clock::now();
   options_.touch(piece, bytes, threads);
+  const std::chrono::duration<double> taken = Clock::now() - start;
+  if (taken.count() > kSlowTouch * static_cast<double>(bytes)) huge_pages_ = false;
 }
 
 void PinnedResource::register_piece(int64_t begin) {
@@ -239,6 +244,7 @@ void PinnedResource::release() {
   give_back_from(0);
   pieces_.clear();
   target_ = ready_ = committed_ = 0;
+  huge_pages_ = options_.huge_pages;
 }
 
 }  // namespace oomb::memory

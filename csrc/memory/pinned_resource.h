@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -25,7 +26,7 @@ struct PinnedOptions {
   // can launch kernels on the device.
   int64_t piece_bytes = int64_t{128} << 20;
   int64_t slot_bytes = 1;  // no slot lies across two pieces
-  bool huge_pages = true;
+  bool huge_pages = true;  // as long as they come at some speed
   // The size was asked for by name: the head room read now is not the last word, see RoomCheck.
   bool explicit_size = false;
   int numa_node = -1;  // preferred, where known
@@ -76,6 +77,9 @@ class PinnedResource final : public MemoryResource {
   void release() override;
 
   int64_t ready() const;
+  // Where memory is in fragments the system moves it together for every huge page, which can take
+  // a minute per gigabyte: after a piece slower than 128 MiB/s small ones are taken.
+  bool asks_for_huge_pages() const { return huge_pages_; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -112,6 +116,7 @@ class PinnedResource final : public MemoryResource {
   int64_t touched_ = 0;         // pages below this have been taken
   Clock::time_point pause_ends_;
   RoomCheck room_;
+  std::atomic<bool> huge_pages_;
 };
 
 }  // namespace oomb::memory

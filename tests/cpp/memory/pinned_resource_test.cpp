@@ -100,7 +100,6 @@ class RecordingRegistrar final : public Registrar {
 };
 
 PinnedResource make(Record& record, PinnedOptions options) {
-  options.huge_pages = false;
   const auto touch = options.touch;
   options.touch = [&record, touch](std::byte* begin, int64_t bytes, int threads) {
     const auto start = Clock::now();
@@ -117,6 +116,7 @@ PinnedOptions pieces(int64_t count) {
   return {.capacity = count * kPiece,
           .piece_bytes = kPiece,
           .slot_bytes = kPage,
+          .huge_pages = false,
           .threads_in_hurry = 3,
           .threads_beside = 1,
           .read_room = [] { return HeadRoom{.available = kGiB, .total = kGiB}; }};
@@ -352,6 +352,25 @@ TEST(PinnedResource, LeavesOthersTheirRoom) {
   } catch (const OutOfMemory& error) {
     EXPECT_EQ(error.needed_bytes(), kPiece);
     EXPECT_EQ(error.available_bytes(), 512 * kMiB);
+  }
+}
+
+TEST(PinnedResource, SlowHugePagesAreNotAskedForAgain) {
+  for (const bool slow : {false, true}) {
+    Record record;
+    record.touch = slow ? 100ms : 0ms;  // 63 ms are slow
+    PinnedOptions options = pieces(1);
+    options.huge_pages = true;
+    options.piece_bytes = 8 * kMiB;
+    options.capacity = 16 * kMiB;
+    PinnedResource resource = make(record, options);
+    EXPECT_TRUE(resource.asks_for_huge_pages());
+    resource.commit(1);
+    EXPECT_EQ(resource.asks_for_huge_pages(), !slow);
+    resource.commit(options.capacity);
+    EXPECT_EQ(resource.asks_for_huge_pages(), !slow);
+    resource.release();
+    EXPECT_TRUE(resource.asks_for_huge_pages());
   }
 }
 
