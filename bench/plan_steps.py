@@ -1,7 +1,9 @@
 """Long steps that were measured on an H200 beside what the plan foretells of them, without a GPU.
 
-python bench/plan_steps.py                                   # all of bench/results/step-*.json
-python bench/plan_steps.py bench/results/step-qwen2.5-7b-4m-h200-2026-11-22.json
+    python bench/plan_steps.py                        # bench/results/step-qwen2.5-7b-*.json
+    python bench/plan_steps.py bench/results/step-qwen2.5-7b-4m-h200-2026-11-22.json
+
+Every cell with two figures has what was predicted first, then what was measured.
 """
 
 from __future__ import annotations

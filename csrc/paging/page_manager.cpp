@@ -31,15 +31,15 @@ void PageManager::begin_call(CallPlan plan) {
   if (closed_) throw Error("the page manager is closed");
   if (active_) throw Error("the page manager is in use: another call has begun and not ended");
   plan.check();
+  const int64_t cap = plan.device_slots.value_or(device_capacity());
+  expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
+         cap);
   const bool backward = plan.has_gradients();
   space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
   schedule_ = {};  // before the next one takes its memory
   schedule_ = Schedule(space_, std::move(plan.visits));
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
-  const int64_t cap = plan.device_slots.value_or(device_capacity());
-  expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
-         cap);
   device_.pool->set_max_slots(cap);
   smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
   if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);

@@ -95,13 +95,13 @@ class PageManager {
   int64_t slot_bytes() const { return device_.pool->slot_bytes(); }
   // Most slots that a call may have on the device, and those that the latest may.
   int64_t device_capacity() const { return device_.pool->capacity(); }
-  // Between calls too, where the device cannot map memory: until the manager goes.
-  bool keeps_device_memory() const { return !device_.resource->gives_back(); }
   int64_t device_slots() const { return device_.pool->max_slots(); }
   // Fewer than device_slots() where the device has refused to give them all: the tier goes on with
   // what it has got.
   int64_t usable_slots() const { return device_.pool->usable_slots(); }
   int64_t mapped_device_slots() const { return device_.pool->mapped_slots(); }
+  // Between calls too, where the device cannot map memory: until the manager goes.
+  bool keeps_device_memory() const { return !device_.resource->gives_back(); }
   const PageSpace& space() const { return space_; }
   const BlockTables& tables() { return tiers_.tables(); }
   // The tables where kernels read them; null: at tables().entries().

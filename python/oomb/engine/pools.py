@@ -100,11 +100,13 @@ class Pools:
             host_memory,
             demand.smallest_slots,
             others,
-            self._held(demand.layout, host_memory),
+            self._held(demand),
         )
 
-    def _held(self, layout: PageLayout, host_memory: int | None) -> Held | None:
+    def _held(self, demand: Demand) -> Held | None:
         """The pools of the last call, where this one can use them."""
+        layout, host_memory = demand.layout, demand.config.host_memory
+        assert not isinstance(host_memory, str)
         if self.manager is None or self._key != self._key_of(layout):
             return None
         host = self.snapshot()["host"]
@@ -116,9 +118,7 @@ class Pools:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
 
     def _manager_for(self, demand: Demand, caps: Caps) -> _C.PageManager:
-        layout, host_memory = demand.layout, demand.config.host_memory
-        assert not isinstance(host_memory, str)
-        held = self._held(layout, host_memory)
+        held = self._held(demand)
         fits = (
             held is not None
             and held.device_slots >= caps.device_slots
@@ -130,12 +130,12 @@ class Pools:
         self.close()
         self.manager = page_manager(
             self._device,
-            layout,
+            demand.layout,
             caps,
-            explicit_host_memory=host_memory is not None,
+            explicit_host_memory=demand.config.host_memory is not None,
             **self.test_switches,
         )
-        self._key = self._key_of(layout)
+        self._key = self._key_of(demand.layout)
         return self.manager
 
 

@@ -37,6 +37,16 @@ TEST(LimitedResource, RefusalNamesTheSettingAndTheNumbers) {
   EXPECT_EQ(resource.committed(), 65536);
 }
 
+TEST(WrappedResource, TellsWhetherMemoryIsGivenBack) {
+  class Keeping final : public WrappedResource {
+   public:
+    Keeping() : WrappedResource(host()) {}
+    bool gives_back() const override { return false; }
+  };
+  EXPECT_TRUE(StatisticsResource(host()).gives_back());
+  EXPECT_FALSE(StatisticsResource(std::make_unique<Keeping>()).gives_back());
+}
+
 TEST(StatisticsResource, CountsGrowthsAndKeepsThePeak) {
   StatisticsResource resource(host());
   resource.commit(1);
