@@ -176,14 +176,19 @@ def pinned(gib: int) -> list[dict[str, Any]]:
     """Seconds and GB/s of getting pinned memory, next to cudaHostAlloc; HBM that it costs."""
     rows = []
     torch.cuda.synchronize()
-    touched, held = first_touch(gib)  # held, so that the next is new to the machine as well
+    touched, held = first_touch(gib)
     rows.append(touched)
-    for name, piece, huge in (
-        ("cold, 1 GiB pieces", GIB, True),
-        ("warm, 1 GiB pieces", GIB, True),
-        ("warm, 128 MiB pieces", GIB // 8, True),
-        ("warm, 1 GiB pieces, 4 KiB pages", GIB, False),
+    new = []  # held, as what was touched, so that the next is new to the machine as well
+    for name, piece, huge, one_by_one in (
+        ("cold, 1 GiB pieces", GIB, True, False),
+        ("cold, 128 MiB pieces, one by one", GIB // 8, True, True),
+        ("warm, 1 GiB pieces", GIB, True, False),
+        ("warm, 128 MiB pieces", GIB // 8, True, False),
+        ("warm, 128 MiB pieces, one by one", GIB // 8, True, True),
+        ("warm, 1 GiB pieces, 4 KiB pages", GIB, False, False),
     ):
+        if name.startswith("warm"):
+            new.clear()
         size = gib if huge else gib // 4
         copier = _C.PageCopier(
             device=0,
@@ -195,19 +200,23 @@ def pinned(gib: int) -> list[dict[str, Any]]:
         )
         free = torch.cuda.mem_get_info()[0]
         start = time.perf_counter()
+        for wanted in range(piece, size * GIB, piece) if one_by_one else ():
+            copier.commit_host(wanted)  # as a call does that has overtaken its growth
         copier.commit_host()
         seconds = time.perf_counter() - start
-        charged = (free - torch.cuda.mem_get_info()[0]) / 2**20 / size
-        start = time.perf_counter()
-        copier.release_host()
         row = {
             "how": name,
             "gib": size,
             "seconds": seconds,
             "gb_per_s": size * GIB / seconds / 1e9,
-            "hbm_mib_per_gib": charged,
-            "release_seconds": time.perf_counter() - start,
+            "hbm_mib_per_gib": (free - torch.cuda.mem_get_info()[0]) / 2**20 / size,
         }
+        if name.startswith("cold"):
+            new.append(copier)
+        else:
+            start = time.perf_counter()
+            copier.release_host()
+            row["release_seconds"] = time.perf_counter() - start
         rows.append(row)
         print(row, flush=True)
     del held

@@ -20,13 +20,14 @@ PACKAGES = (
     "torch",
     "transformers",
     "numpy",
+    "greenlet",
     "accelerate",
     "datasets",
     "pydantic",
     "peft",
     "matplotlib",
 )
-REQUIRED = ("torch", "transformers", "numpy")
+REQUIRED = ("torch", "transformers", "numpy", "greenlet")
 GIB = 1 << 30
 
 

@@ -1,109 +1,90 @@
-"""Two threads that take turns: only one runs at a time, and each says where it stops."""
+"""Two pieces of work that take turns: only one runs at a time, and each says where it stops."""
 
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
+from greenlet import getcurrent, greenlet
 
-
-class _Stopped(BaseException):
-    """Ends the second thread after the first has failed."""
+_DEVICES = ("cpu", "cuda")
 
 
 class Alternation:
-    """Runs two pieces of work in strict turns.
+    """Runs two pieces of work in strict turns, in the caller's thread.
 
-        caller's thread  ──work 0──┐           ┌──work 0──┐           ┌──
-                                   └─ pass_on ─┘          └─ pass_on ─┘
-        second thread               ──work 1──             ──work 1──
+        caller   ──work 0──┐           ┌──work 0──┐           ┌──
+                           └─ pass_on ─┘          └─ pass_on ─┘
+        second              ──work 1───            ──work 1───
 
-    The order of what they do is fixed by where they pass on, so results do not depend on timing.
-    The second thread sees the caller's grad mode, autocast, CUDA stream and context variables.
+    Either may stop deep inside a model's forward, which no generator can: the two have a stack of
+    their own (greenlets), context variables, grad mode and autocast; all else they share. Two
+    threads could do the same, but each turn would wake one up on a core whose cache holds nothing
+    of it. Between :meth:`run` and :meth:`pass_on` lie Python's frames alone: C++ that keeps a place
+    on the stack per thread, as a scripted module does, would not find it again.
     """
 
     def __init__(self) -> None:
-        self._gates = (threading.Semaphore(0), threading.Semaphore(0))
-        self._finished = [False, False]
-        self._stopping = False
-        self._failure: BaseException | None = None
-        self._second: threading.Thread | None = None
+        self._first: greenlet | None = None  # None: it does not run, or is over
+        self._second: greenlet | None = None
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both to their end. ``first`` starts; an error in either ends both and is raised."""
-        context = contextvars.copy_context()
-        body = _with_state_of_this_thread(second)
-        self._second = threading.Thread(
-            target=lambda: context.run(self._run_second, body), name="oomb fill", daemon=True
-        )
-        self._second.start()
+        restore = _kept_state()
+        ended = False
+
+        def second_in_state_of_caller() -> None:
+            nonlocal ended
+            restore()
+            second()
+            ended = True
+
+        self._first, self._second = getcurrent(), greenlet(second_in_state_of_caller)
+        self._second.gr_context = contextvars.copy_context()
         try:
             first()
-            self._finished[0] = True
-            self._gates[1].release()
-            while not self._finished[1]:  # one turn: nobody is left to pass it on to
-                self._gates[0].acquire()
+            self._first = None  # nobody is left to pass it on to
+            if not self._second.dead:
+                self._second.switch()
+            if not ended:  # its error was caught on the way, or is one that ends a greenlet quietly
+                raise RuntimeError("the second piece of work did not come to its end")
         except BaseException:
-            self._stopping = True
+            self._first = None
+            if not self._second.dead:
+                with suppress(BaseException):  # of two errors the first one counts
+                    self._second.throw()  # GreenletExit: it leaves its contexts
             raise
         finally:
-            self._gates[1].release()
-            self._second.join()
-        if self._failure is not None:
-            raise self._failure
+            self._first = self._second = None
+            restore()
 
     def pass_on(self) -> None:
         """Let the other one run until it passes on or ends."""
-        mine = int(threading.current_thread() is self._second)
-        if self._finished[1 - mine]:
-            self._raise_failure(mine)
+        other = self._first if getcurrent() is self._second else self._second
+        if other is None or other.dead:
             return
-        self._gates[1 - mine].release()
-        self._gates[mine].acquire()
-        self._raise_failure(mine)
-
-    def _raise_failure(self, mine: int) -> None:
-        if mine == 1 and self._stopping:
-            raise _Stopped
-        if mine == 0 and self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
-    def _run_second(self, body: Callable[[], None]) -> None:
-        self._gates[1].acquire()
+        restore = _kept_state()
         try:
-            if not self._stopping:
-                body()
-        except _Stopped:
-            pass
-        except BaseException as error:
-            self._failure = error
+            other.switch()
         finally:
-            self._finished[1] = True
-            self._gates[0].release()
+            restore()
 
 
-def _with_state_of_this_thread(body: Callable[[], None]) -> Callable[[], None]:
-    """``body`` under what torch keeps per thread and the caller has set."""
+def _kept_state() -> Callable[[], None]:
+    """Grad mode and autocast, which torch keeps per thread, as they are now; to be set again."""
     grad = torch.is_grad_enabled()
     autocast = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        for kind in ("cpu", "cuda")
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _DEVICES
     ]
     cached = torch.is_autocast_cache_enabled()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-    threads = torch.get_num_threads()
 
-    def run() -> None:
-        torch.set_num_threads(threads)
-        with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
-            (cpu, cpu_type, cpu_on), (gpu, gpu_type, gpu_on) = autocast
-            with (
-                torch.autocast(cpu, cpu_type, cpu_on, cached),
-                torch.autocast(gpu, gpu_type, gpu_on, cached),
-            ):
-                body()
+    def restore() -> None:
+        torch.set_grad_enabled(grad)
+        for kind, dtype, enabled in autocast:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_cache_enabled(cached)
 
-    return run
+    return restore

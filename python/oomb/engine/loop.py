@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -109,7 +108,7 @@ class ChunkLoop:
                     assert hidden is not None
                     consume(self._chunks.span(chunk)[0], hidden)
                 done.append(chunk)
-                if threading.current_thread() is caller:
+                if first == 0:  # in the caller's context
                     report()
 
         def report() -> None:
@@ -117,7 +116,6 @@ class ChunkLoop:
                 chunk = done.popleft()
                 self._report("fill", chunk, num_chunks, self._chunks.span(chunk)[1])
 
-        caller = threading.current_thread()
         with torch.no_grad():
             if attention.pages.paired:
                 self._turns = Alternation()

@@ -110,11 +110,10 @@ class PageLists:
         On a GPU right when all is done that its stream had been given with :meth:`keep`.
         """
         of_sequence = self._host_view(layer, chunk).numpy().reshape(self._sizes.batch, -1)
-        named = [
-            np.unique(pages[pages >= 0]).astype(np.int64) + sequence * self._max_pages
-            for sequence, pages in enumerate(of_sequence)
-        ]
-        return np.concatenate(named)
+        seen = np.zeros((self._sizes.batch, self._max_pages + 1), dtype=bool)
+        for row, pages in zip(seen, of_sequence, strict=True):
+            row[pages] = True  # of the padding, -1, the last
+        return np.flatnonzero(seen[:, :-1])
 
     def _host_view(self, layer: int, chunk: int) -> torch.Tensor:
         return self._view(self._host_rows(chunk)[self._row[layer]], chunk)

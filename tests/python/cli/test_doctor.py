@@ -98,7 +98,8 @@ class TestFindings:
         assert len(check_memory(low, has_gpu=False)) == 1
 
     def test_a_missing_package_is_fatal(self) -> None:
-        (finding,) = check_versions({"torch": None, "transformers": "5.0", "numpy": "2.0"})
+        versions = {"torch": None, "transformers": "5.0", "numpy": "2.0", "greenlet": "3.5"}
+        (finding,) = check_versions(versions)
         assert finding.fatal
         assert finding.remedy == "pip install torch"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextvars import ContextVar
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,6 +23,7 @@ from .reference import (
     relative_error,
     shifted,
 )
+from .tiers import HOST, slot_bytes
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
 
@@ -190,20 +194,31 @@ def test_logits_come_in_slices(
     assert sum(rows) == 148
 
 
-def test_progress(ids: torch.Tensor) -> None:
-    """Fill: all chunks but the last, upwards. Sweep: all, downwards."""
+CALLBACKS: ContextVar[int] = ContextVar("callbacks", default=0)
+
+
+@pytest.mark.parametrize("taking_turns", [False, True])
+def test_progress(ids: torch.Tensor, taking_turns: bool) -> None:
+    """Fill: all chunks but the last, upwards. Sweep: all, downwards. In the caller's context."""
+    model, config = make("llama"), CONFIG
+    if taking_turns:
+        tiers = {"device_memory": 24 * slot_bytes(model, config), "host_memory": HOST}
+        config = dataclasses.replace(config, attention=oomb.TopKPages(budget=3), **tiers)
     seen: list[tuple[str, int]] = []
     tokens: list[int] = []
 
     def report(progress: oomb.Progress) -> None:
+        CALLBACKS.set(CALLBACKS.get() + 1)
         seen.append((progress.phase, progress.chunk))
         tokens.append(progress.tokens_done)
         assert progress.num_chunks in (4, 5)
         assert progress.seconds >= 0
 
-    chunked(make("llama"), CONFIG, ids, ids, on_progress=report)
+    before = CALLBACKS.get()
+    chunked(model, config, ids, ids, on_progress=report)
     assert seen == [("fill", i) for i in range(4)] + [("sweep", i) for i in reversed(range(5))]
     assert tokens == [32, 64, 96, 128, 20, 52, 84, 116, 148]
+    assert CALLBACKS.get() == before + 9
 
 
 def test_labels_and_inputs_are_not_changed(ids: torch.Tensor) -> None:

@@ -49,14 +49,21 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("owner", "part"), PARTS, ids=[part for _, part in PARTS])
-@pytest.mark.parametrize("count", [1, 9, 20])
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("count", [1, 2, 9, 20])
+@pytest.mark.parametrize(
+    "settings", [{"recompute": "none"}, {"recompute": "layer"}, {"attention": SPARSE}], ids=str
+)
 def test_stopped_inside_a_layer(
-    owner: object, part: str, count: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+    owner: object,
+    part: str,
+    count: int,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also inside autograd's backward, with pages of the layer held."""
+    """Also inside autograd's backward, with pages of the layer held, and in either of two chunks
+    that take turns."""
     model = make("llama")
-    with oomb.Engine(model, config(model, recompute=recompute)) as engine:
+    with oomb.Engine(model, config(model, **settings)) as engine:
         expected = usual(engine, model)
         before = with_gradients(model)
         own = getattr(owner, part)
