@@ -2,16 +2,18 @@
 
     python bench/taking_turns.py [--json FILE]
 
-Evaluates random tokens with pages that spill (Qwen2.5-7B's shape), with the engine's own turns and
-with two threads that wake each other up; the losses must be equal. In chunks of 512, where the host
-is slower than the GPU, and of 4096. Prints milliseconds per visit of a chunk to a layer, and how
-many of them the host waited for a page list: so much time it has to spare.
+Evaluates random tokens with pages that spill, with the engine's own turns and with two threads that
+wake each other up, by turns themselves; the losses must be equal. On a GPU with Qwen2.5-7B's shape:
+chunks of 512, where the host is slower than the GPU, and of 4096. Without one with a model so small
+that the host's time is all there is. Prints milliseconds per visit of a chunk to a layer (medians)
+and their ratio, and how many of them the host waited for a page list: so much time it has to spare.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import oomb
-from oomb.cli.bench_step import SELECTORS, prepare_lists, random_tokens
+from oomb.cli.bench_step import SELECTORS, prepare_lists
 from oomb.engine import loop
 from oomb.testing.shapes import SHAPES, random_model
 
@@ -58,8 +61,9 @@ class Threads:
             self._gates[mine].acquire()
 
 
-ROUNDS = 2
+ROUNDS = 5
 TURNS = {"threads": Threads, "greenlets": loop.Alternation}
+Prepare = Callable[[oomb.Engine, int], None]
 
 
 class Waits:
@@ -82,17 +86,17 @@ class Waits:
         torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
 
 
-def measure(length: int, **settings: Any) -> list[dict[str, Any]]:
-    shape = SHAPES["qwen2.5-7b"]
-    network = random_model(shape, device="cuda", dtype=torch.bfloat16, positions=length)
-    config = oomb.Config(kv_grad_dtype="bfloat16", **settings)
-    visits = -(-length // config.chunk_size) * shape.layers
+def measure(
+    network: PreTrainedModel, length: int, prepare: Prepare, **settings: Any
+) -> list[dict[str, Any]]:
+    config = oomb.Config(**settings)
+    visits = -(-length // config.chunk_size) * network.config.num_hidden_layers
     rows: list[dict[str, Any]] = []
     losses = set()
     with oomb.Engine(network, config) as engine:
-        kind = engine._pools.selector_type = SELECTORS["synthetic"]
-        ids = random_tokens(shape, length, network.device)
-        prepare_lists(engine, kind, shape, length)
+        ids = torch.randint(network.config.vocab_size, (1, length), device=network.device)
+        prepare(engine, length)
+        engine.evaluate(ids, ids)  # compiles kernels and gets host memory
         for index in range(ROUNDS):
             for name, turns in TURNS.items():
                 loop.Alternation = turns  # type: ignore[misc, assignment]
@@ -105,30 +109,71 @@ def measure(length: int, **settings: Any) -> list[dict[str, Any]]:
                         "chunk": config.chunk_size,
                         "turns": name,
                         "round": index,
-                        "seconds": seconds,
                         "ms_a_visit": seconds / visits * 1e3,
                         "list_wait_ms": waits.seconds / visits * 1e3,
                     }
                 )
                 print(rows[-1], flush=True)
+        loop.Alternation = TURNS["greenlets"]  # type: ignore[misc, assignment]
     assert len(losses) == 1, losses
+    threads, greenlets = (
+        statistics.median(row["ms_a_visit"] for row in rows if row["turns"] == name)
+        for name in TURNS
+    )
+    print(
+        f"chunks of {config.chunk_size}: threads {threads:.2f} ms, greenlets {greenlets:.2f} ms, "
+        f"ratio {greenlets / threads:.2f}",
+        flush=True,
+    )
     return rows
+
+
+def on_gpu() -> list[dict[str, Any]]:
+    shape = SHAPES["qwen2.5-7b"]
+    network = random_model(shape, device="cuda", dtype=torch.bfloat16, positions=2**18)
+
+    def prepare(engine: oomb.Engine, length: int) -> None:
+        kind = engine._pools.selector_type = SELECTORS["synthetic"]
+        prepare_lists(engine, kind, shape, length)
+
+    few = oomb.TopKPages(budget=16)
+    tight = {"device_memory": "1GiB", "host_memory": "8GiB"}
+    wide = {"device_memory": "8GiB", "host_memory": "20GiB"}
+    return [
+        *measure(network, 2**16, prepare, chunk_size=512, attention=few, **tight),
+        *measure(network, 2**18, prepare, attention=oomb.TopKPages(), **wide),
+    ]
+
+
+def on_cpu() -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    return measure(
+        LlamaForCausalLM(config),
+        3072,
+        lambda engine, length: None,
+        chunk_size=16,
+        page_size=16,
+        attention=oomb.TopKPages(budget=4),
+        device_memory="64KiB",
+        host_memory="64MiB",
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     path = parser.parse_args().json
-    rows = [
-        *measure(
-            2**16,
-            chunk_size=512,
-            attention=oomb.TopKPages(budget=16),
-            device_memory="1GiB",
-            host_memory="8GiB",
-        ),
-        *measure(2**18, attention=oomb.TopKPages(), device_memory="8GiB", host_memory="20GiB"),
-    ]
+    torch.manual_seed(0)
+    rows = on_gpu() if torch.cuda.is_available() else on_cpu()
     if path:
         path.write_text(json.dumps(rows, indent=1))
 
