@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from oomb.engine.inputs import check_inputs
-from oomb.engine.loss import ChunkLoss
-from oomb.engine.main_grad import MainGrads
-from oomb.hf.cross_entropy import launch
-from oomb.hf.embedding import summed_embedding
-from oomb.hf.fused import replaced_forwards
-from oomb.hf.model import CausalModel
+from oomb.core.inputs import check_inputs
+from oomb.core.loss import ChunkLoss
+from oomb.core.main_grad import MainGrads
+from oomb.model.causal import CausalModel
+from oomb.model.cross_entropy import launch
+from oomb.model.embedding import summed_embedding
+from oomb.model.fused import replaced_forwards
 
 _BLOCKS = [(4096, 8), (8192, 8), (8192, 16), (16384, 16), (32768, 32)]
 

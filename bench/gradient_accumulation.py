@@ -31,7 +31,7 @@ from emulated_pages import OnePlane, TwoPlanes
 from torch import Tensor
 
 from oomb import _C
-from oomb.engine.rounding import seed_of_call, seed_of_chunk
+from oomb.core.rounding import seed_of_call, seed_of_chunk
 from oomb.ops.launch import stream_of, workspace_on
 
 LAYER = 3  # any; it is part of the rounding seed

@@ -30,9 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
 from oomb import _C
-from oomb.engine.selection import Selector
+from oomb.cli.bench_selection import SyntheticSelector, UniformSelector
+from oomb.core.selection import Selector
 from oomb.plan import UNIFORM, Choices, Machine, Planner, Prediction, rates
-from oomb.testing.selection import SyntheticSelector, UniformSelector
 
 MIB = 2**20
 # Freed blocks go back to the system, so that the peak is that of live tensors.

@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import oomb
 from oomb.cli.bench_step import SELECTORS, prepare_lists
-from oomb.engine.loss import ChunkLoss
+from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
-from oomb.testing.shapes import SHAPES, random_model
+from oomb.trace.shapes import SHAPES, random_model
 
 _KINDS = {  # first match counts
     "copies": r"^Memcpy",

@@ -25,12 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import oomb
 from oomb.cli.bench_step import SELECTORS, prepare_lists
-from oomb.engine import loop
-from oomb.testing.shapes import SHAPES, random_model
+from oomb.core import loop
+from oomb.trace.shapes import SHAPES, random_model
 
 
 class Threads:
-    """The turns of :class:`oomb.engine.alternation.Alternation`, by two threads; no errors."""
+    """The turns of :class:`oomb.core.alternation.Alternation`, by two threads; no errors."""
 
     def __init__(self) -> None:
         self._gates = (threading.Semaphore(0), threading.Semaphore(0))

@@ -9,6 +9,7 @@ from oomb.lazy import lazy_names
 if TYPE_CHECKING:
     from oomb import _C as _C
     from oomb import audit as audit
+    from oomb import checkpoint as checkpoint
     from oomb import config as config
     from oomb import engine as engine
     from oomb import errors as errors
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
     from oomb import ops as ops
     from oomb import plan as plan
     from oomb import report as report
-    from oomb import testing as testing
     from oomb import train as train
     from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
-    from oomb.engine.results import Progress, Stats, Step
     from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
+    from oomb.results import Progress, Stats, Step
     from oomb.version import __version__
 
 __all__ = [
@@ -53,10 +53,10 @@ _lazy, __dir__ = lazy_names(
         "Error": "oomb.errors",
         "OutOfMemoryError": "oomb.errors",
         "Plan": "oomb.engine.plan",
-        "Progress": "oomb.engine.results",
+        "Progress": "oomb.results",
         "SampledChunks": "oomb.config",
-        "Stats": "oomb.engine.results",
-        "Step": "oomb.engine.results",
+        "Stats": "oomb.results",
+        "Step": "oomb.results",
         "TopKPages": "oomb.config",
         "UnsupportedModelError": "oomb.errors",
         "__version__": "oomb.version",
@@ -64,6 +64,7 @@ _lazy, __dir__ = lazy_names(
     submodules=(
         "_C",
         "audit",
+        "checkpoint",
         "config",
         "engine",
         "errors",
@@ -72,7 +73,6 @@ _lazy, __dir__ = lazy_names(
         "ops",
         "plan",
         "report",
-        "testing",
         "train",
     ),
 )

@@ -15,10 +15,10 @@ from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer
 from oomb.audit.sampled import audit_sampled
 from oomb.audit.untouched import untouched
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+from oomb.core.inputs import IGNORED
 from oomb.engine.engine import Engine
-from oomb.engine.inputs import IGNORED
-from oomb.engine.results import Progress
-from oomb.hf.model import CausalModel
+from oomb.model.causal import CausalModel
+from oomb.results import Progress
 
 OnCall = Callable[[str], None]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from oomb.audit.results import Likeness
+from oomb.core.loop import OnProgress
 from oomb.engine.engine import Engine
-from oomb.engine.loop import OnProgress
-from oomb.engine.results import Step
+from oomb.results import Step
 
 Gradients = dict[str, torch.Tensor]  # in host memory, fp32 (fp64 for fp64 models)
 

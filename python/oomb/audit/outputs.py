@@ -11,8 +11,8 @@ import torch
 
 from oomb.audit.gradients import likeness
 from oomb.audit.results import Likeness
-from oomb.hf.interface import AttentionCall, observed_attention
-from oomb.hf.model import CausalModel
+from oomb.model.causal import CausalModel
+from oomb.model.interface import AttentionCall, observed_attention
 
 
 @dataclass

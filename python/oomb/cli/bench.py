@@ -11,7 +11,7 @@ import typer
 from oomb.cli.refusal import check_out
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.lengths import parse_length
-from oomb.testing.shapes import SHAPES
+from oomb.trace.shapes import SHAPES
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 

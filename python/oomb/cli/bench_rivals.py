@@ -10,9 +10,9 @@ import torch
 
 from oomb.cli.bench_step import Row, memory_since, random_tokens, start_of_memory, timed_call
 from oomb.cli.machine import format_bytes
-from oomb.engine.tiers import free_memory
-from oomb.testing.rivals import RIVALS, Rival
-from oomb.testing.shapes import ModelShape
+from oomb.core.tiers import free_memory
+from oomb.rivals.training import RIVALS, Rival
+from oomb.trace.shapes import ModelShape
 
 _HOST_SHARE = 0.9  # of free host memory
 

@@ -18,7 +18,7 @@ from oomb.cli.machine import format_bytes
 from oomb.config import Config, TopKPages
 from oomb.engine.engine import Engine
 from oomb.engine.plan import Plan
-from oomb.testing.shapes import SHAPES, random_model
+from oomb.trace.shapes import SHAPES, random_model
 
 
 def run(

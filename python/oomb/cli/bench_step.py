@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from oomb import Engine, TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.results import Step
-from oomb.engine.selection import Selector
-from oomb.testing.selection import SyntheticSelector, UniformSelector
-from oomb.testing.shapes import ModelShape
+from oomb.cli.bench_selection import SyntheticSelector, UniformSelector
+from oomb.core.layout import Chunks
+from oomb.core.selection import Selector
+from oomb.results import Step
+from oomb.trace.shapes import ModelShape
 
 Row = dict[str, Any]
 

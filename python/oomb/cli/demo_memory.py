@@ -16,7 +16,7 @@ from oomb.cli.demo_model import ordinary_loss, small_model
 from oomb.cli.demo_text import python_source
 from oomb.config import Config
 from oomb.engine.engine import Engine
-from oomb.engine.results import Progress
+from oomb.results import Progress
 
 Method = Literal["ordinary", "checkpointing", "oomb"]
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from oomb.cli.refusal import check_out, refuse
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
 from oomb.lengths import parse_length
-from oomb.monitor.units import bytes_text, count_text, seconds_text
 from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS
 from oomb.plan.optimizers import OPTIMIZERS
-from oomb.testing.shapes import SHAPES
+from oomb.trace.shapes import SHAPES
+from oomb.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from oomb.plan import Prediction, Recommendation

@@ -1,1 +1,1 @@
-"""The chunk loop: exact training with memory that does not grow with the sequence."""
+"""The engine: one model, trained on sequences of any length, with calls that are planned."""

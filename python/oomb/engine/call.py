@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 
 from oomb.config import Config
-from oomb.engine.attention import ChunkAttention
-from oomb.engine.collector import older_objects_aside
-from oomb.engine.demand import Demand
-from oomb.engine.inputs import CallInputs
-from oomb.engine.loop import ChunkLoop, OnProgress
-from oomb.engine.loss import ChunkLoss
-from oomb.engine.main_grad import MainGrads
+from oomb.core.attention import ChunkAttention
+from oomb.core.collector import older_objects_aside
+from oomb.core.demand import Demand
+from oomb.core.inputs import CallInputs
+from oomb.core.loop import ChunkLoop, OnProgress
+from oomb.core.loss import ChunkLoss
+from oomb.core.main_grad import MainGrads
+from oomb.core.pools import Pools
+from oomb.core.recompute import LayerRunner
+from oomb.core.rounding import seed_of_call
+from oomb.core.tiers import PageLayout, free_memory
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, gradient_bytes
-from oomb.engine.pools import Pools
-from oomb.engine.recompute import LayerRunner
-from oomb.engine.results import Selection, Stats, Step
-from oomb.engine.rounding import seed_of_call
-from oomb.engine.tiers import PageLayout, free_memory
-from oomb.hf.model import CausalModel, LayerShape
-from oomb.hf.probe import key_dtype
+from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.probe import key_dtype
+from oomb.results import Selection, Stats, Step
 
 
 @dataclass(frozen=True)

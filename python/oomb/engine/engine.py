@@ -8,25 +8,25 @@ import torch
 from torch import nn
 
 from oomb.config import AllChunks, Config, SampledChunks
-from oomb.engine.arguments import check_callable, expect, kind_of
+from oomb.core.arguments import check_callable, expect, kind_of
+from oomb.core.inputs import CallInputs, check_inputs
+from oomb.core.layout import Chunks
+from oomb.core.loop import OnProgress
+from oomb.core.loss import OnLogits
+from oomb.core.main_grad import MainGrads
+from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
-from oomb.engine.inputs import CallInputs, check_inputs
-from oomb.engine.layout import Chunks
-from oomb.engine.loop import OnProgress
-from oomb.engine.loss import OnLogits
-from oomb.engine.main_grad import MainGrads
 from oomb.engine.plan import Plan, plan_call
-from oomb.engine.pools import Pools
 from oomb.engine.probe import check_chunks
-from oomb.engine.results import Stats, Step
 from oomb.errors import Error
-from oomb.hf.model import CausalModel, check_places
-from oomb.hf.probe import attention_shapes
-from oomb.hf.rope import (
+from oomb.model.causal import CausalModel, check_places
+from oomb.model.probe import attention_shapes
+from oomb.model.rope import (
     check_float64_angles,
     warn_of_far_positions,
     warn_of_unknown_positions,
 )
+from oomb.results import Stats, Step
 
 
 class Engine:

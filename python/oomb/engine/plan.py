@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from oomb.config import Config, TopKPages
-from oomb.engine.layerwise import LayerwiseBytes, layerwise_bytes
-from oomb.engine.layout import Chunks
-from oomb.engine.list_sizes import ListSizes
-from oomb.engine.tiers import PageLayout, free_memory
+from oomb.core.layout import Chunks
+from oomb.core.list_sizes import ListSizes
+from oomb.core.tiers import PageLayout, free_memory, slots_of_call
 from oomb.errors import UnsupportedModelError
-from oomb.hf.model import CausalModel, LayerShape
+from oomb.model.causal import CausalModel, LayerShape
+from oomb.trace.layerwise import LayerwiseBytes, layerwise_bytes
+from oomb.trace.trace import Setting, Tracer
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
@@ -47,11 +48,6 @@ class Plan:
     advice: tuple[str, ...]
 
 
-def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_pages: int) -> int:
-    """Slots in use at once at most: the start of the sweep, with every page of both kinds alive."""
-    return num_layers * (kv_pages + gradient_pages * layout.grad_slots)
-
-
 def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     """What a chunk takes of torch's memory beside parameters and gradient sums.
 
@@ -65,8 +61,6 @@ def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: 
 
 def _counted(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
     """By a run of one chunk on tensors without memory."""
-    from oomb.plan.trace import Setting, Tracer  # the engine's parts are what it runs
-
     try:
         if model.causal not in _tracers:
             _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from oomb.config import Config
+from oomb.core.inputs import check_inputs
 from oomb.engine.call import Calls
-from oomb.engine.inputs import check_inputs
-from oomb.hf.model import CausalModel
-from oomb.hf.probe import check_against_stock
+from oomb.model.causal import CausalModel
+from oomb.model.probe import check_against_stock
 
 _CHUNKS, _SMALL_PAGE = 3, 16
 

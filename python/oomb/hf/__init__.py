@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _EXTRA_OF = {"accelerate": "train", "datasets": "train", "trl": "trl"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     try:
         return getattr(import_module(_MODULE_OF[name]), name)
     except ModuleNotFoundError as error:

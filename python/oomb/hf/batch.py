@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from oomb.core.documents import document_starts
+
 ENGINE_COLUMNS = (
     "input_ids",
     "labels",
@@ -56,11 +58,13 @@ def counted_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
     labels: torch.Tensor = inputs["labels"]
     starts = torch.zeros_like(labels, dtype=torch.bool)
     starts[:, :1] = True
-    documents, positions = inputs.get("document_ids"), inputs.get("position_ids")
-    if documents is not None:
-        starts[:, 1:] |= documents[:, 1:] != documents[:, :-1]
-    elif positions is not None and inputs.get("attention_mask") is None:
-        starts[:, 1:] |= positions[:, 1:] - positions[:, :-1] != 1
+    of_documents = document_starts(
+        inputs.get("position_ids"),
+        inputs.get("document_ids"),
+        positions_tell=inputs.get("attention_mask") is None,
+    )
+    if of_documents is not None:
+        starts |= of_documents
     return labels.masked_fill(starts, _IGNORED)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from oomb.engine.inputs import IGNORED
+from oomb.core.inputs import IGNORED
 
 Preprocess = Callable[[torch.Tensor, torch.Tensor], Any]  # as the stock trainer's
 

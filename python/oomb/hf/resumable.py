@@ -13,17 +13,17 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
-from oomb.hf.interrupt import Interrupted, SignalWatch
-from oomb.hf.random_state import random_state, restore_random_state
-from oomb.hf.resume_choice import checkpoint_to_resume, is_own
-from oomb.train.checkpoint import (
+from oomb.checkpoint import (
     CheckpointError,
     CheckpointStore,
     load_state,
     model_identity,
     save_state,
 )
+from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
+from oomb.hf.interrupt import Interrupted, SignalWatch
+from oomb.hf.random_state import random_state, restore_random_state
+from oomb.hf.resume_choice import checkpoint_to_resume, is_own
 
 _log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
@@ -65,7 +65,7 @@ class _RemembersSteps(TrainerCallback):
 
 
 class ResumableTrainer(transformers.Trainer):
-    """A Trainer whose checkpoints are those of :class:`oomb.train.checkpoint.CheckpointStore`.
+    """A Trainer whose checkpoints are those of :class:`oomb.checkpoint.CheckpointStore`.
 
     They stand in ``output_dir/checkpoints`` and hold no pickle. A resumed run takes the same steps
     as one without a break. SIGTERM and SIGINT end training at the next chunk border with a

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import transformers
 
-from oomb.train.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from oomb.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 
 _log = transformers.logging.get_logger("oomb.hf")
 

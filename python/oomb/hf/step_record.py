@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomb.engine.results import Step
+from oomb.results import Step
 
 
 class StepRecord:

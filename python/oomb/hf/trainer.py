@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
-from oomb.engine.results import Progress
 from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
 from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
@@ -25,6 +24,7 @@ from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
+from oomb.results import Progress
 
 _log = transformers.logging.get_logger("oomb.hf")
 

@@ -11,10 +11,10 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from oomb.engine.results import Progress, Selection
 from oomb.monitor.observer import Record
 from oomb.monitor.traffic import ChunkClock
-from oomb.monitor.units import bytes_text, count_text, rate_text, seconds_text
+from oomb.results import Progress, Selection
+from oomb.units import bytes_text, count_text, rate_text, seconds_text
 
 LINE_EVERY = 60.0  # seconds between plain lines inside a long step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from oomb.engine.results import Progress, Selection
+    from oomb.results import Progress, Selection
 
 Record = dict[str, Any]  # one event; docs/report.md lists the keys of each kind
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from oomb.engine.results import Progress, Selection
 from oomb.monitor.display import Display
 from oomb.monitor.metrics import METRICS_FILE, MetricsWriter
 from oomb.monitor.observer import Record, RunObserver
 from oomb.monitor.selection_map import selection_maps
 from oomb.monitor.traffic import ChunkClock
+from oomb.results import Progress, Selection
 
 
 class RunMonitor:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from oomb.engine.results import Selection
 from oomb.monitor.observer import Record
+from oomb.results import Selection
 
 BINS = 96  # of a map's side; in longer sequences several blocks share a bin
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from oomb.engine.results import Progress
 from oomb.monitor.observer import Record
+from oomb.results import Progress
 
 
 class ChunkClock:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from oomb import _C
 from oomb.config import TopKPages
-from oomb.engine.layout import Chunks, Order, call_order
-from oomb.engine.tiers import Caps
-from oomb.hf.model import LayerShape
+from oomb.core.layout import Chunks, Order, call_order
+from oomb.core.tiers import Caps
+from oomb.model.causal import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.timeline import Phase, Visit
 

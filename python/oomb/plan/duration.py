@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from oomb.hf.model import LayerShape
+from oomb.model.causal import LayerShape
 from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
-from oomb.plan.meter import Work
 from oomb.plan.pages import PageCall
 from oomb.plan.pools import PoolUse
 from oomb.plan.rates import Rates
 from oomb.plan.timeline import Phase, waiting_seconds
-from oomb.plan.trace import Trace
+from oomb.trace.meter import Work
+from oomb.trace.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)

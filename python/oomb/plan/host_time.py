@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oomb.plan.pages import PageCall
 from oomb.plan.rates import Rates
-from oomb.plan.trace import Trace
+from oomb.trace.trace import Trace
 
 # Per layer beside the operations that torch counts, on the host of an H200: the page manager, the
 # engine's autograd functions, checkpoints; lists of chosen pages, and their way to the host.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from oomb.config import parse_size
-from oomb.engine.tiers import free_memory
+from oomb.core.tiers import free_memory
 from oomb.plan.gpus import GPUS, Gpu
 
 _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' work space

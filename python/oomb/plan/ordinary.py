@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from oomb.engine.layerwise import layerwise_bytes
 from oomb.plan.planner import Planner
 from oomb.plan.prediction import Prediction
+from oomb.trace.layerwise import layerwise_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

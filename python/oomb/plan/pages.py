@@ -8,11 +8,10 @@ import torch
 
 from oomb import _C
 from oomb.config import TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.list_sizes import ListSizes
-from oomb.engine.plan import slots_of_call
-from oomb.engine.tiers import PageLayout, wave_pages
-from oomb.hf.model import LayerShape
+from oomb.core.layout import Chunks
+from oomb.core.list_sizes import ListSizes
+from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
+from oomb.model.causal import LayerShape
 from oomb.plan.choices import Choices
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from oomb.config import Config, SampledChunks, TopKPages
-from oomb.engine.layout import Chunks
+from oomb.core.layout import Chunks
+from oomb.core.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.engine.plan import ACTIVATION_SHARE
-from oomb.engine.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.errors import OutOfMemoryError
-from oomb.monitor.units import bytes_text
-from oomb.plan.bare import bare_model
 from oomb.plan.choices import Choices
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.machine import Machine
@@ -22,7 +20,9 @@ from oomb.plan.pages import PageCall
 from oomb.plan.pools import least_pools, pool_use
 from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
-from oomb.plan.trace import Setting, Trace, Tracer
+from oomb.trace.bare import bare_model
+from oomb.trace.trace import Setting, Trace, Tracer
+from oomb.units import bytes_text
 
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
 _INPUT_BYTES = 3 * 8 + 2 * 4  # per token: ids, labels and a mask, at most; positions, targets
@@ -33,7 +33,7 @@ class Planner:
 
     Args:
         model: a model (with or without weights), a transformers config, a folder, a name on the
-            hub, or a name of ``oomb.testing.shapes.SHAPES``.
+            hub, or a name of ``oomb.trace.shapes.SHAPES``.
         machine: None: this one.
         dtype: of the parameters, where the model is given by name or config; None: the config's.
         adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.

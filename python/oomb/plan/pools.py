@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oomb.engine.layout import first_page_in_window
-from oomb.engine.tiers import Caps
+from oomb.core.layout import first_page_in_window
+from oomb.core.tiers import Caps
 from oomb.plan.dry_run import DryRun, DryRunResult
 from oomb.plan.pages import PageCall
 

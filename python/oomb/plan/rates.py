@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from oomb.config import TopKPages
-from oomb.engine.tiers import PageLayout
-from oomb.hf.model import LayerShape
+from oomb.core.tiers import PageLayout
+from oomb.model.causal import LayerShape
 from oomb.ops import paged_attention
 from oomb.plan.gpus import Gpu
 from oomb.plan.machine import Machine

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from oomb.config import Config
-from oomb.monitor.units import bytes_text
 from oomb.plan.machine import Machine
 from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
 from oomb.plan.prediction import Prediction
+from oomb.units import bytes_text
 
 _CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
 _SMALLER_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
@@ -100,7 +100,7 @@ def recommend(
 
     Args:
         model: a model (with or without weights), a transformers config, a folder, a name on the
-            hub, or a name of ``oomb.testing.shapes.SHAPES``.
+            hub, or a name of ``oomb.trace.shapes.SHAPES``.
         device_bytes, host_bytes: memory of the machine; None: this machine's, what is free.
         gpu: a name of :data:`oomb.plan.GPUS` where the plan is for another machine.
         config: settings that are not chosen here (attention, backward, caps …); None: defaults.

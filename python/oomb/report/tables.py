@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from oomb.monitor.units import bytes_text, count_text, seconds_text
 from oomb.report.runs import Run
+from oomb.units import bytes_text, count_text, seconds_text
 
 
 def tiles(run: Run) -> str:

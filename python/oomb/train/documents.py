@@ -158,7 +158,7 @@ def _blocks_of_file(path: str) -> Iterator[str]:
 
 
 def _rows(source: Source) -> Iterator[dict[str, Any]]:
-    import datasets
+    import datasets  # heavy, and optional
 
     builder = "json" if source.format == "jsonl" else "parquet"
     rows = None

@@ -127,7 +127,7 @@ def adapter_config(lora: LoraSettings) -> Any:
         BadInput: peft is not installed.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig  # optional
     except ImportError as error:
         raise BadInput("lora: expected peft to be installed; pip install 'oomb[peft]'") from error
     return LoraConfig(
@@ -143,7 +143,7 @@ def adapter_config(lora: LoraSettings) -> Any:
 
 def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
     config = adapter_config(lora)
-    from peft import get_peft_model
+    from peft import get_peft_model  # optional
 
     adapted: Any = get_peft_model(model, config)
     return adapted  # type: ignore[no-any-return]

@@ -12,13 +12,13 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig
 
-from oomb.monitor.units import bytes_text, seconds_text
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
-from oomb.plan.bare import bare_model
 from oomb.report.runs import read_run
+from oomb.trace.bare import bare_model
 from oomb.train.errors import BadInput
 from oomb.train.model import adapter_config, device_of
 from oomb.train.settings import RunSettings
+from oomb.units import bytes_text, seconds_text
 
 
 def plan_run(

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from oomb.hf.rope import positions
+from oomb.model.rope import positions
 from oomb.train.errors import BadInput
 from oomb.train.settings import ModelSettings
 

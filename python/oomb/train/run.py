@@ -23,13 +23,13 @@ from transformers import (
     set_seed,
 )
 
+from oomb.checkpoint import model_identity
 from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
 from oomb.monitor import RunMonitor
 from oomb.plan import write_plan
 from oomb.report import write_report
 from oomb.train.arguments import check_schedule, check_trackers, training_arguments
-from oomb.train.checkpoint import model_identity
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder

@@ -28,7 +28,7 @@ class Tokens:
 
     def __init__(self, dataset: Dataset) -> None:
         """``dataset``: ``document`` and ``input_ids``, as :func:`oomb.train.tokenise.tokenise`."""
-        import pyarrow.compute
+        import pyarrow.compute  # optional
 
         table = dataset.data.select(["document", "input_ids"])
         lengths = pyarrow.compute.list_value_length(table.column("input_ids")).to_numpy()

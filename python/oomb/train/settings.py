@@ -148,7 +148,7 @@ class OptimizerSettings(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from transformers.training_args import OptimizerNames
+        from transformers.training_args import OptimizerNames  # heavy
 
         return _expect_name(name, [str(option.value) for option in OptimizerNames])
 
@@ -164,7 +164,7 @@ class ScheduleSettings(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from transformers import SchedulerType
+        from transformers import SchedulerType  # heavy
 
         return _expect_name(name, [str(option.value) for option in SchedulerType])
 

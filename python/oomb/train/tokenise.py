@@ -43,7 +43,7 @@ def tokenise(
     Raises:
         BadInput: see :func:`oomb.train.documents.segments`.
     """
-    import datasets
+    import datasets  # heavy, and optional
 
     processes = num_proc or min(16, len(os.sched_getaffinity(0)))
     text = datasets.Features(
@@ -126,7 +126,7 @@ def _first_token(encoding: Encoding, char: int, length: int) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(text: str) -> Tokenizer:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # heavy
 
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()

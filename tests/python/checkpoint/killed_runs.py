@@ -27,9 +27,9 @@ import transformers
 from transformers import TrainerCallback
 
 import oomb
-import oomb.train.checkpoint.store as store_module
+import oomb.checkpoint.store as store_module
+from oomb.checkpoint import CheckpointStore
 from oomb.hf import Trainer
-from oomb.train.checkpoint import CheckpointStore
 from trainer.runs import CONFIG, arguments, model, packed
 
 STEPS = 20

@@ -12,8 +12,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM
 
 from engine.models import make
+from oomb.checkpoint import CheckpointError
 from oomb.hf import Trainer
-from oomb.train.checkpoint import CheckpointError
 from trainer.runs import CONFIG, arguments, logged, model, packed
 
 from .runs import StopsAfter, trainer

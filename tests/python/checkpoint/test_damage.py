@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oomb.train.checkpoint import CheckpointStore
+from oomb.checkpoint import CheckpointStore
 
 from .folders import contents, write_example
 

@@ -64,8 +64,8 @@ def test_sigterm_at_20_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_script_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
     """A script that knows nothing of signals: an example, stopped from outside and resumed."""
+    from oomb.checkpoint import CheckpointStore
     from oomb.cli.demo_model import small_model
-    from oomb.train.checkpoint import CheckpointStore
 
     small_model().save_pretrained(tmp_path / "model")
     script = Path(__file__).parents[3] / "examples" / "trainer.py"

@@ -13,8 +13,8 @@ import transformers
 from datasets import Dataset
 
 import oomb
+from oomb.checkpoint import CheckpointError
 from oomb.hf import SFTTrainer, Trainer
-from oomb.train.checkpoint import CheckpointError
 from trainer.runs import CONFIG, arguments, logged, masked, model, packed, prompts, tokenizer
 
 from .runs import STEPS, StopsAfter, disturb, trainer

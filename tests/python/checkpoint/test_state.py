@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine.models import make
+from oomb.checkpoint import CheckpointError, load_state, model_identity, save_state
 from oomb.hf.random_state import random_state, restore_random_state
-from oomb.train.checkpoint import CheckpointError, load_state, model_identity, save_state
 
 
 def assert_identical(one: Any, other: Any) -> None:

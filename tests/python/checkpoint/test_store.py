@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from oomb.train.checkpoint import CheckpointError, CheckpointStore
+from oomb.checkpoint import CheckpointError, CheckpointStore
 
 from .folders import contents, write_example
 
@@ -117,7 +117,7 @@ def test_a_failure_leaves_what_was_before(
                 )[1],
             )
         elif place != "write":
-            patch.setattr(f"oomb.train.checkpoint.store.{place}", fail)
+            patch.setattr(f"oomb.checkpoint.store.{place}", fail)
         expected = CheckpointError if isinstance(error, OSError) else type(error)
         with pytest.raises(expected) as caught:
             store.save(2, write)
@@ -135,7 +135,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 import resource, signal, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from oomb.train.checkpoint import CheckpointStore
+from oomb.checkpoint import CheckpointStore
 store = CheckpointStore({str(tmp_path)!r})
 store.save(1, lambda folder: save_file({{"a": torch.ones(10_000)}}, folder / "a.safetensors"))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

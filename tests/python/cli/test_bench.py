@@ -15,8 +15,8 @@ import oomb
 from oomb.cli import app, bench_rivals
 from oomb.cli.bench_rivals import measure_rivals
 from oomb.cli.bench_step import StepBench, slopes
-from oomb.testing.rivals import Ordinary, Tuned
-from oomb.testing.shapes import SHAPES, ModelShape, random_model
+from oomb.rivals.training import Ordinary, Tuned
+from oomb.trace.shapes import SHAPES, ModelShape, random_model
 
 TINY = {
     family: ModelShape(family, 3, 64, 128, 4, 2, 16, 500) for family in ("qwen2", "llama", "qwen3")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from oomb.engine.results import Selection
+from oomb.results import Selection
 
 NAME = "dense_mask"
 

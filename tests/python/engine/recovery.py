@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import oomb
-from oomb.engine.attention import ChunkAttention
+from oomb.core.attention import ChunkAttention
 
 from .reference import Result, assert_identical, random_ids, take_gradients
 from .tiers import HOST, slot_bytes

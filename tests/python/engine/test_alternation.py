@@ -10,7 +10,7 @@ import pytest
 import torch
 from greenlet import GreenletExit, getcurrent
 
-from oomb.engine.alternation import Alternation
+from oomb.core.alternation import Alternation
 
 
 def worker(

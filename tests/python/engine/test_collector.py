@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import oomb
-from oomb.engine import collector
+from oomb.core import collector
 
 from .models import make
 from .reference import random_ids

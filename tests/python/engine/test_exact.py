@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine.attention import ChunkAttention
+from oomb.core.attention import ChunkAttention
 
 from .models import ARCHITECTURES, ROPES, make
 from .reference import assert_equal, chunked, ordinary, random_ids

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.plan.meter import Meter
+from oomb.trace.meter import Meter
 
 from .models import make
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import oomb
-from oomb.engine import loss as loss_module
+from oomb.core import loss as loss_module
 
 from .models import make
 from .reference import (

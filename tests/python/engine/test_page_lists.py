@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from oomb.config import TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.list_sizes import ListSizes
-from oomb.engine.page_lists import PageLists
-from oomb.hf.model import LayerShape
+from oomb.core.layout import Chunks
+from oomb.core.list_sizes import ListSizes
+from oomb.core.page_lists import PageLists
+from oomb.model.causal import LayerShape
 
 PAGE, CHUNK, PAGES = 4, 16, 24  # of the longest sequence
 BUDGET = 5

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine import attention
-from oomb.engine import loss as loss_module
-from oomb.engine.attention import ChunkAttention
+from oomb.core import attention
+from oomb.core import loss as loss_module
+from oomb.core.attention import ChunkAttention
 
 from .models import make
 from .recovery import IDS, SPARSE, assert_untouched, config, stop_at, usual, with_gradients

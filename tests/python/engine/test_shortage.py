@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine import call_pages, pools, shortage
+from oomb.core import call_pages, pools, shortage
 
 from .models import make
 from .recovery import IDS, SPARSE, assert_untouched, config, usual, with_gradients

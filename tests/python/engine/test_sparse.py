@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine.selection import Selector
+from oomb.core.selection import Selector
 from oomb.ops.pages import page_select
 
 from . import naive_selection

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import oomb
-from oomb.engine.loss import ChunkLoss
-from oomb.engine.main_grad import MainGrads
-from oomb.hf.embedding import sum_by_row
+from oomb.core.loss import ChunkLoss
+from oomb.core.main_grad import MainGrads
+from oomb.model.embedding import sum_by_row
 
 from .models import make
 from .reference import assert_equal, chunked, ordinary, random_ids, relative_error

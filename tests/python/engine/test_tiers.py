@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine import pools, waves
-from oomb.engine.tiers import page_manager
+from oomb.core import pools, waves
+from oomb.core.tiers import page_manager
 
 from .models import make
 from .reference import (

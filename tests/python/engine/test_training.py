@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import oomb
-from oomb.engine.attention import ChunkAttention
-from oomb.engine.main_grad import MainGrads
+from oomb.core.attention import ChunkAttention
+from oomb.core.main_grad import MainGrads
 
 from .models import make
 from .reference import (

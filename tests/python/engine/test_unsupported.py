@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import oomb
-from oomb.hf.model import check_places
+from oomb.model.causal import check_places
 
 from .models import make, spread_weights
 from .reference import assert_equal, chunked, ordinary, random_ids

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine.layout import ACCUMULATE, READ_GRADIENT, Chunks, call_order
+from oomb.core.layout import ACCUMULATE, READ_GRADIENT, Chunks, call_order
 
 from .models import make
 from .reference import random_ids

@@ -10,7 +10,7 @@ from size_case import Visible, attention_of, differing, errors, taken, trained
 from transformers import PreTrainedModel
 
 import oomb
-from oomb.testing.shapes import SHAPES, random_model
+from oomb.trace.shapes import SHAPES, random_model
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from engine_case import CHUNK, PAGE, VOCABULARY, chunked, gradients, make_model,
 from transformers import Qwen2ForCausalLM
 
 import oomb
-from oomb.engine import waves
+from oomb.core import waves
 
 pytestmark = pytest.mark.gpu
 

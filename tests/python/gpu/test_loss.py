@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
-from oomb.engine.loss import ChunkLoss
-from oomb.hf.cross_entropy import softmax_gradient_
+from oomb.core.loss import ChunkLoss
+from oomb.model.cross_entropy import softmax_gradient_
 
 pytestmark = pytest.mark.gpu
 

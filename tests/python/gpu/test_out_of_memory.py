@@ -16,7 +16,7 @@ from driver_memory import MIB, Taken, torchs_own
 from transformers import PreTrainedModel
 
 import oomb
-from oomb.testing.shapes import ModelShape, random_model
+from oomb.trace.shapes import ModelShape, random_model
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oomb.testing.offload import OffloadedInputs
-from oomb.testing.rivals import Ordinary, Tuned
-from oomb.testing.shapes import ModelShape, random_model
+from oomb.rivals.offload import OffloadedInputs
+from oomb.rivals.training import Ordinary, Tuned
+from oomb.trace.shapes import ModelShape, random_model
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ import torch
 
 import oomb
 from engine.models import make
-from oomb.engine.selection import Selector
+from oomb.cli.bench_selection import SyntheticSelector, UniformSelector, _drawn
+from oomb.core.selection import Selector
 from oomb.plan import UNIFORM, Choices, Machine, Planner
-from oomb.testing.selection import SyntheticSelector, UniformSelector, _drawn
 
 KINDS = [(SyntheticSelector, Choices()), (UniformSelector, UNIFORM)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from oomb.config import TopKPages
-from oomb.engine.layout import Chunks
-from oomb.engine.tiers import Caps, PageLayout
-from oomb.hf.model import LayerShape
+from oomb.core.layout import Chunks
+from oomb.core.tiers import Caps, PageLayout
+from oomb.model.causal import LayerShape
 from oomb.plan.choices import Choices
 from oomb.plan.dry_run import DryRun
 from oomb.plan.pages import PageCall

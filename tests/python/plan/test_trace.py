@@ -13,9 +13,9 @@ import oomb
 from engine.models import make
 from oomb.errors import UnsupportedModelError
 from oomb.plan import Machine, Planner
-from oomb.plan.bare import bare_model
-from oomb.plan.trace import Setting, Tracer
-from oomb.testing.shapes import SHAPES
+from oomb.trace.bare import bare_model
+from oomb.trace.shapes import SHAPES
+from oomb.trace.trace import Setting, Tracer
 
 from .allocations import peak_allocated
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import EvalPrediction
 
-from oomb.engine import loss as engine_loss
+from oomb.core import loss as engine_loss
 from oomb.hf import Trainer
 
 from .runs import CONFIG, Example, arguments, logged, masked, model, packed

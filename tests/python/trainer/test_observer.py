@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 import oomb
-from oomb.engine.inputs import check_inputs
+from oomb.core.inputs import check_inputs
 from oomb.hf import Trainer
 from oomb.hf.batch import counted_labels, engine_arguments, num_targets
 

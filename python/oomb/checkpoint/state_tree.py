@@ -1,0 +1,107 @@
+"""Nested states (optimizer, schedule, random generators) as JSON and safetensors: no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from oomb.checkpoint.manifest import CheckpointError
+
+# A dict with one such key stands for what JSON has no word for.
+_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
+
+
+def save_state(folder: Path, name: str, state: Any, *, shard_bytes: int = 2 << 30) -> None:
+    """Write ``name.json`` and, where the state holds tensors, ``name-00001.safetensors`` and so on.
+
+    Args:
+        state: dicts, lists and tuples of tensors, numbers, strings, bools and None.
+        shard_bytes: of tensors in one file: host memory that writing takes, about twice over.
+
+    Raises:
+        CheckpointError: the state holds something else; the message says where.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _packed(state, name, tensors)
+    (folder / f"{name}.json").write_text(json.dumps(tree))
+    for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
+        shard = {key: _own_copy(tensors[key]) for key in names}
+        save_file(shard, folder / f"{name}-{number:05d}.safetensors")
+
+
+def load_state(folder: Path, name: str, *, copy: bool = True) -> Any:
+    """What :func:`save_state` was given; tensors are on the CPU.
+
+    Args:
+        copy: False: tensors are maps of the files, read where they are touched: for a state that
+            moves to a GPU and may be larger than the host's memory.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{name}-*.safetensors")):
+        tensors.update(load_file(path))
+    if copy:
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    return _unpacked(json.loads((folder / f"{name}.json").read_text()), tensors)
+
+
+def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
+    """Names in order, as many at a time as fit; at least one."""
+    names: list[str] = []
+    total = 0
+    for name, tensor in tensors.items():
+        if names and total + tensor.nbytes > shard_bytes:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += tensor.nbytes
+    if names:
+        yield names
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU with a storage of its own: safetensors refuses tensors that share one."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value
+        return {_TENSOR: where}
+    if isinstance(value, (list, tuple)):
+        items = [_packed(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict):
+        items = [
+            [_packed(key, f"{where} key", tensors), _packed(item, f"{where}.{key}", tensors)]
+            for key, item in value.items()
+        ]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(items) if plain else {_PAIRS: items}
+    raise CheckpointError(
+        f"{where}: expected tensors, numbers, strings, lists and dicts, got {type(value).__name__}"
+    )
+
+
+def _unpacked(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpacked(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        return tensors[tree[_TENSOR]]
+    if _TUPLE in tree:
+        return tuple(_unpacked(item, tensors) for item in tree[_TUPLE])
+    if _PAIRS in tree:
+        return {_key(key): _unpacked(item, tensors) for key, item in tree[_PAIRS]}
+    return {key: _unpacked(item, tensors) for key, item in tree.items()}
+
+
+def _key(key: Any) -> Any:
+    return _unpacked(key, {})

@@ -1,0 +1,81 @@
+"""What one call asks of the page pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from oomb import _C
+from oomb.config import Config, TopKPages
+from oomb.core.inputs import CallInputs
+from oomb.core.layout import Chunks
+from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
+from oomb.model.causal import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Pages of one call.
+
+    Attributes:
+        swept: chunks that receive gradient, ascending; None: evaluate.
+    """
+
+    config: Config
+    shapes: list[LayerShape]
+    layout: PageLayout
+    inputs: CallInputs
+    swept: list[int] | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.input_ids.device
+
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks.of(self.config, self.inputs.tokens)
+
+    @property
+    def rule(self) -> TopKPages | None:
+        """Of page-sparse attention; None: dense."""
+        attention = self.config.attention
+        return attention if isinstance(attention, TopKPages) else None
+
+    @property
+    def filled(self) -> int:
+        """Chunks whose keys and values are written to pages: nothing reads those of the last."""
+        return self.chunks.number - 1 if self.swept is None else self.swept[-1]
+
+    @cached_property
+    def pages_per_sequence(self) -> list[int]:
+        """Pages of each sequence and layer, without those of its padding."""
+        tokens, num_keys = self.filled * self.chunks.chunk_size, self.inputs.num_keys
+        lengths = [tokens] * self.inputs.batch
+        if num_keys is not None:
+            lengths = [min(tokens, int(length)) for length in num_keys.tolist()]
+        return [-(-length // self.chunks.page_size) for length in lengths]
+
+    @property
+    def wave_pages(self) -> int:
+        """Pages that a wave must not part."""
+        return wave_pages(self.device, self.config.page_size)
+
+    @property
+    def smallest_slots(self) -> int:
+        """Slots of the device tier below which the call cannot run."""
+        return _C.smallest_device_slots(
+            batch=self.inputs.batch,
+            grad_slots=self.layout.grad_slots,
+            backward=self.swept is not None,
+            wave_pages=self.wave_pages,
+        )
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots with which no page ever leaves the device."""
+        gradients = len((self.swept or [])[:-1]) * self.chunks.first_page(1) * self.inputs.batch
+        kv_pages = sum(self.pages_per_sequence)
+        needed = slots_of_call(self.layout, len(self.shapes), kv_pages, gradients)
+        return max(needed, self.smallest_slots)

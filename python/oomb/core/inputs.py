@@ -1,0 +1,187 @@
+"""Arguments of a call, checked before anything is allocated, in the form the chunk loop uses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+
+from oomb.core.arguments import check_range, check_tensor, check_tokens, expect
+from oomb.core.documents import document_start_of, document_starts
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """One call's tokens, cut behind the last token that is needed. T tokens, B sequences.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        position_ids: [B, T] int32, as targets: they stay on the device for the whole call.
+        targets: [B, T] int32: the token that position t predicts, or -100.
+        weights: [B, T] fp64 factor of each target's term, or None.
+        first_key: [B, T] int32: first key that a row may see, or None.
+        num_keys: int32 per sequence: keys before its padding, or None without padding.
+        num_valid: counted targets.
+        divisor: what the summed loss is divided by.
+        largest_position: of the whole call, before cutting.
+        num_given: tokens per sequence before cutting.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor | None
+    first_key: torch.Tensor | None
+    num_keys: torch.Tensor | None
+    num_valid: int
+    divisor: float
+    largest_position: int
+    num_given: int
+
+    @property
+    def batch(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+
+def check_inputs(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
+    loss_weights: torch.Tensor | None,
+    num_items_in_batch: int | torch.Tensor | None,
+    vocab_size: int,
+    device: torch.device,
+    every_token: bool = False,
+) -> CallInputs:
+    """Check a call's arguments and derive targets, visibility and positions from them.
+
+    Args:
+        every_token: all tokens up to the longest sequence's padding are needed, and none has to be
+            a target.
+
+    Raises:
+        ValueError: an argument does not fit; the text names it, what was expected and what came.
+    """
+    check_tokens("input_ids", input_ids, device)
+    batch, tokens = input_ids.shape
+    expect(tokens >= 1 and batch >= 1, "input_ids", "at least one token", tuple(input_ids.shape))
+    check_tokens("labels", labels, device, shape=(batch, tokens))
+    check_range("input_ids", input_ids, 0, vocab_size)
+    lengths = None if attention_mask is None else _lengths(attention_mask, batch, tokens, device)
+    positions = _positions("position_ids", position_ids, batch, tokens, device)
+    documents = _positions("document_ids", document_ids, batch, tokens, device)
+    starts = document_starts(positions, documents, attention_mask is None)
+    if positions is None:
+        positions = _default_positions(starts, batch, tokens, device)
+    check_range("position_ids", positions, 0, 2**31 - 1)
+
+    targets = torch.full_like(labels, IGNORED)
+    targets[:, :-1] = labels[:, 1:]
+    if starts is not None:
+        targets[:, :-1].masked_fill_(starts[:, 1:], IGNORED)
+    counted = targets != IGNORED
+    check_range("labels", targets[counted], 0, vocab_size)
+    num_valid = int(counted.sum())
+    some = num_valid > 0 or every_token
+    expect(some, "labels", "at least one token to predict", "none (all -100)")
+
+    if every_token:
+        needed = tokens if lengths is None else int(lengths.max())
+    else:
+        needed = int(counted.any(dim=0).nonzero().max()) + 1
+    first_key = None if starts is None else document_start_of(starts)[:, :needed].contiguous()
+    num_keys = None
+    if lengths is not None and int(lengths.min()) < needed:
+        num_keys = lengths.clamp(max=needed).to(torch.int32).contiguous()
+    return CallInputs(
+        input_ids=input_ids[:, :needed],
+        position_ids=positions[:, :needed].to(torch.int32),
+        targets=targets[:, :needed].to(torch.int32),
+        weights=_target_weights(loss_weights, batch, tokens, needed, device),
+        first_key=first_key,
+        num_keys=num_keys,
+        num_valid=num_valid,
+        divisor=_divisor(num_items_in_batch, max(1, num_valid)),
+        largest_position=int(positions.max()),
+        num_given=tokens,
+    )
+
+
+def _lengths(mask: torch.Tensor, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Tokens before each sequence's right padding."""
+    check_tensor("attention_mask", mask, device)
+    expect(mask.ndim == 2, "attention_mask", "shape [batch, tokens]", tuple(mask.shape))
+    expect(
+        tuple(mask.shape) == (batch, tokens),
+        "attention_mask",
+        f"shape {(batch, tokens)}",
+        tuple(mask.shape),
+    )
+    kept = mask != 0
+    expect(
+        bool(((mask == 0) | (mask == 1)).all()), "attention_mask", "zeros and ones", "other values"
+    )
+    lengths = kept.sum(dim=1)
+    right_padded = bool((kept.long().cummin(dim=1).values == kept.long()).all())
+    expect(right_padded, "attention_mask", "right padding only", "left padding or holes")
+    expect(
+        int(lengths.min()) > 0, "attention_mask", "a token in every sequence", "an empty sequence"
+    )
+    return lengths
+
+
+def _positions(
+    argument: str, value: torch.Tensor | None, batch: int, tokens: int, device: torch.device
+) -> torch.Tensor | None:
+    if value is None:
+        return None
+    check_tokens(argument, value, device)
+    fits = value.shape[1] == tokens and value.shape[0] in (1, batch)
+    expect(fits, argument, f"shape [{batch} or 1, {tokens}]", tuple(value.shape))
+    return value.expand(batch, tokens)
+
+
+def _default_positions(
+    starts: torch.Tensor | None, batch: int, tokens: int, device: torch.device
+) -> torch.Tensor:
+    positions = torch.arange(tokens, device=device).expand(batch, tokens)
+    return positions if starts is None else positions - document_start_of(starts)
+
+
+def _target_weights(
+    weights: torch.Tensor | None, batch: int, tokens: int, needed: int, device: torch.device
+) -> torch.Tensor | None:
+    """Weights belong to labels; a target's weight is its label's, one to the right."""
+    if weights is None:
+        return None
+    check_tensor("loss_weights", weights, device)
+    shape = (batch, tokens)
+    expect(tuple(weights.shape) == shape, "loss_weights", f"shape {shape}", tuple(weights.shape))
+    expect(weights.is_floating_point(), "loss_weights", "a floating-point dtype", weights.dtype)
+    expect(bool(weights.isfinite().all()), "loss_weights", "finite values", "NaN or Inf")
+    shifted = torch.zeros(shape, dtype=torch.float64, device=device)
+    shifted[:, :-1] = weights[:, 1:]
+    return shifted[:, :needed]
+
+
+def _divisor(num_items: int | torch.Tensor | None, num_valid: int) -> float:
+    if num_items is None:
+        return float(num_valid)
+    if isinstance(num_items, torch.Tensor):
+        single = num_items.numel() == 1
+        expect(single, "num_items_in_batch", "one number", f"a tensor of {num_items.numel()}")
+    number = num_items.item() if isinstance(num_items, torch.Tensor) else num_items
+    finite = isinstance(number, Real) and 0 < number < math.inf
+    expect(finite, "num_items_in_batch", "a number > 0", repr(number))
+    return float(number)

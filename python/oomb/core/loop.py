@@ -1,0 +1,213 @@
+"""The chunk loop: fill forwards, sweep backwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from oomb.core.alternation import Alternation
+from oomb.core.attention import ChunkAttention, FillComplete
+from oomb.core.finite import expect_finite
+from oomb.core.inputs import CallInputs
+from oomb.core.layout import Chunks
+from oomb.core.loss import ChunkLoss, OnLogits
+from oomb.core.operation import chunk_attention, with_sinks
+from oomb.core.recompute import LayerRunner
+from oomb.model.causal import CausalModel
+from oomb.model.interface import AttentionCall
+from oomb.model.linear import WeightSums
+from oomb.results import Progress
+
+OnProgress = Callable[[Progress], None]
+
+
+class ChunkLoop:
+    """Runs the chunks of one call through a model. Use inside :meth:`running`.
+
+    Fill (no autograd): chunks in order, keeping only keys and values. Sweep (autograd): chunks in
+    reverse; each is rebuilt, its loss and the gradient that later chunks left on its keys and
+    values are propagated back, and its graph is gone before the next one is built.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        inputs: CallInputs,
+        chunks: Chunks,
+        attention: ChunkAttention,
+        runner: LayerRunner,
+        loss: ChunkLoss,
+        rope_angles: str,
+        on_progress: OnProgress | None,
+        sums: WeightSums | None,
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._chunks = chunks
+        self._attention = attention
+        self._runner = runner
+        self._loss = loss
+        self._rope_angles = rope_angles
+        self._on_progress = on_progress
+        self._sums = sums
+        self._turns: Alternation | None = None
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's attention, layers, angles and head belong to this loop."""
+        session = self._model.session(
+            self._attend,
+            self._runner,
+            largest_position=self._inputs.largest_position,
+            rope_angles=self._rope_angles,
+            sums=self._sums,
+        )
+        with self._attention, session:
+            yield
+
+    def fill(self, num_chunks: int) -> float:
+        """Keys and values of chunks [0, num_chunks). Returns seconds."""
+        return self._forward_only(num_chunks, None)
+
+    def evaluate(self, on_logits: OnLogits | None = None) -> float:
+        """Loss of every chunk, without gradient. Returns seconds."""
+
+        def consume(begin: int, hidden: torch.Tensor) -> None:
+            if on_logits is None:
+                self._loss.of_chunk(hidden, begin, 1.0)
+            else:
+                self._loss.of_chunk_with_logits(hidden, begin, on_logits)
+
+        return self._forward_only(self._chunks.number, consume)
+
+    def hidden_states(self, consume: Callable[[torch.Tensor], object]) -> None:
+        """Hand each chunk's hidden states [B, C, hidden_size] to ``consume``, in order."""
+        self._forward_only(self._chunks.number, lambda _, hidden: consume(hidden))
+
+    def _forward_only(
+        self, num_chunks: int, consume: Callable[[int, torch.Tensor], object] | None
+    ) -> float:
+        """Forward of chunks [0, num_chunks); ``consume`` takes each one's hidden states."""
+        began = time.perf_counter()
+        attention = self._attention
+        attention.phase = "fill"
+        attention.stop_at_last = consume is None
+        done: deque[int] = deque()
+
+        def run(first: int, step: int) -> None:
+            for chunk in range(first, num_chunks, step):
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
+                if consume is not None:
+                    assert hidden is not None
+                    consume(self._chunks.span(chunk)[0], hidden)
+                done.append(chunk)
+                if first == 0:  # in the caller's context
+                    report()
+
+        def report() -> None:
+            while done:
+                chunk = done.popleft()
+                self._report("fill", chunk, num_chunks, self._chunks.span(chunk)[1])
+
+        with torch.no_grad():
+            if attention.pages.paired:
+                self._turns = Alternation()
+                try:
+                    self._turns.run(lambda: run(0, 2), lambda: run(1, 2))
+                finally:
+                    self._turns = None
+            else:
+                run(0, 1)
+        report()
+        return time.perf_counter() - began
+
+    def sweep(self, swept: list[int], loss_factor: float) -> float:
+        """Gradients of chunks ``swept`` (ascending), last first. Returns seconds."""
+        began = time.perf_counter()
+        attention = self._attention
+        attention.phase, attention.stop_at_last = "sweep", False
+        done = 0
+        with torch.enable_grad():
+            for chunk in reversed(swept):
+                begin, end = self._chunks.span(chunk)
+                with attention.on(chunk):
+                    hidden = self._run(chunk)
+                    assert hidden is not None
+                    grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                    if attention.pages.check_finite:
+                        expect_finite("the loss", self._loss.total, chunk=chunk)
+                    if hidden.requires_grad:
+                        hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+                    del hidden, grad
+                done += end - begin
+                self._report("sweep", chunk, self._chunks.number, done)
+        return time.perf_counter() - began
+
+    def _run(self, chunk: int) -> torch.Tensor | None:
+        """Hidden states of a chunk; None where the fill ended at the last layer."""
+        self._runner.chunk = chunk
+        torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
+        begin, end = self._chunks.span(chunk)
+        try:
+            return self._model.hidden(
+                self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end].long()
+            )
+        except FillComplete:
+            return None
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        layer = self._model.layer_of(call.module)
+        dtype = call.k.dtype  # the pages' own; a model may leave V in another
+        q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
+
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            self._attention.begin(layer, q, k, v)
+            if self._turns is not None:
+                self._let_the_other_run(self._turns)
+            o, lse = chunk_attention(q, k, v, call.scale, call.window, self._attention.id, layer)
+            return o, lse
+
+        o, lse = self._runner.attention(attend, q, k, v)
+        if call.sinks is not None:
+            o = with_sinks(o, lse, call.sinks)
+        return o.to(call.q.dtype)
+
+    def _let_the_other_run(self, turns: Alternation) -> None:
+        """The other chunk computes while this one's lists and pages are on their way."""
+        chunk = self._attention.chunk
+        random_state = self._runner.random_state()
+        turns.pass_on()
+        self._runner.restore_random_state(random_state)
+        self._attention.chunk = self._runner.chunk = chunk
+
+    def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
+        if self._on_progress is not None:
+            seconds = time.perf_counter() - self._began
+            assert phase in ("fill", "sweep")
+            manager = self._attention.pages.manager
+            counters, tiers = manager.stats(), json.loads(manager.snapshot())
+            self._on_progress(
+                Progress(
+                    phase=phase,  # type: ignore[arg-type]
+                    chunk=chunk,
+                    num_chunks=num_chunks,
+                    tokens_done=tokens_done * self._inputs.batch,
+                    seconds=seconds,
+                    device_bytes=_bytes_in_use(tiers["device"]),
+                    host_bytes=_bytes_in_use(tiers["host"]),
+                    h2d_bytes=counters["h2d_bytes"],
+                    d2h_bytes=counters["d2h_bytes"],
+                    exposed_copy_seconds=counters["exposed_copy_seconds"],
+                )
+            )
+
+
+def _bytes_in_use(pool: dict[str, int]) -> int:
+    return pool["taken_slots"] * pool["slot_bytes"]

@@ -1,0 +1,143 @@
+"""Page pools that an engine keeps from call to call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from oomb import _C
+from oomb.core.call_pages import CallPages, begin_pages
+from oomb.core.demand import Demand
+from oomb.core.selection import Selector
+from oomb.core.shortage import expect_room, leave_to_driver, refused
+from oomb.core.tiers import Caps, Held, PageLayout, page_manager
+from oomb.errors import Error
+
+
+class Pools:
+    """The page manager of an engine.
+
+    Between calls every page is dead: the device tier's memory is given back, pinned host memory is
+    kept for the next call.
+
+    Attributes:
+        manager: None before the first call.
+        selector_type: chooses the pages under :class:`oomb.TopKPages`; benches replace it.
+        test_switches: further arguments of the page manager, for tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._key: object = None
+        self.manager: _C.PageManager | None = None
+        self.selector_type: Callable[..., Selector] = Selector
+        self.test_switches: dict[str, object] = {}
+
+    def close(self) -> None:
+        """Give all memory back. The next call makes new pools."""
+        if self.manager is not None:
+            self.manager.close()
+        self.manager = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where every page is: slots by state, residency per layer, copies in flight."""
+        if self.manager is None:
+            return {}
+        snapshot: dict[str, Any] = json.loads(self.manager.snapshot())
+        return snapshot
+
+    @contextmanager
+    def call(self, demand: Demand, others: int, rounding_seed: int) -> Iterator[CallPages]:
+        """Pages of one call; afterwards all of them are dead, whatever happened.
+
+        Args:
+            others: bytes that the call needs on the device besides its pages.
+
+        Raises:
+            OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
+        """
+        try:
+            caps = self._caps_with_room(demand, others)
+            manager = self._manager_for(demand, caps)
+            yield begin_pages(demand, manager, caps, self.selector_type, rounding_seed)
+        except Error as error:
+            error.snapshot = self.snapshot()
+            raise
+        except RuntimeError as error:
+            snapshot = self.snapshot()
+            shortage = refused(error, self._device, _committed(snapshot))
+            if shortage is None:
+                raise
+            shortage.snapshot = snapshot
+            raise shortage from error
+        finally:
+            if self.manager is not None:
+                self.manager.end_call()
+                if self.manager.keeps_device_memory:  # nobody else could have it
+                    self.close()
+
+    def _caps_with_room(self, demand: Demand, others: int) -> Caps:
+        """Sizes of the tiers; the device has what they and the rest of the call take of it."""
+        expect_room(self._device, 0, others)
+        caps = self._caps(demand, demand.config.device_memory, others)
+        pool_bytes = caps.device_slots * demand.layout.slot_bytes
+        expect_room(self._device, pool_bytes, others)
+        given = leave_to_driver(self._device, pool_bytes)
+        return caps if given >= pool_bytes else self._caps(demand, max(given, 1), others)
+
+    def _caps(self, demand: Demand, device_memory: int | str | None, others: int) -> Caps:
+        host_memory = demand.config.host_memory
+        assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
+        return Caps.of(
+            demand.layout,
+            demand.needed_slots,
+            self._device,
+            device_memory,
+            host_memory,
+            demand.smallest_slots,
+            others,
+            self._held(demand),
+        )
+
+    def _held(self, demand: Demand) -> Held | None:
+        """The pools of the last call, where this one can use them."""
+        layout, host_memory = demand.layout, demand.config.host_memory
+        assert not isinstance(host_memory, str)
+        if self.manager is None or self._key != self._key_of(layout):
+            return None
+        host = self.snapshot()["host"]
+        if host_memory is not None and host["max_slots"] * layout.slot_bytes > host_memory:
+            return None
+        return Held(self.manager.device_capacity, host["max_slots"], host["committed_bytes"])
+
+    def _key_of(self, layout: PageLayout) -> object:
+        return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
+
+    def _manager_for(self, demand: Demand, caps: Caps) -> _C.PageManager:
+        held = self._held(demand)
+        fits = (
+            held is not None
+            and held.device_slots >= caps.device_slots
+            and held.host_slots >= caps.host_slots
+        )
+        if fits:
+            assert self.manager is not None
+            return self.manager
+        self.close()
+        self.manager = page_manager(
+            self._device,
+            demand.layout,
+            caps,
+            explicit_host_memory=demand.config.host_memory is not None,
+            **self.test_switches,
+        )
+        self._key = self._key_of(demand.layout)
+        return self.manager
+
+
+def _committed(snapshot: dict[str, Any]) -> int:
+    return int(snapshot["device"]["committed_bytes"]) if snapshot else 0

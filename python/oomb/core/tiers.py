@@ -1,0 +1,190 @@
+"""The two memory tiers of one call: sizes, caps and the page manager."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oomb import _C
+from oomb.errors import OutOfMemoryError
+
+_DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_GPU_KEY_TILE = 128
+TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
+_ENOUGH = 0.8  # a pool of this share of what could be had is used again
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """One page of one layer: K then V, each [kv_heads, page_size, head_dim]."""
+
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * self.kv_heads * self.page_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+    @property
+    def summary_bytes(self) -> int:
+        """Mean key of a page, per KV head."""
+        return self.slot_bytes // (2 * self.page_size)
+
+    @property
+    def grad_slots(self) -> int:
+        """Slots of a gradient page: dK and dV in one, or one each."""
+        return max(1, _DTYPE_BYTES[self.grad_dtype] // _DTYPE_BYTES[self.dtype])
+
+    @staticmethod
+    def of(
+        kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, grad: str
+    ) -> PageLayout:
+        grad_dtype = torch.float64 if dtype == torch.float64 else getattr(torch, grad)
+        if _DTYPE_BYTES[grad_dtype] < _DTYPE_BYTES[dtype]:
+            grad_dtype = dtype
+        return PageLayout(kv_heads, head_dim, page_size, dtype, grad_dtype)
+
+
+def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_pages: int) -> int:
+    """Slots in use at once at most: the start of the sweep, with every page of both kinds alive."""
+    return num_layers * (kv_pages + gradient_pages * layout.grad_slots)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Pools that an earlier call has left: slots they may have, bytes of host memory they keep."""
+
+    device_slots: int
+    host_slots: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Slots that each tier may take in a call.
+
+    Attributes:
+        host_slots: 0 where the device tier holds the whole call.
+        host_capacity: slots that the host tier may ever have; getting pinned memory is slow, so the
+            next call, which may be longer, shall find it again.
+    """
+
+    device_slots: int
+    host_slots: int
+    host_capacity: int
+
+    @staticmethod
+    def of(
+        layout: PageLayout,
+        needed_slots: int,
+        device: torch.device,
+        device_memory: int | None,
+        host_memory: int | None,
+        smallest_slots: int,
+        others: int,
+        held: Held | None = None,
+    ) -> Caps:
+        """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
+
+        Args:
+            others: bytes that the call needs on the device besides its pages; a tier without a cap
+                leaves them free.
+            held: pools that can be used again.
+
+        Raises:
+            OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
+        """
+        device_free = device_memory or max(0, int(free_memory(device) * TIER_SHARE) - others)
+        allowed = device_free // layout.slot_bytes
+        device_slots = min(allowed, needed_slots)
+        if device_slots < smallest_slots:
+            raise OutOfMemoryError(
+                f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for "
+                f"one step of attention, got {device_free}"
+                f"{'' if device_memory else ', which is left beside activations and gradients'}; "
+                "the page pool is out of memory. Raise device_memory, lower chunk_size or set "
+                "recompute='layer'",
+                needed_bytes=smallest_slots * layout.slot_bytes,
+                available_bytes=device_free,
+            )
+        if held is not None and held.device_slots >= _ENOUGH * device_slots:
+            usable = min(device_slots, held.device_slots)
+            spills = needed_slots > usable
+            if usable >= smallest_slots and needed_slots <= usable + held.host_slots:
+                return Caps(usable, held.host_slots if spills else 0, held.host_slots)
+        if device_slots == needed_slots:
+            return Caps(device_slots, 0, 0)
+        taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
+        kept = 0 if held is None else held.host_bytes
+        host_free = host_memory or max(
+            0, int((free_memory(torch.device("cpu")) + kept) * TIER_SHARE) - taken
+        )
+        capacity = host_free // layout.slot_bytes
+        if capacity + device_slots < needed_slots:
+            needed, free = needed_slots * layout.slot_bytes, device_free + host_free
+            raise OutOfMemoryError(
+                f"the call needs {needed} bytes of pages, device_memory holds {device_free} and "
+                f"host_memory {host_free}: the tiers are out of memory. Raise host_memory, set "
+                "kv_grad_dtype='bfloat16' or shorten the sequence",
+                needed_bytes=needed,
+                available_bytes=free,
+            )
+        return Caps(device_slots, min(capacity, needed_slots), capacity)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on a device now: for the GPU with what torch holds unused."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    return min(_mem_available(), _cgroup_head_room())
+
+
+def _mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _cgroup_head_room() -> int:
+    """memory.max - (current - file cache) of the control group; no limit: very large."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return 2**62
+        current = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return int(limit) - (current - int(stat.get("file", 0)))
+    except (OSError, ValueError):
+        return 2**62
+
+
+def wave_pages(device: torch.device, page_size: int) -> int:
+    """Pages that a wave must not part, so that its end changes no bit of the result.
+
+    Kernels on a GPU take keys in tiles of 128 tokens; on the CPU in tiles of one page.
+    """
+    return max(1, _GPU_KEY_TILE // page_size) if device.type == "cuda" else 1
+
+
+def page_manager(
+    device: torch.device, layout: PageLayout, caps: Caps, **test_switches: Any
+) -> _C.PageManager:
+    """A page manager over pools of equal slots."""
+    return _C.PageManager(
+        device=str(device),
+        slot_bytes=layout.slot_bytes,
+        device_slots=caps.device_slots,
+        host_slots=caps.host_capacity,
+        **test_switches,
+    )

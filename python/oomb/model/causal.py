@@ -1,0 +1,278 @@
+"""A Hugging Face causal language model as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oomb.errors import UnsupportedModelError
+from oomb.model.embedding import summed_embedding
+from oomb.model.fused import fused_forwards, replaced_forwards
+from oomb.model.head import Head
+from oomb.model.interface import Handler, attention_handler, placeholder_mask
+from oomb.model.linear import WeightSums, summed_forwards
+from oomb.model.rope import angles_of_call
+from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
+
+# Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
+LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Attention of one layer."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int  # 0: unlimited
+
+
+class CausalModel:
+    """Decoder, layers and head of a causal language model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run exactly; names the layer and the reason.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.causal: Any = _unwrap(model)
+        self.decoder: Any = self.causal.get_decoder()
+        self.layers = _decoder_layers(self.decoder)
+        self.layer_names = _names(self.decoder, self.layers)
+        self.head = Head(self.causal, self.decoder)
+        self._attention_layer: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for module in layer.modules():
+                self._attention_layer[id(module)] = index
+        _refuse_routing(self.causal)
+        self._fused = fused_forwards(self.decoder, self.device)
+        self._rotating = modeling_files(self.decoder)
+        self._rotation = fused_rotation(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.causal.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.causal.get_input_embeddings().weight.dtype
+        return dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for a model in fp64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def rng_devices(self) -> list[torch.device]:
+        """Devices whose random state a call may change, beside the CPU."""
+        return [self.device] if self.device.type == "cuda" else []
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding now: tokens may be added after an engine was made."""
+        return int(self.causal.get_input_embeddings().weight.shape[0])
+
+    @property
+    def is_fused(self) -> bool:
+        """Norms and gates run as single kernels."""
+        return bool(self._fused)
+
+    def layer_of(self, module: nn.Module) -> int:
+        """Index of the decoder layer that an attention module belongs to."""
+        index = self._attention_layer.get(id(module))
+        if index is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: attention outside the decoder's layers"
+            )
+        return index
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`."""
+        output = self.decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=placeholder_mask(input_ids.device),
+            use_cache=False,
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    @contextmanager
+    def session(
+        self,
+        handler: Handler,
+        run_layer: LayerRunner | None = None,
+        *,
+        largest_position: int,
+        rope_angles: str,
+        sums: WeightSums | None = None,
+    ) -> Iterator[None]:
+        """Give attention, layers, angles and head to the engine; afterwards all is as before.
+
+        Args:
+            sums: takes the weight gradients of linear layers; None: autograd's usual way.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(attention_handler(self.decoder, handler))
+            stack.enter_context(_without_checkpointing(self.causal))
+            stack.enter_context(replaced_forwards(self._fused))
+            stack.enter_context(replaced_rotation(self._rotating, self._rotation))
+            if sums is not None:
+                stack.enter_context(replaced_forwards(summed_forwards(self.causal, sums)))
+                stack.enter_context(replaced_forwards(summed_embedding(self.causal, sums)))
+            stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
+            if run_layer is not None:
+                stack.enter_context(self._layers_through(run_layer))
+            stack.enter_context(self.head.attached())
+            yield
+
+    @contextmanager
+    def _layers_through(self, run_layer: LayerRunner) -> Iterator[None]:
+        saved = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = _routed(index, layer.forward, run_layer)
+            yield
+        finally:
+            for layer, forward in zip(self.layers, saved, strict=True):
+                layer.__dict__.pop("forward", None)
+                if forward is not None:
+                    layer.forward = forward
+
+
+def _routed(index: int, forward: Callable[..., Any], run_layer: LayerRunner) -> Callable[..., Any]:
+    def routed(*args: Any, **keywords: Any) -> Any:
+        return run_layer(index, forward, args, keywords)
+
+    return routed
+
+
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ValueError(
+            f"model: expected a transformers causal language model, got {got}; load one with "
+            "AutoModelForCausalLM.from_pretrained(…)"
+        )
+    _refuse_distributed(model)
+    base = model
+    if hasattr(model, "peft_config"):
+        adapters: Any = model.peft_config
+        for name, config in adapters.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise UnsupportedModelError(
+                    f"peft adapter {name!r} ({type(config).__name__}): prompt learning "
+                    "is not supported"
+                )
+        if hasattr(model, "get_base_model"):
+            base = getattr(model, "get_base_model")()  # noqa: B009  # peft's, not typed
+    if hasattr(base, "_orig_mod"):
+        raise UnsupportedModelError(
+            "model: expected a transformers causal language model, got one wrapped by "
+            "torch.compile; give the engine the model itself"
+        )
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model: expected a transformers causal language model, got {type(model).__name__}"
+        )
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: encoder-decoder models are not supported"
+        )
+    if base.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
+    return base
+
+
+def check_places(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse weights that are not there, or not together.
+
+    Raises:
+        UnsupportedModelError: some are on the meta device, or on another one than the rest.
+    """
+    places: set[torch.device] = set()
+    for name, weight in weights:
+        if weight.device.type == "meta":
+            raise UnsupportedModelError(
+                f"{name}: expected weights in memory, got none (device 'meta'); load them, or ask "
+                "oomb.plan, which needs no weights"
+            )
+        places.add(weight.device)
+    if len(places) > 1:
+        named = ", ".join(sorted(map(str, places)))
+        raise UnsupportedModelError(
+            f"model: expected all weights on one device, got {named}; load it with "
+            "device_map={'': 0}, or move it with model.to('cuda')"
+        )
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    wrappers = (
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "DataParallel",
+        "DeepSpeedEngine",
+    )
+    for module in model.modules():
+        name = type(module).__name__
+        if name in wrappers or name.startswith("FSDP"):
+            raise UnsupportedModelError(
+                f"{name}: models wrapped for distributed training are not supported"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise UnsupportedModelError(f"{name}: sharded parameters (DTensor) are not supported")
+
+
+def _refuse_routing(causal: PreTrainedModel) -> None:
+    config = causal.config
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{type(causal).__name__}: a router auxiliary loss (config.output_router_logits) "
+            "is not supported"
+        )
+    for name, module in causal.named_modules():
+        jitter = getattr(module, "jitter_noise", 0) or getattr(module, "router_jitter_noise", 0)
+        if jitter:
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}): router jitter is not supported"
+            )
+
+
+def _decoder_layers(decoder: Any) -> list[nn.Module]:
+    """The longest list of modules of the decoder, that its config calls hidden layers."""
+    number = getattr(decoder.config, "num_hidden_layers", None)
+    lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == number]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: expected one list of {number} decoder layers, "
+            f"got {len(lists)}"
+        )
+    return list(lists[0])
+
+
+def _names(decoder: nn.Module, layers: list[nn.Module]) -> list[str]:
+    names = {id(module): name for name, module in decoder.named_modules()}
+    return [f"{names[id(layer)]} ({type(layer).__name__})" for layer in layers]
+
+
+@contextmanager
+def _without_checkpointing(causal: nn.Module) -> Iterator[None]:
+    """Hugging Face's own gradient checkpointing would run every layer's attention a second time."""
+    modules: list[Any] = list(causal.modules())
+    switched = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
+    try:
+        for module in switched:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in switched:
+            module.gradient_checkpointing = True

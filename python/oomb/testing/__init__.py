@@ -1,1 +1,0 @@
-"""What tests, benches and examples share."""

@@ -1,0 +1,117 @@
+"""Parts of the engine that cannot run without values, as they are on tensors without memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from oomb.core.attention import ChunkAttention, FillComplete
+from oomb.core.loop import ChunkLoop
+from oomb.core.loss import ChunkLoss, slice_rows
+from oomb.core.main_grad import MainGrads
+from oomb.model.causal import LayerShape
+from oomb.model.interface import AttentionCall
+from oomb.trace.meter import Meter
+
+
+class TracedLoss(ChunkLoss):
+    """Every token counts; slices are those of the device that is planned for."""
+
+    device_type = "cpu"
+
+    def _slice_rows(self, logit_bytes: int = 4) -> int:
+        return slice_rows(self.device_type, self.vocab_size, logit_bytes)
+
+    def _has_kernel(self) -> bool:
+        return self.device_type == "cuda"
+
+    def _softmax_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        logits.mul_(scale)
+        return torch.empty(logits.shape[0], dtype=torch.float32)
+
+
+class TracedSums(MainGrads):
+    """Sums as the device that is planned for keeps them."""
+
+    def __init__(self, device_type: str, meter: Meter) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._meter = meter
+
+    def takes(self, weight: torch.Tensor) -> bool:
+        known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return weight.dtype in known[: 4 if self._device_type == "cuda" else 2]
+
+    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+        sums = self._sum_of(parameter)
+        self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+        self._meter.work.moved_bytes += 2 * sums.numel() * sums.element_size()
+        self._meter.work.operations += 1
+
+    def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
+        total = self._sum_of(parameter)
+        added = values.to(total.dtype)
+        self._meter.work.moved_bytes += 4 * added.numel() * added.element_size()
+        self._meter.work.operations += 1
+
+
+class TracedLoop(ChunkLoop):
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        attention = self._attention
+        assert isinstance(attention, TracedAttention)
+        attention.see(self._model.layer_of(call.module), call)
+        carried = attention.carried(call)
+        result = super()._attend(call)
+        del carried
+        return result
+
+
+class TracedAttention(ChunkAttention):
+    """Takes what :class:`ChunkAttention` takes, and computes nothing."""
+
+    def __init__(self, num_layers: int, waves: bool) -> None:
+        pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
+        super().__init__(pages)  # type: ignore[arg-type]
+        self._last_layer = num_layers - 1
+        self.shapes: dict[int, LayerShape] = {}
+        self.key_dtype = torch.float32
+        self._in_waves = waves
+
+    def see(self, layer: int, call: AttentionCall) -> None:
+        heads, kv_heads, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+        self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
+        self.key_dtype = call.k.dtype
+
+    def begin(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self.stop_at_last and layer == self._last_layer:
+            raise FillComplete
+
+    def carried(self, call: AttentionCall) -> list[torch.Tensor]:
+        """Softmax state between launches: accumulator, maximum, sum."""
+        if not self._in_waves:
+            return []
+        state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        shapes = (call.q.shape, call.q.shape[:3], call.q.shape[:3])
+        return [torch.empty(shape, dtype=state) for shape in shapes]
+
+    def backward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        d_o: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = [torch.empty_like(lse)]
+        if self._in_waves:
+            own.append(torch.empty(q.shape, dtype=lse.dtype))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

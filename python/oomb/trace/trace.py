@@ -1,0 +1,272 @@
+"""One chunk's step on tensors without memory: what torch will hold, and what will be computed.
+
+The engine's own loop, loss, recompute and gradient sums run on fake tensors, so any architecture is
+counted as it is. Only attention's kernels and the page pools are left out; they have no torch code.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oomb.core.inputs import CallInputs
+from oomb.core.layout import Chunks
+from oomb.core.recompute import LayerRunner
+from oomb.errors import UnsupportedModelError
+from oomb.model.causal import CausalModel
+from oomb.trace.bare import shapes_only
+from oomb.trace.experts import experts_of_any_dtype
+from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
+from oomb.trace.meter import Meter, Work
+from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
+
+_TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+_FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A chunk of a model, counted; attention's own work left out.
+
+    Attributes:
+        fill_peak_bytes: what torch holds beyond parameters while a chunk is filled.
+        sweep_peak_bytes: the same while a chunk is swept, with the sums of gradients over chunks.
+        sum_bytes: those sums.
+        fill, sweep: work on one chunk.
+    """
+
+    fill_peak_bytes: int
+    sweep_peak_bytes: int
+    sum_bytes: int
+    fill: Work
+    sweep: Work
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a chunk runs.
+
+    Attributes:
+        tokens: of the chunk, per sequence; ``batch`` sequences.
+        recompute: layers are recomputed in backward.
+        waves: attention runs in several launches and carries its state between them.
+    """
+
+    tokens: int
+    batch: int
+    recompute: bool
+    waves: bool
+
+
+class Tracer:
+    """Traces chunks of one model; every setting once.
+
+    Args:
+        model: with or without weights; it is not touched.
+        device_type: ``"cuda"`` or ``"cpu"``: slices of the loss differ.
+        fused: norms and gates run as single kernels (Liger), as the engine does on a GPU.
+
+    Raises:
+        UnsupportedModelError: the model cannot be traced; the text says where it failed.
+
+    Attributes:
+        shapes: attention of each layer.
+        key_dtype: of keys and values, so of the pages.
+        dtype: of the embedding.
+        vocab_size, hidden_size: of the model.
+        parameter_bytes: all parameters and buffers.
+        gradient_bytes: gradients of the trainable parameters, in their own dtype.
+        trainable: trainable parameters, without values.
+        largest_product: (in, out) sizes of the largest matrix of a layer.
+    """
+
+    def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._bare = shapes_only(model, self._mode)
+        # Parameters without memory are of another type.
+        self._head_is_plain = CausalModel(model).head.plain_weight() is not None
+        self._device_type = device_type
+        self._fused = fused
+        self._traces: dict[Setting, Trace] = {}
+        causal = CausalModel(self._bare)
+        with suppress(AttributeError, ValueError):  # most models have no experts
+            causal.causal.set_experts_implementation("grouped_mm")  # others look at values
+        own = [*causal.causal.parameters(), *causal.causal.buffers()]
+        config: Any = causal.decoder.config
+        self.trainable = [p for p in causal.causal.parameters() if p.requires_grad]
+        self.parameter_bytes = _bytes(own)
+        self.gradient_bytes = _bytes(self.trainable)
+        self.dtype = causal.dtype
+        self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
+        matrices = [p for p in causal.layers[0].parameters() if p.ndim == 2]
+        out, into = max(matrices, key=torch.Tensor.numel).shape
+        self.largest_product = (into, out)
+        seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
+        self.shapes = [seen.shapes[layer] for layer in range(len(causal.layers))]
+        self.key_dtype = seen.key_dtype
+        self._samples = _sample_sizes(causal)
+
+    def trace(self, setting: Setting) -> Trace:
+        """The full model's chunk; of many like layers a few are run."""
+        if setting not in self._traces:
+            if self._samples is None:
+                trace = self._run(CausalModel(self._bare), setting)[0]
+            else:
+                few, more = (self._run(self._shortened(k), setting)[0] for k in self._samples)
+                trace = _extended(few, more, *self._samples, len(self.shapes))
+            self._traces[setting] = trace
+        return self._traces[setting]
+
+    def _plain_weight(self, causal: CausalModel) -> nn.Parameter | None:
+        if not self._head_is_plain:
+            return None
+        weight: nn.Parameter = causal.causal.get_output_embeddings().weight
+        return weight
+
+    def _shortened(self, num_layers: int) -> CausalModel:
+        """The same model with its first layers only; tensors are shared."""
+        memo = {id(t): t for t in (*self._bare.parameters(), *self._bare.buffers())}
+        short = copy.deepcopy(self._bare, memo)
+        decoder = CausalModel(short).decoder
+        name = _layer_list(decoder)
+        setattr(decoder, name, getattr(decoder, name)[:num_layers])
+        decoder.config.num_hidden_layers = num_layers
+        return CausalModel(short)
+
+    def _run(
+        self, causal: CausalModel, setting: Setting, sweeps: bool = True
+    ) -> tuple[Trace, TracedAttention]:
+        if self._fused:
+            causal._fused = fused_on_shapes(causal.decoder)
+            causal._rotation = rotate_on_shapes
+        parameters = [p for p in causal.causal.parameters() if p.requires_grad]
+        tokens = _TRACED * setting.tokens
+        with self._mode:
+            inputs = _fake_inputs(setting.batch, tokens)
+            total = torch.zeros((), dtype=torch.float64)
+        attention = TracedAttention(len(causal.layers), setting.waves)
+        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        grads = TracedSums(self._device_type, meter)
+        loss = TracedLoss(
+            head=causal.head,
+            inputs=inputs,
+            vocab_size=causal.vocab_size,
+            total=total,
+            logprobs=None,
+            counted={
+                chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
+            },
+            weight=self._plain_weight(causal),
+            sums=grads,
+        )
+        loss.device_type = self._device_type
+        loop = TracedLoop(
+            causal,
+            inputs,
+            Chunks(tokens, setting.tokens, setting.tokens),
+            attention,
+            LayerRunner(recompute=setting.recompute, seed=None),
+            loss,
+            "model",
+            None,
+            grads,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(experts_of_any_dtype())
+            stack.enter_context(_autocast_of_device(self._device_type))
+            for context in (self._mode, grads.collecting(parameters), meter, loop.running()):
+                stack.enter_context(context)
+            try:
+                with meter.stretch() as fill:
+                    loop.fill(1)
+                fill_peak = meter.peak_bytes
+                if sweeps:
+                    loop.sweep([1], 1.0)
+                    with meter.stretch() as sweep:
+                        loop.sweep([0], 1.0)
+            except UnsupportedModelError:  # cannot be run either
+                raise
+            except (RuntimeError, NotImplementedError, KeyError) as error:
+                raise UnsupportedModelError(
+                    f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
+                ) from error
+            sums = [s for s in map(grads.get, parameters) if s is not None]
+            trace = Trace(
+                fill_peak_bytes=fill_peak,
+                sweep_peak_bytes=meter.peak_bytes,
+                sum_bytes=_bytes(sums),
+                fill=fill,
+                sweep=sweep,
+            )
+        return trace, attention
+
+
+def _layer_list(decoder: nn.Module) -> str:
+    number = decoder.config.num_hidden_layers  # type: ignore[union-attr]
+    return next(
+        name
+        for name, module in decoder.named_children()
+        if isinstance(module, nn.ModuleList) and len(module) == number
+    )
+
+
+def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
+    """Numbers of layers to run where layers are alike; None: all of them."""
+    kinds = {
+        (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
+        for layer in causal.layers
+    }
+    return (3, 4) if len(kinds) == 1 and len(causal.layers) > 6 else None
+
+
+def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:
+    """The trace of ``layers`` layers: each layer adds the same."""
+    steps = (layers - more_layers) / (more_layers - few_layers)
+
+    def grown(a: float, b: float) -> int:
+        return round(b + steps * (b - a))
+
+    def work(a: Work, b: Work) -> Work:
+        return Work(*(grown(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
+
+    return Trace(
+        fill_peak_bytes=grown(few.fill_peak_bytes, more.fill_peak_bytes),
+        sweep_peak_bytes=grown(few.sweep_peak_bytes, more.sweep_peak_bytes),
+        sum_bytes=grown(few.sum_bytes, more.sum_bytes),
+        fill=work(few.fill, more.fill),
+        sweep=work(few.sweep, more.sweep),
+    )
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _fake_inputs(batch: int, tokens: int) -> CallInputs:
+    ids = torch.empty(batch, tokens, dtype=torch.int64)
+    return CallInputs(
+        input_ids=ids,
+        position_ids=ids,
+        targets=ids,
+        weights=None,
+        first_key=None,
+        num_keys=None,
+        num_valid=batch * tokens,
+        divisor=1.0,
+        largest_position=tokens,
+        num_given=tokens,
+    )
+
+
+def _autocast_of_device(device_type: str) -> torch.autocast:
+    """The caller's autocast state, on the tensors that stand for the device's."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast("cpu", torch.get_autocast_dtype(device_type), enabled=enabled)
