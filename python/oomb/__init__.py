@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from oomb import plan as plan
     from oomb import report as report
     from oomb import train as train
-    from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+    from oomb.config import AllChunks, Config, Dense, PageRule, Past, SampledChunks, TopKPages
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
     from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
@@ -33,6 +33,8 @@ __all__ = [
     "Engine",
     "Error",
     "OutOfMemoryError",
+    "PageRule",
+    "Past",
     "Plan",
     "Progress",
     "SampledChunks",
@@ -52,6 +54,8 @@ _lazy, __dir__ = lazy_names(
         "Engine": "oomb.engine.engine",
         "Error": "oomb.errors",
         "OutOfMemoryError": "oomb.errors",
+        "PageRule": "oomb.config",
+        "Past": "oomb.config",
         "Plan": "oomb.engine.plan",
         "Progress": "oomb.results",
         "SampledChunks": "oomb.config",

@@ -6,11 +6,15 @@ import functools
 import hashlib
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from oomb.nearest import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -82,9 +86,80 @@ class Dense:
     """Exact attention: every query sees its whole past."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What one layer of a chunk can look back on when its past pages are chosen.
+
+    Attributes:
+        layer, chunk: which, from 0.
+        page_size: tokens of a page, and queries of a block.
+        num_tokens: tokens before the chunk; they lie in the first ``num_pages`` pages.
+        first_key: [batch, tokens of the chunk] int32, the first token that each query may see
+            (packed documents); None: all. A page that no query of a block may see is masked.
+        num_keys: [batch] int32, tokens of each sequence without its padding; None: no padding.
+            Pages behind them do not exist; the engine drops them from a list.
+    """
+
+    layer: int
+    chunk: int
+    page_size: int
+    num_tokens: int
+    first_key: torch.Tensor | None = None
+    num_keys: torch.Tensor | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the past; a rule chooses among them by number, from 0."""
+        return -(-self.num_tokens // self.page_size)
+
+
+class PageRule(ABC):
+    """Which past pages each block of ``page_size`` queries sees; subclass it to define one.
+
+    A rule is a value of ``Config(attention=…)``. Make it a frozen dataclass: it is compared and
+    hashed. A choice is made once per layer and chunk, the first time that the queries exist, and
+    every later pass uses it, so the gradient is exact for what was chosen. No gradient flows
+    through the choice. Layers with a sliding window see all of their window and choose nothing.
+    """
+
+    share: Literal["all_heads", "kv_head"] = "all_heads"
+    """One list for all heads, or one for each key/value head."""
+
+    @property
+    @abstractmethod
+    def max_pages(self) -> int:
+        """Past pages that a block sees at most; a past of no more pages is seen whole."""
+
+    @abstractmethod
+    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: Past) -> torch.Tensor:
+        """Lists of the past pages that each block of a chunk's queries sees.
+
+        Called without autograd, on the current stream, where the past holds more than
+        ``max_pages`` pages.
+
+        Args:
+            q: [batch, query heads, tokens, head_dim], after RoPE.
+            summaries: [batch, pages, key/value heads, head_dim], the mean key of every page after
+                RoPE; rows from ``past.num_pages`` on are not written yet.
+            past: where the chunk stands.
+
+        Returns:
+            int32 [batch, blocks, lists, max_pages] on the queries' device: numbers of past pages,
+            ascending without repetition, then -1. ``blocks`` is ceil(tokens / page_size); ``lists``
+            is 1, or the number of key/value heads where ``share`` is ``"kv_head"``.
+        """
+
+    def expected_share(self, past_pages: int, query_blocks: int) -> float | None:
+        """Part of ``past_pages`` that ``query_blocks`` blocks together choose, for ``oomb plan``.
+
+        None: as if half of a block's pages were those of the block before it.
+        """
+        return None
+
+
 @_named_settings
 @dataclass(frozen=True, kw_only=True)
-class TopKPages:
+class TopKPages(PageRule):
     """Page-sparse attention: each block of ``page_size`` queries sees ``budget`` earlier pages.
 
     Attributes:
@@ -126,6 +201,17 @@ class TopKPages:
             f"None or >= budget {least}",
             bound,
         )
+
+    @property
+    def max_pages(self) -> int:
+        """The budget."""
+        return self.budget
+
+    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: Past) -> torch.Tensor:
+        """The ``budget`` pages of the highest score; ties go to the lower page."""
+        from oomb.ops.selection import top_k_lists  # heavy: settings alone need no torch
+
+        return top_k_lists(self, q, summaries, past)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +276,7 @@ class Config:
     Attributes:
         chunk_size: tokens per chunk, a multiple of ``page_size``.
         page_size: tokens per page.
-        attention: :class:`Dense` or :class:`TopKPages`.
+        attention: :class:`Dense`, :class:`TopKPages`, or a :class:`PageRule` of your own.
         backward: :class:`AllChunks` or :class:`SampledChunks`.
         device_memory: hard cap of the device tier, the pages of KV and its gradients: bytes or
             ``"40GiB"``. None: what is free, less a margin.
@@ -208,7 +294,7 @@ class Config:
 
     chunk_size: int = 4096
     page_size: int = 128
-    attention: Dense | TopKPages = field(default_factory=Dense)
+    attention: Dense | PageRule = field(default_factory=Dense)
     backward: AllChunks | SampledChunks = field(default_factory=AllChunks)
     device_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -231,11 +317,13 @@ class Config:
         )
         attention, backward = self.attention, self.backward
         _expect(
-            isinstance(attention, (Dense, TopKPages)),
+            isinstance(attention, (Dense, PageRule)),
             "attention",
-            "oomb.Dense() or oomb.TopKPages(…)",
+            "oomb.Dense(), oomb.TopKPages(…) or another oomb.PageRule",
             attention,
         )
+        if isinstance(attention, PageRule):
+            _expect_rule(attention)
         _expect(
             isinstance(backward, (AllChunks, SampledChunks)),
             "backward",
@@ -249,6 +337,13 @@ class Config:
         _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
         for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
             _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
+
+
+def _expect_rule(rule: PageRule) -> None:
+    most = rule.max_pages
+    _expect(_is_count(most, 1), "attention.max_pages", "an int >= 1", most)
+    _expect_one_of("attention.share", rule.share, ("all_heads", "kv_head"))
+    _expect(type(rule).__hash__ is not None, "attention", "a frozen dataclass", rule)
 
 
 def _expect_one_of(argument: str, value: object, choices: Sequence[str]) -> None:

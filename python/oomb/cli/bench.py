@@ -82,10 +82,10 @@ def step(
     import torch
 
     from oomb.cli.bench_run import run
-    from oomb.cli.bench_step import SELECTORS
+    from oomb.cli.bench_step import SELECTIONS
 
-    if selection not in SELECTORS:
-        raise typer.BadParameter(f"selection: expected {', '.join(SELECTORS)}, got {selection!r}")
+    if selection not in SELECTIONS:
+        raise typer.BadParameter(f"selection: expected {', '.join(SELECTIONS)}, got {selection!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter(
             "device: expected a GPU for cuda, got none (see oomb doctor); on a CPU: --device cpu "

@@ -12,10 +12,10 @@ import typer
 
 from oomb.cli.bench_picture import draw
 from oomb.cli.bench_rivals import fastest_steps, measure_rivals, memory_of
-from oomb.cli.bench_step import FORMULA, Row, StepBench, slopes
+from oomb.cli.bench_step import FORMULA, Row, StepBench, slopes, with_selection
 from oomb.cli.bench_tables import print_rivals, print_steps
 from oomb.cli.machine import format_bytes
-from oomb.config import Config, TopKPages
+from oomb.config import Config, PageRule
 from oomb.engine.engine import Engine
 from oomb.engine.plan import Plan
 from oomb.trace.shapes import SHAPES, random_model
@@ -39,13 +39,14 @@ def run(
     """Time ``steps`` steps of a shape at each length, print them and write the files asked for.
 
     Args:
-        selection: a key of ``SELECTORS``.
+        selection: a key of ``SELECTIONS``.
         layers: build fewer layers; None: all.
         optimizer: ``"none"`` or ``"adamw"``.
         against: also time ordinary training.
         about: added to every row.
     """
     shape = SHAPES[model]
+    config = with_selection(config, selection, shape.layers if layers is None else layers)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     network = random_model(shape, device=device, dtype=dtype, positions=max(lengths), layers=layers)
@@ -60,7 +61,7 @@ def run(
             out.write_text(json.dumps(_record(rows, rivals, plans), indent=1))
 
     with Engine(network, config) as engine:
-        bench = StepBench(engine, network, shape, selection)
+        bench = StepBench(engine, network, shape)
         bench.run(warm_up)  # compile, load and tune kernels
         for length in lengths:
             if against:
@@ -84,7 +85,7 @@ def run(
             rivals.append(row)
             write()
         print_rivals(rivals, fastest)
-        if isinstance(config.attention, TopKPages):
+        if isinstance(config.attention, PageRule):
             typer.echo("ordinary training attends to all tokens, ours to the chosen pages")
         for line in _thriftier(fastest, rivals, plans):
             typer.echo(line)

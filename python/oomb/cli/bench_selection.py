@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
-from oomb.config import TopKPages
-from oomb.core.layout import Chunks
-from oomb.core.selection import Selector
+from oomb.config import Past, TopKPages
 
 FIRST, LATEST = 4, 8
 
 
-class SyntheticSelector(Selector):
+@dataclass(frozen=True, kw_only=True)
+class SyntheticPages(TopKPages):
     """4 first pages, 8 latest, half carried over from the previous block, the rest random.
 
     The lists are drawn once, before a step is timed; in the step the real choice is computed too,
     so that its cost counts, and then replaced.
+
+    Attributes:
+        layers: of the model.
+        blocks: of queries in a whole chunk.
     """
 
-    carried_share = 0.5
-    forced = True
+    layers: int
+    blocks: int
+    carried_share: ClassVar[float] = 0.5
+    forced: ClassVar[bool] = True
 
-    @classmethod
-    def prepare(
-        cls, rule: TopKPages, chunks: Chunks, num_layers: int, kv_heads: int, device: torch.device
-    ) -> None:
-        """Draw the lists of a call with one sequence."""
-        heads = 1 if rule.share == "all_heads" else kv_heads
-        for chunk in range(chunks.number):
-            shape = (num_layers, chunks.first_page(1), heads)
-            _drawn(*cls._kind(rule.budget), chunks.first_page(chunk), shape, str(device))
+    def prepare(self, past_pages: int, heads: int, device: torch.device) -> None:
+        """Draw the lists of chunks that have at most ``past_pages`` behind them."""
+        for pages in range(0, past_pages + 1, self.blocks):
+            self.drawn(pages, heads, device)
 
-    @classmethod
-    def _kind(cls, budget: int) -> tuple[int, int, bool]:
-        return budget, int(cls.carried_share * budget), cls.forced
+    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: Past) -> torch.Tensor:
+        """Drawn lists, at the real choice's cost."""
+        real = super().choose(q, summaries, past)
+        lists = self.drawn(past.num_pages, real.shape[2], q.device)
+        return lists[past.layer, :, : real.shape[1]].expand_as(real).contiguous()
 
-    def choose(
-        self,
-        layer: int,
-        chunk: int,
-        q: torch.Tensor,
-        summary: torch.Tensor,
-        num_past: int,
-        first_key: torch.Tensor | None,
-        num_keys: torch.Tensor | None,
-    ) -> torch.Tensor:
-        real = super().choose(layer, chunk, q, summary, num_past, first_key, num_keys)
-        shape = (self._num_layers, self._chunks.first_page(1), real.shape[2])
-        past = self._chunks.first_page(chunk)
-        lists = _drawn(*self._kind(self._rule.budget), past, shape, str(q.device))
-        return lists[layer, :, : real.shape[1]].expand_as(real).contiguous()
+    def drawn(self, past_pages: int, heads: int, device: torch.device) -> torch.Tensor:
+        """Lists over the past's pages: int32 [layers, 1, blocks, heads, budget]."""
+        carried = int(self.carried_share * self.budget)
+        shape = (self.layers, self.blocks, heads)
+        return _drawn(self.budget, carried, self.forced, past_pages, shape, str(device))
 
 
-class UniformSelector(SyntheticSelector):
+@dataclass(frozen=True, kw_only=True)
+class UniformPages(SyntheticPages):
     """Every page equally likely: the worst case for residency."""
 
-    carried_share = 0.0
-    forced = False
+    carried_share: ClassVar[float] = 0.0
+    forced: ClassVar[bool] = False
 
 
 @lru_cache(maxsize=4096)  # a call of 4M tokens has 1,024 chunks

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 import torch
 
-from oomb import Engine, TopKPages
-from oomb.cli.bench_selection import SyntheticSelector, UniformSelector
+from oomb import Config, Engine, PageRule, TopKPages
+from oomb.cli.bench_selection import SyntheticPages, UniformPages
 from oomb.core.layout import Chunks
-from oomb.core.selection import Selector
 from oomb.results import Step
 from oomb.trace.shapes import ModelShape
 
 Row = dict[str, Any]
 
-SELECTORS: dict[str, type[Selector]] = {
-    "model": Selector,
-    "synthetic": SyntheticSelector,
-    "uniform": UniformSelector,
+SELECTIONS: dict[str, type[SyntheticPages] | None] = {
+    "model": None,
+    "synthetic": SyntheticPages,
+    "uniform": UniformPages,
 }
 FORMULA = (
     "MFU = (6 * linear weights * tokens + 3 * attention forward FLOP) / seconds / 989e12; "
@@ -31,21 +31,16 @@ _PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, by the vendor's datasheet
 
 
 class StepBench:
-    """Times steps of an engine on random tokens.
+    """Times steps of an engine on random tokens."""
 
-    Args:
-        selection: a key of ``SELECTORS``.
-    """
-
-    def __init__(self, engine: Engine, network: Any, shape: ModelShape, selection: str) -> None:
+    def __init__(self, engine: Engine, network: Any, shape: ModelShape) -> None:
         self._engine, self._network, self._shape = engine, network, shape
-        self._kind = engine._pools.selector_type = SELECTORS[selection]
 
     def run(self, length: int) -> Row:
         """Seconds, tokens/s, MFU, memory, copies and distinct pages of one step."""
         engine, network = self._engine, self._network
         ids = random_tokens(self._shape, length, network.device)
-        prepare_lists(engine, self._kind, self._shape, length)
+        prepare_lists(engine.config, self._shape, length, network.device)
         network.zero_grad(set_to_none=True)
         before = start_of_memory(network.device)
         began = time.perf_counter()
@@ -61,9 +56,9 @@ class StepBench:
         layers = len(engine.layer_windows)
         pairs = length * (length + 1) / 2
         rule = engine.config.attention
-        if isinstance(rule, TopKPages):
+        if isinstance(rule, PageRule):
             own = engine.config.chunk_size / 2
-            pairs = min(pairs, length * (own + rule.budget * engine.config.page_size))
+            pairs = min(pairs, length * (own + rule.max_pages * engine.config.page_size))
         linear = shape.linear_weights * layers / shape.layers
         flops = 6 * linear * length + 3 * 4 * shape.heads * shape.head_dim * pairs * layers
         return {"tokens": length, "seconds": seconds, **vars(result.stats)} | {
@@ -96,14 +91,27 @@ def memory_since(device: torch.device, before: int) -> Row:
     return {"torch_peak_bytes": peak, "driver_used_bytes": total - free}
 
 
-def prepare_lists(engine: Engine, kind: type[Selector], shape: ModelShape, length: int) -> None:
+def with_selection(config: Config, selection: str, layers: int) -> Config:
+    """Settings whose page rule, if there is one, draws its pages.
+
+    Args:
+        selection: a key of ``SELECTIONS``.
+        layers: of the model.
+    """
+    kind, rule = SELECTIONS[selection], config.attention
+    if kind is None or not isinstance(rule, TopKPages):
+        return config
+    blocks = config.chunk_size // config.page_size
+    return replace(config, attention=kind(**vars(rule), layers=layers, blocks=blocks))
+
+
+def prepare_lists(config: Config, shape: ModelShape, length: int, device: torch.device) -> None:
     """Draw synthetic page lists before a step is timed."""
-    config, device = engine.config, engine._model.device
-    if isinstance(config.attention, TopKPages) and issubclass(kind, SyntheticSelector):
-        # the last token is no input
-        chunks = Chunks(length - 1, config.chunk_size, config.page_size)
-        layers = len(engine.layer_windows)
-        kind.prepare(config.attention, chunks, layers, shape.kv_heads, device)
+    rule = config.attention
+    if isinstance(rule, SyntheticPages):
+        heads = 1 if rule.share == "all_heads" else shape.kv_heads
+        last = Chunks(length - 1, config.chunk_size, config.page_size)  # the last token is no input
+        rule.prepare(last.first_page(last.number - 1), heads, device)
 
 
 def distinct_pages(step: Step) -> Row:

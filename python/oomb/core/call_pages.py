@@ -13,7 +13,6 @@ from oomb.config import SampledChunks
 from oomb.core.demand import Demand
 from oomb.core.layout import Chunks, Order, call_order
 from oomb.core.page_choice import PageChoice
-from oomb.core.selection import Selector
 from oomb.core.shortage import with_torchs_unused
 from oomb.core.tiers import Caps, PageLayout
 from oomb.ops.launch import stream_of
@@ -78,7 +77,6 @@ def begin_pages(
     demand: Demand,
     manager: _C.PageManager,
     caps: Caps,
-    selector_type: Callable[..., Selector],
     rounding_seed: int,
 ) -> CallPages:
     """Begin a call on a page manager whose tiers hold it."""
@@ -106,8 +104,7 @@ def begin_pages(
     )
     choice = None
     if demand.rule is not None:
-        selector = selector_type(demand.rule, chunks, num_layers)
-        choice = PageChoice.of(demand, demand.rule, selector, order, manager, announces=spilled)
+        choice = PageChoice.of(demand, demand.rule, order, manager, announces=spilled)
     for layer in range(num_layers):
         for chunk in swept[:-1]:
             first, last = chunks.first_page(chunk), chunks.first_page(chunk + 1)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from oomb import _C
-from oomb.config import Config, TopKPages
+from oomb.config import Config, PageRule
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
@@ -38,10 +38,10 @@ class Demand:
         return Chunks.of(self.config, self.inputs.tokens)
 
     @property
-    def rule(self) -> TopKPages | None:
+    def rule(self) -> PageRule | None:
         """Of page-sparse attention; None: dense."""
         attention = self.config.attention
-        return attention if isinstance(attention, TopKPages) else None
+        return attention if isinstance(attention, PageRule) else None
 
     @property
     def filled(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oomb.config import TopKPages
+from oomb.config import PageRule
 from oomb.core.layout import Chunks
 from oomb.model.causal import LayerShape
 
@@ -18,34 +18,34 @@ class ListSizes:
         layers: number of layers that choose.
     """
 
-    rule: TopKPages
+    rule: PageRule
     chunks: Chunks
     layers: int
     batch: int
     kv_heads: int
 
     @staticmethod
-    def of(rule: TopKPages, chunks: Chunks, shapes: Sequence[LayerShape], batch: int) -> ListSizes:
+    def of(rule: PageRule, chunks: Chunks, shapes: Sequence[LayerShape], batch: int) -> ListSizes:
         """Layers with a sliding window see their past whole, and have none."""
         layers = sum(1 for shape in shapes if not shape.window)
         return ListSizes(rule, chunks, layers, batch, shapes[0].kv_heads)
 
     @property
     def first_chunk(self) -> int:
-        """The first chunk whose past holds more pages than the budget: there a choice begins."""
+        """The first chunk whose past holds more pages than a list: there a choice begins."""
         numbers = range(self.chunks.number)
         return next((c for c in numbers if self._chooses(c)), self.chunks.number)
 
     def of_layer(self, chunk: int) -> tuple[int, int, int, int]:
-        """Shape [batch, query blocks, heads or 1, budget] of the lists of a layer and chunk."""
+        """Shape [batch, query blocks, heads or 1, max_pages] of the lists of a layer and chunk."""
         begin, end = self.chunks.span(chunk)
         blocks = -(-(end - begin) // self.chunks.page_size)
-        return self.batch, blocks, self._heads, self.rule.budget
+        return self.batch, blocks, self._heads, self.rule.max_pages
 
     @property
     def of_call(self) -> tuple[int, int, int]:
         """Shape [chunks that choose, layers, words of a whole chunk]."""
-        words = self.batch * self.chunks.first_page(1) * self._heads * self.rule.budget
+        words = self.batch * self.chunks.first_page(1) * self._heads * self.rule.max_pages
         return self.chunks.number - self.first_chunk, self.layers, words
 
     @property
@@ -71,4 +71,4 @@ class ListSizes:
         return 1 if self.rule.share == "all_heads" else self.kv_heads
 
     def _chooses(self, chunk: int) -> bool:
-        return self.chunks.first_page(chunk) > self.rule.budget
+        return self.chunks.first_page(chunk) > self.rule.max_pages

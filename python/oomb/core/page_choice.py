@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from oomb import _C
-from oomb.config import TopKPages
+from oomb.config import PageRule, Past
 from oomb.core.demand import Demand
 from oomb.core.layout import Chunks, Order
 from oomb.core.list_sizes import ListSizes
@@ -14,7 +14,7 @@ from oomb.core.selection import Selector
 
 
 class PageChoice:
-    """Past pages that the query blocks of a call see, under :class:`oomb.TopKPages`.
+    """Past pages that the query blocks of a call see, under a :class:`oomb.PageRule`.
 
     A choice is made the first time that a layer's queries of a chunk exist: in the fill, for the
     chunk that the sweep begins with in the sweep. Every later pass uses it. So the sweep needs mean
@@ -49,8 +49,7 @@ class PageChoice:
     @staticmethod
     def of(
         demand: Demand,
-        rule: TopKPages,
-        selector: Selector,
+        rule: PageRule,
         order: Order,
         manager: _C.PageManager,
         *,
@@ -74,6 +73,7 @@ class PageChoice:
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
         keeps = demand.swept is not None or demand.config.record_selection
         lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
+        selector = Selector(rule)
         return PageChoice(selector, lists, summaries, demand.chunks, order, manager, announces)
 
     def summaries(self, layer: int) -> torch.Tensor | None:
@@ -91,8 +91,15 @@ class PageChoice:
         """Choose for a chunk's queries [B, Hq, C, D], where the lists are wanted."""
         summary = self._summaries[layer]
         assert summary is not None
-        begin, _ = self._chunks.span(chunk)
-        chosen = self._selector.choose(layer, chunk, q, summary, begin, first_key, num_keys)
+        past = Past(
+            layer=layer,
+            chunk=chunk,
+            page_size=self._chunks.page_size,
+            num_tokens=self._chunks.span(chunk)[0],
+            first_key=first_key,
+            num_keys=num_keys,
+        )
+        chosen = self._selector.choose(q, summary, past)
         self.lists.keep(layer, chunk, chosen)
         if self._announces:
             self._unannounced[layer, chunk] = _moment(q.device)

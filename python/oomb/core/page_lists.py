@@ -20,7 +20,7 @@ _AT_ONCE = 2  # chunks that are run, where they take turns
 
 
 class PageLists:
-    """Page lists of one call under :class:`oomb.TopKPages`, kept from the fill for the sweep.
+    """Page lists of one call under :class:`oomb.PageRule`, kept from the fill for the sweep.
 
     A list is born on the device and kept in host memory; the device has those of the chunks being
     run alone. When a kept chunk is swept, one kernel brings the lists of all its layers back: host
@@ -146,7 +146,7 @@ def _on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     except RuntimeError as error:
         raise OutOfMemoryError(
             f"the page lists of the call need {needed} bytes of host memory: the host is out of "
-            "memory. Lower the budget of TopKPages or shorten the sequence",
+            "memory. Lower the budget of the page rule or shorten the sequence",
             needed_bytes=needed,
             available_bytes=free_memory(torch.device("cpu")),
         ) from error

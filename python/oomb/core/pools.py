@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from oomb import _C
 from oomb.core.call_pages import CallPages, begin_pages
 from oomb.core.demand import Demand
-from oomb.core.selection import Selector
 from oomb.core.shortage import expect_room, leave_to_driver, refused
 from oomb.core.tiers import Caps, Held, PageLayout, page_manager
 from oomb.errors import Error
@@ -26,7 +25,6 @@ class Pools:
 
     Attributes:
         manager: None before the first call.
-        selector_type: chooses the pages under :class:`oomb.TopKPages`; benches replace it.
         test_switches: further arguments of the page manager, for tests.
     """
 
@@ -34,7 +32,6 @@ class Pools:
         self._device = device
         self._key: object = None
         self.manager: _C.PageManager | None = None
-        self.selector_type: Callable[..., Selector] = Selector
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
@@ -63,7 +60,7 @@ class Pools:
         try:
             caps = self._caps_with_room(demand, others)
             manager = self._manager_for(demand, caps)
-            yield begin_pages(demand, manager, caps, self.selector_type, rounding_seed)
+            yield begin_pages(demand, manager, caps, rounding_seed)
         except Error as error:
             error.snapshot = self.snapshot()
             raise

@@ -1,90 +1,80 @@
-"""Which past pages each block of queries sees."""
+"""Asks a page rule for its lists, and checks what it gives."""
 
 from __future__ import annotations
 
 import torch
 
-from oomb import _C
-from oomb.config import TopKPages
-from oomb.core.layout import Chunks
-from oomb.ops.launch import stream_of, workspace_on
+from oomb.config import PageRule, Past, TopKPages
 
 
 class Selector:
-    """Chooses the past pages of each block of queries under :class:`oomb.TopKPages`."""
+    """Chooses past pages by a rule in one call of the engine.
 
-    def __init__(self, rule: TopKPages, chunks: Chunks, num_layers: int) -> None:
-        self._rule = rule
-        self._chunks = chunks
-        self._num_layers = num_layers
-
-    def choose(
-        self,
-        layer: int,
-        chunk: int,
-        q: torch.Tensor,
-        summary: torch.Tensor,
-        num_past: int,
-        first_key: torch.Tensor | None,
-        num_keys: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Lists of a chunk's queries, whose past holds more pages than the budget.
-
-        Args:
-            q: [B, Hq, C, D]. No gradient flows through the choice.
-            summary: [B, pages, Hkv, D] mean keys.
-
-        Returns:
-            int32 [B, query blocks, heads or 1, budget], ascending, -1 padded.
-        """
-        rule, page_size = self._rule, self._chunks.page_size
-        batch, _, tokens, _ = q.shape
-        heads = 1 if rule.share == "all_heads" else summary.shape[2]
-        blocks, num_pages = -(-tokens // page_size), -(-num_past // page_size)
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = torch.empty(batch, blocks, heads, num_pages, dtype=dtype, device=q.device)
-        _C.page_score(
-            q=q.detach(),
-            summary=summary,
-            scores=scores,
-            kind=rule.score,
-            num_past=num_past,
-            page_size=page_size,
-            first_key=first_key,
-            num_keys=num_keys,
-            workspace=workspace_on(q.device),
-            stream=stream_of(q.device),
-        )
-        if rule.chunk_budget is not None:
-            _keep_best_of_chunk(scores, rule)
-        shape = (batch, blocks, heads, rule.budget)
-        lists = torch.empty(shape, dtype=torch.int32, device=q.device)
-        _C.page_select(
-            scores=scores,
-            selection=lists,
-            budget=rule.budget,
-            sink_pages=rule.sink_pages,
-            recent_pages=rule.recent_pages,
-            stream=stream_of(q.device),
-        )
-        return lists
-
-
-def _keep_best_of_chunk(scores: torch.Tensor, rule: TopKPages) -> None:
-    """Leave at most ``chunk_budget`` pages of each sequence as candidates of its whole chunk.
-
-    Pages rank by the highest score any block gives them; ties go to the lower page. Forced pages
-    stay.
+    A rule of the user's own is trusted as little as any argument: the shape of its lists is checked
+    each time. Their values are checked each time on a CPU; on a GPU once per call, since the host
+    has to wait for them.
     """
-    assert rule.chunk_budget is not None
-    best = scores.amax(dim=(1, 2))  # [B, pages]
-    num_pages = best.shape[1]
-    if num_pages <= rule.chunk_budget:
-        return
-    forced = torch.zeros(num_pages, dtype=torch.bool, device=scores.device)
-    forced[: rule.sink_pages] = True
-    forced[num_pages - rule.recent_pages :] = rule.recent_pages > 0
-    ranked = best.masked_fill(forced, torch.inf).sort(dim=1, descending=True, stable=True).indices
-    dropped = torch.ones_like(best, dtype=torch.bool)
-    dropped.scatter_(1, ranked[:, : rule.chunk_budget], False)
-    scores.masked_fill_(dropped[:, None, None, :], -torch.inf)
+
+    def __init__(self, rule: PageRule) -> None:
+        self._rule = rule
+        self._is_ours = type(rule) is TopKPages
+        self._checked = False
+
+    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: Past) -> torch.Tensor:
+        """Lists of a chunk's queries, as :meth:`oomb.PageRule.choose` gives them.
+
+        Raises:
+            ValueError: they are not what the rule promised.
+        """
+        with torch.no_grad():
+            lists = self._rule.choose(q.detach(), summaries, past)
+        if self._is_ours:
+            return lists
+        self._check(lists, q, summaries, past)
+        return _without_padding(lists, past)
+
+    def _check(
+        self, lists: torch.Tensor, q: torch.Tensor, summaries: torch.Tensor, past: Past
+    ) -> None:
+        rule = self._rule
+        name = f"{type(rule).__name__}.choose"
+        heads = 1 if rule.share == "all_heads" else summaries.shape[2]
+        blocks = -(-q.shape[2] // past.page_size)
+        shape = (q.shape[0], blocks, heads, rule.max_pages)
+        expected = f"int32 {list(shape)} on {q.device}"
+        if not isinstance(lists, torch.Tensor):
+            raise ValueError(f"{name}: expected {expected}, got {type(lists).__name__}")
+        got = f"{lists.dtype} {list(lists.shape)} on {lists.device}".removeprefix("torch.")
+        fits = tuple(lists.shape) == shape and lists.dtype == torch.int32
+        if not fits or lists.device != q.device or not lists.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous {expected}, got {got}")
+        if q.device.type == "cpu" or not self._checked:
+            _check_values(name, lists, past)
+            self._checked = True
+
+
+def _without_padding(lists: torch.Tensor, past: Past) -> torch.Tensor:
+    """Pages behind a sequence's last token do not exist; a rule need not know."""
+    if past.num_keys is None:
+        return lists
+    existing = -(-past.num_keys // past.page_size)
+    return lists.masked_fill(lists >= existing[:, None, None, None], -1)
+
+
+def _check_values(name: str, lists: torch.Tensor, past: Past) -> None:
+    """Numbers of past pages, ascending, then -1."""
+    inside = (lists >= -1) & (lists < past.num_pages)
+    before, after = lists[..., :-1], lists[..., 1:]
+    ascends = (after > before) & (before >= 0) | (after == -1)
+    if not bool(inside.all()):
+        low, high = (int(x) for x in torch.aminmax(lists))
+        raise ValueError(
+            f"{name}: expected pages in [0, {past.num_pages}) or -1, got {low} … {high} at layer "
+            f"{past.layer}, chunk {past.chunk}"
+        )
+    if not bool(ascends.all()):
+        row = lists[(~ascends).any(dim=-1)][0].tolist()
+        raise ValueError(
+            f"{name}: expected ascending pages, then -1, got {row} at layer {past.layer}, chunk "
+            f"{past.chunk}"
+        )

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from oomb.config import Config, TopKPages
+from oomb.config import Config, PageRule
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
 from oomb.core.tiers import PageLayout, free_memory, slots_of_call
@@ -119,7 +119,7 @@ def plan_call(
     pages = batch * chunks.first_page(chunks.number - 1)
     page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
     summaries = lists = 0
-    if isinstance(config.attention, TopKPages):
+    if isinstance(config.attention, PageRule):
         sizes = ListSizes.of(config.attention, chunks, shapes, batch)
         summaries = sizes.layers * pages * layout.summary_bytes
         lists = sizes.host_bytes(model.device.type)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from oomb.config import TopKPages
+from oomb.config import PageRule, TopKPages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +23,28 @@ class Choices:
     first: int = 4
     latest: int = 8
 
-    def share(self, rule: TopKPages, past: int, blocks: int, heads: int) -> float:
+    def share(self, rule: PageRule, past: int, blocks: int, heads: int) -> float:
         """Part of ``past`` pages, more than the budget, that one layer of a chunk chooses.
 
         Args:
             blocks: of queries in the chunk.
             heads: that choose for themselves.
         """
+        expected = rule.expected_share(past, blocks)
+        if expected is not None:
+            return expected
         first, latest = self._forced(rule)
-        free, others = rule.budget - first - latest, past - first - latest
+        free, others = rule.max_pages - first - latest, past - first - latest
         kept = self.carried * free
         # A page that is none of a block's is one of the next block's with this probability.
         fresh = (free - kept) / max(1.0, others - kept)
         left_out = ((1 - free / others) * (1 - fresh) ** (blocks - 1)) ** heads
         share = 1 - left_out * others / past
-        return share if rule.chunk_budget is None else min(share, rule.chunk_budget / past)
+        bound = rule.chunk_budget if isinstance(rule, TopKPages) else None
+        return share if bound is None else min(share, bound / past)
 
     def draw(
-        self, random: np.random.Generator, rule: TopKPages, past: int, share: float, together: int
+        self, random: np.random.Generator, rule: PageRule, past: int, share: float, together: int
     ) -> npt.NDArray[np.int64]:
         """``share`` of the past, in groups of ``together`` pages: ascending numbers of groups."""
         first, latest = (-(-number // together) for number in self._forced(rule))
@@ -50,11 +54,12 @@ class Choices:
         chosen[:first] = chosen[groups - latest :] = True
         return np.flatnonzero(chosen)
 
-    def _forced(self, rule: TopKPages) -> tuple[int, int]:
-        first, latest = max(self.first, rule.sink_pages), max(self.latest, rule.recent_pages)
-        if first + latest > rule.budget:
-            return rule.sink_pages, rule.recent_pages
-        return first, latest
+    def _forced(self, rule: PageRule) -> tuple[int, int]:
+        sinks, recent = 0, 0
+        if isinstance(rule, TopKPages):
+            sinks, recent = rule.sink_pages, rule.recent_pages
+        first, latest = max(self.first, sinks), max(self.latest, recent)
+        return (first, latest) if first + latest <= rule.max_pages else (sinks, recent)
 
 
 UNIFORM = Choices(carried=0.0, first=0, latest=0)  # every page equally likely, block by block

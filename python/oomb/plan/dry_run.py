@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oomb import _C
-from oomb.config import TopKPages
+from oomb.config import PageRule
 from oomb.core.layout import Chunks, Order, call_order
 from oomb.core.tiers import Caps
 from oomb.model.causal import LayerShape
@@ -162,7 +162,7 @@ class DryRun:
         past = self._chunks.first_page(chunk)
         if rule is None or self._shapes[layer].window:
             return
-        if past * self._factor <= rule.budget or (chunk, layer) in self._announced:
+        if past * self._factor <= rule.max_pages or (chunk, layer) in self._announced:
             return
         self._announced.add((chunk, layer))
         listed = self._guess(past, rule)
@@ -171,7 +171,7 @@ class DryRun:
             if visit >= 0:
                 self._manager.set_visit_pages(visit, listed)
 
-    def _guess(self, past: int, rule: TopKPages) -> npt.NDArray[np.int64]:
+    def _guess(self, past: int, rule: PageRule) -> npt.NDArray[np.int64]:
         """Pages of the dry run that stand for the chosen ones."""
         call, max_pages = self._call, self._chunks.first_page(self._call.filled)
         share = call.chosen_share(past * self._factor)

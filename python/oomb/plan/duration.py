@@ -124,7 +124,7 @@ def _pairs(call: PageCall, chunks: Swept, shapes: Sequence[LayerShape]) -> tuple
 
     First those whose keys are partly masked, in the chunk itself or in a window; then earlier ones.
     """
-    budget = call.selection.budget * call.chunks.page_size if call.selection else None
+    budget = call.selection.max_pages * call.chunks.page_size if call.selection else None
     totals = [0.0, 0.0]
     for window in {shape.window for shape in shapes}:
         width = sum(s.query_heads * s.head_dim for s in shapes if s.window == window)

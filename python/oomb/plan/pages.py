@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from oomb import _C
-from oomb.config import TopKPages
+from oomb.config import PageRule
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
 from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
@@ -32,7 +32,7 @@ class PageCall:
     layout: PageLayout
     batch: int
     device_type: str
-    selection: TopKPages | None
+    selection: PageRule | None
     choices: Choices
 
     @property
@@ -64,7 +64,7 @@ class PageCall:
     def chosen_share(self, past: int) -> float:
         """Part of ``past`` pages that one layer of a chunk reads."""
         rule = self.selection
-        if rule is None or past <= rule.budget:
+        if rule is None or past <= rule.max_pages:
             return 1.0
         heads = 1 if rule.share == "all_heads" else self.layout.kv_heads
         return self.choices.share(rule, past, self.chunks.first_page(1), heads)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomb.config import Config, SampledChunks, TopKPages
+from oomb.config import Config, PageRule, SampledChunks
 from oomb.core.layout import Chunks
 from oomb.core.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.engine.plan import ACTIVATION_SHARE
@@ -162,7 +162,7 @@ class Planner:
             ),
             batch=batch_size,
             device_type=self.machine.device_type,
-            selection=rule if isinstance(rule, TopKPages) else None,
+            selection=rule if isinstance(rule, PageRule) else None,
             choices=choices or Choices(),
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oomb.config import TopKPages
+from oomb.config import PageRule
 from oomb.core.tiers import PageLayout
 from oomb.model.causal import LayerShape
 from oomb.ops import paged_attention
@@ -58,7 +58,7 @@ _CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
 _QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: TopKPages | None) -> Rates:
+def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None) -> Rates:
     """Rates of a GPU that is not here."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
@@ -90,7 +90,7 @@ def measured_rates(
     dtype: torch.dtype,
     chunk: int,
     batch: int,
-    selection: TopKPages | None,
+    selection: PageRule | None,
 ) -> Rates:
     """Rates of this machine's device for a model's shapes; measured once per process.
 
@@ -207,7 +207,7 @@ def _attention_rates(
     layout: PageLayout,
     rows: int,
     batch: int,
-    selection: TopKPages | None,
+    selection: PageRule | None,
 ) -> dict[str, float]:
     """FLOP/s on the chunk alone, and on what a past long beside it adds."""
     page = layout.page_size
@@ -225,8 +225,8 @@ def _attention_rates(
     dkv_pages = values(batch * pages, 2, kv_heads, page, dim, dtype=layout.grad_dtype)
     table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
     lists = None
-    if selection is not None and selection.budget < pages:
-        seen = selection.budget
+    if selection is not None and selection.max_pages < pages:
+        seen = selection.max_pages
         listed = 1 if selection.share == "all_heads" else kv_heads
         rank = torch.rand(batch, blocks, listed, pages, device=device)
         lists = rank.topk(seen, dim=-1)[1].sort(dim=-1)[0].to(torch.int32)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import oomb
-from oomb.core.selection import Selector
 from oomb.ops.pages import page_select
 
 from . import naive_selection
@@ -177,15 +176,14 @@ def test_a_choice_is_made_once(
     model, ids = make("llama"), random_ids(1, TOKENS)
     chosen: list[tuple[int, int]] = []
 
-    class Noted(Selector):
-        def choose(self, layer: int, chunk: int, *arguments: Any) -> torch.Tensor:
-            chosen.append((layer, chunk))
-            return super().choose(layer, chunk, *arguments)
+    class Noted(oomb.TopKPages):
+        def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: oomb.Past) -> torch.Tensor:
+            chosen.append((past.layer, past.chunk))
+            return super().choose(q, summaries, past)
 
     tiers = {"device_memory": 12 * 2 * 2 * PAGE * 8 * 8, "host_memory": "1MiB"} if spills else {}
-    settings = config(oomb.TopKPages(budget=2), recompute=recompute, backward=backward, **tiers)
+    settings = config(Noted(budget=2), recompute=recompute, backward=backward, **tiers)
     with oomb.Engine(model, settings) as engine:
-        engine._pools.selector_type = Noted
         step = engine.forward_backward(ids, ids)
     assert (step.stats.h2d_bytes > 0) == spills
     last, first = len(step.selection) - 1, swept[-1]

@@ -45,10 +45,18 @@ def test_every_example_is_tested() -> None:
     assert names == {
         "quickstart.py",
         "lora.py",
+        "page_rule.py",
         "paged_attention.py",
         "trainer.py",
         "trl_sft.py",
     }
+
+
+def test_page_rule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = losses(output_of("page_rule.py", capsys, monkeypatch))
+    dense, ruled = found[:3], found[3:]
+    assert dense[0] == pytest.approx(ruled[0], abs=0.05) and dense != ruled
+    assert dense[-1] < dense[0] and ruled[-1] < ruled[0]
 
 
 def test_quickstart(

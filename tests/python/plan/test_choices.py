@@ -8,18 +8,18 @@ import torch
 
 import oomb
 from engine.models import make
-from oomb.cli.bench_selection import SyntheticSelector, UniformSelector, _drawn
-from oomb.core.selection import Selector
+from oomb.cli.bench_selection import SyntheticPages, UniformPages
+from oomb.cli.bench_step import with_selection
 from oomb.plan import UNIFORM, Choices, Machine, Planner
 
-KINDS = [(SyntheticSelector, Choices()), (UniformSelector, UNIFORM)]
+KINDS = [("synthetic", Choices()), ("uniform", UNIFORM)]
 
 
 @pytest.mark.parametrize(("budget", "blocks", "past"), [(16, 8, 40), (16, 8, 160), (64, 32, 900)])
 @pytest.mark.parametrize(("kind", "choices"), KINDS, ids=["synthetic", "uniform"])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_distinct_pages(
-    kind: type[SyntheticSelector],
+    kind: str,
     choices: Choices,
     budget: int,
     blocks: int,
@@ -27,7 +27,10 @@ def test_distinct_pages(
     heads: int,
 ) -> None:
     layers, rule = 40, oomb.TopKPages(budget=budget)
-    lists = _drawn(*kind._kind(budget), past, (layers, blocks, heads), "cpu")
+    drawing = SyntheticPages if kind == "synthetic" else UniformPages
+    lists = drawing(budget=budget, layers=layers, blocks=blocks).drawn(
+        past, heads, torch.device("cpu")
+    )
     drawn = np.mean([np.unique(of_layer.numpy()).size for of_layer in lists])
     share = choices.share(rule, past, blocks, heads)
     assert share * past == pytest.approx(drawn, rel=0.03)
@@ -52,7 +55,7 @@ def test_the_rules_own_bounds() -> None:
 
 
 @pytest.mark.parametrize(("kind", "choices"), KINDS, ids=["synthetic", "uniform"])
-def test_a_spilled_call(kind: type[Selector], choices: Choices) -> None:
+def test_a_spilled_call(kind: str, choices: Choices) -> None:
     """Peak of the host tier and copies, as the page manager reports them for drawn lists."""
     rule = oomb.TopKPages(budget=24)
     config = oomb.Config(
@@ -63,8 +66,7 @@ def test_a_spilled_call(kind: type[Selector], choices: Choices) -> None:
     predicted = Planner(model, Machine.here("cpu")).predict(
         6000, config, optimizer=None, timed=False, choices=choices
     )
-    with oomb.Engine(model, config) as engine:
-        engine._pools.selector_type = kind
+    with oomb.Engine(model, with_selection(config, kind, len(model.model.layers))) as engine:
         stats = engine.forward_backward(ids, ids).stats
     assert predicted.host_pool_bytes == pytest.approx(stats.host_peak_bytes, abs=2**20)
     for name in ("h2d_bytes", "d2h_bytes"):
