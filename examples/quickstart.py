@@ -8,23 +8,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import oomb  # isort: skip  (before torch: its waiting threads then sleep)
 import torch
-from transformers import AutoModelForCausalLM
-
-import oomb
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="oomb-demo/model")
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="any file")
+    parser.add_argument("--tokenizer", help="its folder or name; default: the model's own")
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(options.model)
-    text = options.text.read_bytes()[: options.tokens]
-    input_ids = torch.tensor(list(text))[None]  # the demo's model reads bytes
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+    text = options.text.read_text(encoding="utf-8")
+    input_ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     with oomb.Engine(model, oomb.Config(chunk_size=1024)) as engine:

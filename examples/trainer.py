@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
+import oomb  # isort: skip  (before torch: its waiting threads then sleep)
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-import oomb
 from oomb.hf import Trainer  # instead of: from transformers import Trainer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="oomb-demo/model")
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="any file")
+    parser.add_argument("--tokenizer", help="its folder or name; default: the model's own")
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__))
     parser.add_argument("--tokens", type=int, default=8192, help="per sequence")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", default="oomb-demo/trainer")
@@ -28,7 +28,9 @@ def main() -> None:
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(options.model)
-    ids = torch.tensor(list(options.text.read_bytes()))  # the demo's model reads bytes
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+    text = options.text.read_text(encoding="utf-8")
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     windows = [{"input_ids": window, "labels": window} for window in ids.split(options.tokens)]
     trainer = Trainer(
         model,

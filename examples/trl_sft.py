@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import oomb  # isort: skip  (before torch: its waiting threads then sleep)
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
-import oomb
 from oomb.hf import SFTTrainer  # instead of: from trl import SFTTrainer
 
 

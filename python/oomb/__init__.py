@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oomb.lazy import lazy_names
+from oomb.waiting import wait_asleep
 
 if TYPE_CHECKING:
     from oomb import _C as _C
@@ -44,6 +45,8 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
 ]
+
+wait_asleep()  # before whatever imports torch
 
 _lazy, __dir__ = lazy_names(
     __name__,

@@ -13,8 +13,11 @@ def demo(
         "oomb-demo"
     ),
     seconds: Annotated[
-        float, typer.Option(min=1, help="Leave out the longest lengths that would take longer.")
-    ] = 150,
+        float | None,
+        typer.Option(
+            min=1, help="Leave out the lengths that would take longer. Default: none is left out."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes: a look at the parts.")
     ] = False,

@@ -20,12 +20,18 @@ _STYLE = {
 _MIB = 1 << 20
 
 Measured = dict[str, dict[int, MemoryUse | None]]  # method -> tokens -> use; None: it stopped there
+LeftOut = dict[str, list[int]]  # method -> lengths that there was no time for
 
 
 def draw(
-    path: Path, memory: Measured, budget: int, ordinary: TrainingRun, chunked: TrainingRun
+    path: Path,
+    memory: Measured,
+    left_out: LeftOut,
+    budget: int,
+    ordinary: TrainingRun,
+    chunked: TrainingRun,
 ) -> None:
-    """Save the picture as ``path``."""
+    """Save the picture as ``path``. What was left out is said in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,7 +39,7 @@ def draw(
     from matplotlib.ticker import FuncFormatter
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
-    _draw_memory(left, memory, budget)
+    _draw_memory(left, memory, left_out, budget)
     left.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _short(int(tokens))))
     right.plot(ordinary.steps, ordinary.losses, color="#D55E00", linewidth=5, alpha=0.35)
     right.plot(chunked.steps, chunked.losses, color="#0072B2", linewidth=1.5, marker="o", ms=3.5)
@@ -47,17 +53,17 @@ def draw(
     pyplot.close(figure)
 
 
-def _draw_memory(axes: Axes, memory: Measured, budget: int) -> None:
+def _draw_memory(axes: Axes, memory: Measured, left_out: LeftOut, budget: int) -> None:
     limit = budget / _MIB
     for method, uses in memory.items():
         label, colour, marker = _STYLE[method]
+        if left_out.get(method):
+            label += f"\n({', '.join(map(_short, left_out[method]))} left out: no time)"
         held = {tokens: use.peak / _MIB for tokens, use in uses.items() if use is not None}
         axes.plot(list(held), list(held.values()), color=colour, marker=marker, label=label)
-        if None in uses.values() and len(held) > 1:
-            # Towards the limit as the last two points go; the next length measured stops.
-            (x0, y0), (x1, y1) = list(held.items())[-2:]
-            ends = x1 + (limit - y1) * (x1 - x0) / (y1 - y0)
-            axes.plot([x1, ends], [y1, limit], color=colour, linestyle=":")
+        for stopped in (tokens for tokens, use in uses.items() if use is None):
+            ends = _reaches(limit, list(held.items())[-2:], stopped)
+            axes.plot([*held, ends][-2:], [*held.values(), limit][-2:], color=colour, ls=":")
             axes.plot([ends], [limit], color=colour, marker="x", ms=9, mew=2)
     pages = {tokens: use.pages / _MIB for tokens, use in memory["oomb"].items() if use}
     axes.plot(
@@ -86,6 +92,17 @@ def _draw_memory(axes: Axes, memory: Measured, budget: int) -> None:
         ylim=(0, 1.12 * limit),
     )
     axes.legend(frameon=False, fontsize=8, loc="center right")
+
+
+def _reaches(limit: float, last: list[tuple[int, float]], stopped: int) -> float:
+    """Tokens at which a line that goes on as its last two points do is at the limit.
+
+    At most ``stopped``, the length that did not fit; that length where one point tells no slope.
+    """
+    if len(last) < 2 or last[1][1] <= last[0][1]:
+        return stopped
+    (x0, y0), (x1, y1) = last
+    return min(stopped, x1 + (limit - y1) * (x1 - x0) / (y1 - y0))
 
 
 def _short(tokens: int) -> str:

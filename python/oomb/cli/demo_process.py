@@ -7,7 +7,6 @@ out: ``{"done": share}`` as often as there is news, ``{"result": ...}`` at the e
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -39,12 +38,8 @@ def run_task(task: str, arguments: dict[str, Any], on_share: OnShare) -> dict[st
     """
     start = f"from {__name__} import main; main()"
     command = [sys.executable, "-c", start, task, json.dumps(arguments)]
-    # Threads of torch that wait by spinning would take the cores from the kernels' own threads.
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             message: dict[str, Any] = {}
             for line in process.stdout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from rich.table import Table
 from oomb.cli.demo_gradients import GradientDifference
 from oomb.cli.demo_memory import MemoryUse
 from oomb.cli.demo_model import small_model
-from oomb.cli.demo_picture import Measured, draw
+from oomb.cli.demo_picture import LeftOut, Measured, draw
 from oomb.cli.demo_process import OnShare, OutOfBudget, run_task
 from oomb.cli.demo_text import python_source
 from oomb.cli.demo_training import TrainingRun, TrainingSize
@@ -57,14 +58,16 @@ QUICK = Size(
 )
 
 
-def run(out: Path, seconds: float, size: Size) -> None:
+def run(out: Path, seconds: float | None, size: Size) -> None:
     """Carry the demo out and leave picture, figures, model and text in ``out``.
 
     Args:
-        seconds: the longest lengths that would take longer are left out.
+        seconds: lengths that would take longer are left out, and named; None: all are run.
     """
     console = Console()
-    ends = time.monotonic() + seconds
+    seconds = math.inf if seconds is None else seconds
+    # The two training runs take about as long as everything before the last doubling.
+    memory_ends = time.monotonic() + 0.8 * seconds
     parameters = sum(p.numel() for p in small_model().parameters())
     text = python_source()
     console.print(
@@ -73,19 +76,18 @@ def run(out: Path, seconds: float, size: Size) -> None:
     )
     gradients = compare_gradients(console, size)
     show_gradients(console, size, gradients)
-    # The two training runs take about as long as everything before the last doubling.
-    memory = measure_memory(console, size, ends - 0.2 * seconds)
-    show_memory(console, size, memory)
+    memory, left_out = measure_memory(console, size, memory_ends)
+    show_memory(console, size, memory, left_out)
     ordinary, chunked = train(console, size, out / "model")
     show_training(console, size.training, ordinary, chunked)
     text.save(out / "text")
-    figures = _figures(size, gradients, memory, ordinary, chunked)
+    figures = _figures(size, gradients, memory, left_out, ordinary, chunked)
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         console.print("No picture: pip install matplotlib")
     else:
         picture = out / "memory_and_loss.png"
-        draw(picture, memory, size.budget, ordinary, chunked)
+        draw(picture, memory, left_out, size.budget, ordinary, chunked)
         console.print(f"Picture: {picture}")
     console.print(f"Figures: {out / 'figures.json'}\nModel:   {out / 'model'}")
     console.print(f"Text:    {out / 'text'}")
@@ -100,17 +102,19 @@ def compare_gradients(console: Console, size: Size) -> GradientDifference:
         return GradientDifference(**run_task("gradients", arguments, on_share))
 
 
-def measure_memory(console: Console, size: Size, ends: float) -> Measured:
-    """Peak memory of each method at each length, until it stops.
+def measure_memory(console: Console, size: Size, ends: float) -> tuple[Measured, LeftOut]:
+    """Peak memory of each method at each length until it stops, and the lengths left out.
 
     A step of twice the length takes four times as long at most; where that would end after ``ends``
     (of the monotonic clock), the length is left out, unless it is ordinary training's.
     """
     memory: Measured = {method: {} for method in METHODS}
+    left_out: LeftOut = {}
     for method in ("ordinary", "oomb", "checkpointing"):
         name, uses, left_for = METHODS[method], memory[method], 0.0
-        for tokens in size.lengths:
+        for number, tokens in enumerate(size.lengths):
             if method != "ordinary" and time.monotonic() + left_for > ends:
+                left_out[method] = list(size.lengths[number:])
                 break
             began = time.monotonic()
             with _progress(console, f"memory at {tokens:,} tokens: {name}") as on_share:
@@ -122,7 +126,7 @@ def measure_memory(console: Console, size: Size, ends: float) -> Measured:
                     break
             uses[tokens] = use
             left_for = time.monotonic() - began + 3 * use.seconds
-    return memory
+    return memory, left_out
 
 
 def train(console: Console, size: Size, save_to: Path) -> tuple[TrainingRun, TrainingRun]:
@@ -164,13 +168,13 @@ def show_gradients(console: Console, size: Size, found: GradientDifference) -> N
     )
 
 
-def show_memory(console: Console, size: Size, memory: Measured) -> None:
+def show_memory(console: Console, size: Size, memory: Measured, left_out: LeftOut) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("tokens", justify="right")
     for name in (*METHODS.values(), "of which pages"):
         table.add_column(name, justify="right", min_width=14)
-    for tokens in sorted({tokens for uses in memory.values() for tokens in uses}):
-        cells = [_cell(memory[method], tokens) for method in METHODS]
+    for tokens in size.lengths:
+        cells = [_cell(memory[method], left_out.get(method, []), tokens) for method in METHODS]
         use = memory["oomb"].get(tokens)
         table.add_row(f"{tokens:,}", *cells, _mib(use.pages) if use else "")
     console.print(
@@ -178,6 +182,12 @@ def show_memory(console: Console, size: Size, memory: Measured) -> None:
         f"process with its model; each may take {size.budget // MIB:,} MiB"
     )
     console.print(table)
+    for method, lengths in left_out.items():
+        named = ", ".join(f"{tokens:,}" for tokens in lengths)
+        console.print(
+            f"Left out for want of time (--seconds): {METHODS[method]} at {named} tokens, so its "
+            "line in the picture ends early."
+        )
     held = [(tokens, use) for tokens, use in memory["oomb"].items() if use is not None]
     if len(held) > 1:
         (first, few), (last, many) = held[0], held[-1]
@@ -187,9 +197,9 @@ def show_memory(console: Console, size: Size, memory: Measured) -> None:
         )
 
 
-def _cell(uses: dict[int, MemoryUse | None], tokens: int) -> str:
+def _cell(uses: dict[int, MemoryUse | None], left_out: list[int], tokens: int) -> str:
     if tokens not in uses:
-        return ""
+        return "left out" if tokens in left_out else ""
     use = uses[tokens]
     return "stops" if use is None else _mib(use.peak)
 
@@ -218,6 +228,7 @@ def _figures(
     size: Size,
     gradients: GradientDifference,
     memory: Measured,
+    left_out: LeftOut,
     ordinary: TrainingRun,
     chunked: TrainingRun,
 ) -> dict[str, Any]:
@@ -229,5 +240,6 @@ def _figures(
         "size": asdict(size),
         "gradients": asdict(gradients),
         "memory": uses,
+        "left_out": left_out,
         "training": {"ordinary": asdict(ordinary), "oomb": asdict(chunked)},
     }

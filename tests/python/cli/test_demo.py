@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from oomb import Config
-from oomb.cli import app, demo_training
+from oomb.cli import app, demo_run, demo_training
 from oomb.cli.demo_gradients import compare_gradients, largest_difference
 from oomb.cli.demo_model import small_model
+from oomb.cli.demo_picture import LeftOut, Measured, draw
 from oomb.cli.demo_process import OutOfBudget, run_task
+from oomb.cli.demo_run import QUICK
 from oomb.cli.demo_text import python_source
 from oomb.cli.demo_tokenizer import byte_tokenizer
-from oomb.cli.demo_training import TrainingSize
+from oomb.cli.demo_training import TrainingRun, TrainingSize
 
 MIB = 1 << 20
 
@@ -36,7 +42,7 @@ def memory_arguments(**changes: object) -> dict[str, object]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the quick demo printed, and its folder."""
     out = tmp_path_factory.mktemp("demo")
-    command = ["demo", "--quick", "--seconds", "3600", "--out", str(out)]
+    command = ["demo", "--quick", "--out", str(out)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output, out
@@ -164,3 +170,89 @@ def test_text_starts_over_at_its_end() -> None:
 def test_no_source_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no source"):
         python_source(tmp_path)
+
+
+# Lengths that stop, and lengths that there is no time for -----------------------------------------
+
+
+class SlowMachine:
+    """In place of the demo's processes: a length takes its square in seconds, or does not fit."""
+
+    def __init__(self, fits: dict[str, int]) -> None:
+        self.fits, self.now = fits, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run_task(self, task: str, arguments: dict[str, Any], _: object) -> dict[str, Any]:
+        tokens = arguments["num_tokens"]
+        if tokens > self.fits[arguments["method"]]:
+            raise OutOfBudget
+        seconds = (tokens / 1024) ** 2
+        self.now += seconds
+        used = int(0.9 * QUICK.budget * tokens / self.fits[arguments["method"]])
+        return {"peak": used, "pages": used // 2, "process": used, "seconds": seconds}
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, fits: dict[str, int], seconds: float
+) -> tuple[Measured, LeftOut, str]:
+    """What the memory part finds and prints on such a machine within ``seconds``."""
+    machine = SlowMachine(fits)
+    monkeypatch.setattr(demo_run, "run_task", machine.run_task)
+    monkeypatch.setattr(demo_run, "time", machine)
+    console = Console(file=io.StringIO(), width=120)
+    size = replace(QUICK, lengths=LENGTHS)
+    memory, left_out = demo_run.measure_memory(console, size, seconds)
+    demo_run.show_memory(console, size, memory, left_out)
+    return memory, left_out, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, path: Path, memory: Measured, left_out: LeftOut
+) -> tuple[dict[str, float], list[str]]:
+    """Tokens at which each colour has its cross, and the legend."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    run = TrainingRun([0, 1], [5.0, 4.0])
+    draw(path, memory, left_out, QUICK.budget, run, run)
+    axes = pyplot.gcf().axes[0]
+    crosses = {line.get_color(): line for line in axes.lines if line.get_marker() == "x"}
+    legend = axes.get_legend()
+    assert legend is not None
+    monkeypatch.undo()
+    pyplot.close("all")
+    return (
+        {color: float(line.get_xdata()[0]) for color, line in crosses.items()},  # type: ignore
+        [text.get_text() for text in legend.get_texts()],
+    )
+
+
+LENGTHS = (1024, 2048, 4096, 8192)
+FITS = {"ordinary": 1024, "checkpointing": 4096, "oomb": 1 << 20}
+ORANGE, YELLOW = "#D55E00", "#E69F00"
+
+
+def test_every_length_is_run_without_a_limit_of_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory, left_out, said = measured(monkeypatch, FITS, math.inf)
+    assert not left_out and "eft out" not in said
+    assert list(memory["oomb"]) == list(LENGTHS) and said.count("stops") == 2
+    crosses, legend = drawn(monkeypatch, tmp_path / "p.png", memory, left_out)
+    # One point of the first has no slope: its cross stands where it stopped. The second's is on it.
+    assert crosses == {ORANGE: 2048.0, YELLOW: pytest.approx(4096 / 0.9)}
+    assert not any("left out" in text for text in legend)
+
+
+def test_what_there_was_no_time_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory, left_out, said = measured(monkeypatch, FITS, 30.0)
+    assert left_out == {"oomb": [8192], "checkpointing": [4096, 8192]}
+    assert "OOMB at 8,192 tokens" in said and "checkpointing at 4,096, 8,192 tokens" in said
+    crosses, legend = drawn(monkeypatch, tmp_path / "p.png", memory, left_out)
+    assert list(crosses) == [ORANGE]
+    assert "ordinary, with checkpointing\n(4K, 8K left out: no time)" in legend
+    assert "OOMB\n(8K left out: no time)" in legend

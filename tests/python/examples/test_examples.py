@@ -7,8 +7,12 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from typer.testing import CliRunner
 
 from oomb.cli import app
@@ -117,6 +121,39 @@ def test_trl_sft(
     found = losses(output_of("trl_sft.py", capsys, monkeypatch, *options))
     assert len(found) == 3 and found[-1] < found[0]
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_any_model_gets_its_own_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not bytes: here no id is below 256, and the tokenizer lies in a folder of its own."""
+    tokenizer = byte_tokenizer()
+    vocabulary = {token: 256 + byte for token, byte in tokenizer.get_vocab().items()}
+    Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], unk_token=None, eos_token=None, pad_token=None
+    ).save_pretrained(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=512, **sizes, **heads)).save_pretrained(
+        tmp_path / "model"
+    )
+    (tmp_path / "text").write_text("näherungsweise 1500 bytes. " * 60, encoding="utf-8")
+    # The 256th token predicts nothing, so the model never reads it.
+    expected = [256 + byte for byte in (tmp_path / "text").read_bytes()[:255]]
+    options = ["--model", str(tmp_path / "model"), "--tokenizer", str(tmp_path / "tokenizer")]
+    options += ["--text", str(tmp_path / "text"), "--tokens", "256", "--steps", "1"]
+    for name in ("quickstart.py", "lora.py", "trainer.py"):
+        seen: list[list[int]] = []
+
+        def watch(module: torch.nn.Module, inputs: Any, seen: Any = seen) -> None:
+            if isinstance(module, torch.nn.Embedding):
+                seen += inputs[0].tolist()
+
+        hook = register_module_forward_pre_hook(watch)
+        out = [] if name == "quickstart.py" else ["--out", str(tmp_path / name)]
+        output_of(name, capsys, monkeypatch, *options, *out)
+        hook.remove()
+        assert expected in seen, name
 
 
 # Examples from YAML -------------------------------------------------------------------------------
