@@ -4,51 +4,92 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
 
 from oomb.monitor.observer import Record
-from oomb.report.chart import Series, YAxis, line_chart, smoothed, stacked_areas, stacked_bars
+from oomb.report.chart import (
+    Limit,
+    Phase,
+    Series,
+    XAxis,
+    YAxis,
+    areas,
+    line_chart,
+    smoothed,
+    stacked_bars,
+)
 from oomb.report.png import data_uri, map_png
 from oomb.report.runs import Run
-from oomb.report.scale import unit_of_bytes
+from oomb.report.scale import power_of_ten, unit_of_bytes
+from oomb.units import bytes_text
 
-SMOOTH_FROM = 40  # steps from which a smoothed line helps
 BARS = 48  # of the breakdown over steps
+SMOOTH_FROM = 4  # steps; fewer have no trend
+LIMIT_DRAWN = 2.5  # times the most that was held; a limit farther off is told below
+
+_CHUNKS = XAxis("chunk, in the order they ran", "chunk")
+
+
+def color_of(run: int) -> int:
+    """Of the run's lines, by its number in a comparison; one more is that of its evaluations."""
+    return 4 * run
 
 
 def loss(runs: Sequence[Run]) -> str:
     series = []
     for number, run in enumerate(runs):
-        color, prefix = 4 * number, f"{run.name}, " if len(runs) > 1 else ""
-        values = run.column("loss")
-        smooth = len(values) >= SMOOTH_FROM
-        if smooth:
-            series.append(Series("each step", run.steps, values, color, faint=True))
-        name = prefix + ("training, smoothed" if smooth else "training")
-        series.append(Series(name, run.steps, smoothed(values) if smooth else values, color))
+        prefix, color = f"{run.name}, " if len(runs) > 1 else "", color_of(number)
+        series += _trend(run, "loss", color, prefix + "training", f"{prefix}each step")
         evals = run.metrics.evals
         if evals:
             x, y = [float(e["step"]) for e in evals], [e.get("loss") for e in evals]
             series.append(Series(prefix + "evaluation", x, y, color + 1, dots=True))
-    return line_chart(series, "step", YAxis("loss, nats per token", from_zero=False))
+    return line_chart(series, YAxis("nats per token", from_zero=False))
 
 
 def throughput(runs: Sequence[Run]) -> str:
     series = [
-        Series(run.name, run.steps, run.column("tokens_per_second"), 4 * number)
+        Series(run.name, run.steps, run.column("tokens_per_second"), color_of(number))
         for number, run in enumerate(runs)
     ]
-    return line_chart(series, "step", YAxis("tokens per second"))
+    return line_chart(series, YAxis("tokens per second"))
 
 
 def gradient_norm(runs: Sequence[Run]) -> str | None:
     """Before clipping, of each step; None where no run recorded it."""
+    if not any(run.has("grad_norm") for run in runs):
+        return None
+    series = []
+    for number, run in enumerate(runs):
+        prefix = f"{run.name}, " if len(runs) > 1 else ""
+        name = f"{prefix}norm"
+        series += _trend(run, "grad_norm", color_of(number), name, f"{prefix}each step")
+    return line_chart(series, YAxis("norm of the gradient, before clipping"))
+
+
+def learning_rate(runs: Sequence[Run]) -> str | None:
+    """Of each step; None where no run recorded it."""
+    most = max((run.most("learning_rate") or 0.0 for run in runs), default=0.0)
+    if not most:
+        return None
     series = [
-        Series(run.name, run.steps, run.column("grad_norm"), 4 * number)
+        Series(run.name, run.steps, run.column("learning_rate"), color_of(number))
         for number, run in enumerate(runs)
     ]
-    if not any(value is not None for one in series for value in one.y):
-        return None
-    return line_chart(series, "step", YAxis("norm of the gradient, before clipping"))
+    unit, sign = power_of_ten(most)
+    return line_chart(series, YAxis(f"learning rate{sign and f', in {sign}'}", unit, sign))
+
+
+def _trend(run: Run, key: str, color: int, name: str, each: str) -> list[Series]:
+    """Values of each step, faint behind their smoothed line."""
+    values = run.column(key)
+    if len(values) < SMOOTH_FROM:
+        return [Series(name, run.steps, values, color)]
+    return [
+        Series(each, run.steps, values, color, faint=True),
+        Series(f"{name}, smoothed", run.steps, smoothed(values), color),
+    ]
 
 
 def memory_timeline(run: Run) -> tuple[int, str] | None:
@@ -67,11 +108,25 @@ def memory_timeline(run: Run) -> tuple[int, str] | None:
         )
         if key == "device_bytes" or any(c[key] for c in chunks)
     ]
-    most = max(c["device_bytes"] + c["host_bytes"] for c in chunks)
-    unit, name = unit_of_bytes(most)
-    axis = YAxis(f"pages held, {name}", unit)
-    borders = [float(b) for b in _phase_borders(chunks)]
-    return step, stacked_areas(series, "chunks done, fill then sweep", axis, borders)
+    most = max(value or 0.0 for one in series for value in one.y)
+    unit, sign = unit_of_bytes(most)
+    limits = [
+        Limit(f"{one.name}, limit {bytes_text(limit)}", float(limit), one.color)
+        for one in series
+        if (limit := run.tier_limit(one.name.split()[0])) is not None
+    ]
+    drawn = [limit for limit in limits if limit.value <= LIMIT_DRAWN * most]
+    told = "; ".join(limit.name for limit in limits if limit not in drawn)
+    chart = areas(
+        series,
+        YAxis(f"{sign} of pages in each tier", unit, sign),
+        XAxis("chunks done", "chunks done:"),
+        _phases(chunks),
+        drawn,
+    )
+    return step, chart + (
+        f'<p class="note">Beyond the picture: {escape(told)}.</p>' if told else ""
+    )
 
 
 def chunk_times(run: Run) -> tuple[int, str] | None:
@@ -85,15 +140,13 @@ def chunk_times(run: Run) -> tuple[int, str] | None:
     busy = [float(c["seconds"]) - wait for c, wait in zip(chunks, waits, strict=True)]
     fill = [b if c["phase"] == "fill" else None for b, c in zip(busy, chunks, strict=True)]
     sweep = [b if c["phase"] == "sweep" else None for b, c in zip(busy, chunks, strict=True)]
-    unit, name = _unit_of_seconds(max(c["seconds"] for c in chunks))
+    axis = _seconds_axis("per chunk", max(c["seconds"] for c in chunks))
     series = [
         Series("fill", x, fill, 2),
         Series("sweep", x, sweep, 0),
         Series("waited for copies", x, list(waits), 3),
     ]
-    borders = [b + 0.5 for b in _phase_borders(chunks)]
-    axis = YAxis(f"{name} per chunk", unit)
-    return step, stacked_bars(series, "chunk, in the order they ran", axis, borders)
+    return step, stacked_bars(series, axis, _CHUNKS, _phases(chunks, 0.5))
 
 
 def traffic(run: Run) -> tuple[int, str] | None:
@@ -104,14 +157,13 @@ def traffic(run: Run) -> tuple[int, str] | None:
     step, chunks = found
     x = [float(number + 1) for number in range(len(chunks))]
     most = max(c["h2d_bytes"] + c["d2h_bytes"] for c in chunks)
-    unit, name = unit_of_bytes(most)
+    unit, sign = unit_of_bytes(most)
     series = [
         Series("to the device (prefetch)", x, [float(c["h2d_bytes"]) for c in chunks], 4),
         Series("to the host (offload)", x, [float(c["d2h_bytes"]) for c in chunks], 5),
     ]
-    borders = [b + 0.5 for b in _phase_borders(chunks)]
-    axis = YAxis(f"{name} per chunk", unit)
-    return step, stacked_bars(series, "chunk, in the order they ran", axis, borders)
+    axis = YAxis(f"{sign} moved per chunk", unit, sign)
+    return step, stacked_bars(series, axis, _CHUNKS, _phases(chunks, 0.5))
 
 
 def breakdown(run: Run) -> str:
@@ -137,8 +189,9 @@ def breakdown(run: Run) -> str:
     series = [Series(name, x, values, colors[name]) for name, values in parts.items()]
     size = len(groups[0])
     label = "step" if size == 1 else f"step, means of {size}"
-    unit, name = _unit_of_seconds(run.most("seconds") or 0.0)
-    return stacked_bars(series, label, YAxis(f"{name} per step", unit))
+    one = "step" if size == 1 else "around step"
+    axis = _seconds_axis("per step", run.most("seconds") or 0.0)
+    return stacked_bars(series, axis, XAxis(label, one))
 
 
 def page_maps(run: Run) -> tuple[int, str] | None:
@@ -157,12 +210,16 @@ def page_maps(run: Run) -> tuple[int, str] | None:
     return step, f'<div class="maps">{"".join(figures)}</div>'
 
 
-def _phase_borders(chunks: Sequence[Record]) -> list[int]:
-    """Numbers of chunks done where the phase changes."""
-    return [
+def _phases(chunks: Sequence[Record], shift: float = 0.0) -> list[Phase]:
+    """Stretches of chunks of one phase, from the number done before to the number done after."""
+    borders = [
         number
         for number in range(1, len(chunks))
         if chunks[number]["phase"] != chunks[number - 1]["phase"]
+    ]
+    return [
+        Phase(chunks[begin]["phase"], begin + shift, end + shift)
+        for begin, end in pairwise([0, *borders, len(chunks)])
     ]
 
 
@@ -177,5 +234,7 @@ def _share_of_past(rows: Sequence[Sequence[int]]) -> float:
     return statistics.fmean(past) if past else 100.0
 
 
-def _unit_of_seconds(most: float) -> tuple[float, str]:
-    return (1e-3, "milliseconds") if most < 0.5 else (1.0, "seconds")
+def _seconds_axis(what: str, most: float) -> YAxis:
+    if most < 0.5:
+        return YAxis(f"milliseconds {what}", 1e-3, "ms")
+    return YAxis(f"seconds {what}", 1.0, "s")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oomb.config import parse_size
 from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from oomb.monitor.observer import Record
 
@@ -35,6 +36,19 @@ class Run:
     def column(self, key: str) -> list[float | None]:
         """A number of each step; None where it was not finite or not recorded."""
         return [r.get(key) for r in self.metrics.steps]
+
+    def has(self, key: str) -> bool:
+        """Whether any step recorded it."""
+        return any(value is not None for value in self.column(key))
+
+    def tier_limit(self, tier: str) -> int | None:
+        """Bytes that the ``"device"`` or ``"host"`` tier was given; None where nothing was set."""
+        config = self.metrics.start.get("config")
+        given = config.get(f"{tier}_memory") if isinstance(config, dict) else None
+        try:
+            return parse_size(tier, given)
+        except (TypeError, ValueError):
+            return None  # records are another program's, too
 
     def most(self, key: str) -> float | None:
         return max((v for v in self.column(key) if v is not None), default=None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-Format = Callable[[float], str]
-
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -54,6 +53,17 @@ def unit_of_bytes(most: float) -> tuple[float, str]:
     while most >= 1024 ** (power + 1) and power + 1 < len(_BINARY):
         power += 1
     return float(1024**power), _BINARY[power]
+
+
+def power_of_ten(most: float) -> tuple[float, str]:
+    """The unit in which ``most`` has one digit before the point, and its sign: 0.0005, ``10⁻⁴``.
+
+    1 and no sign where numbers are easily read as they are.
+    """
+    if 0.01 <= most < 1e4:
+        return 1.0, ""
+    power = math.floor(math.log10(most) + 0.01)  # 0.00099 is 0.99 · 10⁻³
+    return 10.0**power, "10" + str(power).translate(_RAISED)
 
 
 def plain(value: float) -> str:

@@ -113,14 +113,29 @@ def table(runs: Sequence[Run], rows: Sequence[str]) -> str:
     return f"<table>{head}{''.join(rows)}</table>"
 
 
-def _flat(record: Any, prefix: str = "") -> dict[str, str]:
+def _flat(record: Any, name: str = "") -> dict[str, str]:
     """Leaves of nested mappings: ``config.attention.budget``."""
     if not isinstance(record, dict):
-        return {prefix: "" if record is None else str(record)}
+        return {name: _setting(name, record)}
     leaves: dict[str, str] = {}
     for key, value in record.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        leaves |= _flat(value, f"{name}.{key}" if name else str(key))
     return leaves
+
+
+def _setting(name: str, value: Any) -> str:
+    """A setting as people read it: sizes with their unit, large numbers with commas."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_setting("", item) for item in value)
+    if isinstance(value, int):
+        if name.endswith(("memory", "bytes")):
+            return bytes_text(value)
+        return count_text(value) if name.endswith("parameters") else f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _quantity(name: str, value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import struct
@@ -18,8 +19,18 @@ from typer.testing import CliRunner
 from oomb.cli import app
 from oomb.monitor import METRICS_FILE, MetricsWriter, RunMonitor, read_metrics
 from oomb.report import write_report
-from oomb.report.chart import Series, YAxis, line_chart, stacked_areas
-from oomb.report.scale import ticks
+from oomb.report.chart import (
+    Limit,
+    Phase,
+    Series,
+    XAxis,
+    YAxis,
+    areas,
+    line_chart,
+    smoothed,
+    stacked_bars,
+)
+from oomb.report.scale import power_of_ten, ticks
 
 from .small_run import run
 
@@ -62,6 +73,9 @@ class Page(HTMLParser):
         self.words += data + "\n"
 
 
+TOP, BASE = 30, 216  # of every chart's frame
+
+
 def svgs(text: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
 
@@ -72,7 +86,9 @@ def test_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
     assert not page.open
     assert page.references
     assert all(r.startswith("data:image/png;base64,") for r in page.references)
-    assert "http" not in text and "<script" not in text and "url(" not in text
+    assert not re.search(r"https?:|url\(|@import|<link|<script ", text)
+    assert text.count("<script>") == 1
+    assert "content=\"default-src 'none'; img-src data:;" in text
     assert len(svgs(text)) == 6  # loss, throughput, breakdown, tiers, chunks, traffic
 
 
@@ -129,7 +145,7 @@ def line_of(text: str, color: int) -> str:
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_line_is_where_its_axis_says(from_zero: bool) -> None:
     x, y = [1.0, 2.0, 4.0], [10.0, 40.0, 20.0]
-    text = line_chart([Series("a", x, y)], "step", YAxis("loss", from_zero=from_zero))
+    text = line_chart([Series("a", x, y)], YAxis("loss", from_zero=from_zero))
     (svg,) = svgs(text)
     axis = {float(t.text or ""): float(t.get("y", "")) - 4 for t in svg.iter("text")
             if t.get("class") == "end"}  # fmt: skip
@@ -137,32 +153,149 @@ def test_line_is_where_its_axis_says(from_zero: bool) -> None:
     for (_, height), value in zip(points(line_of(text, 0)), y, strict=True):
         expected = at_low + (value - low) / (high - low) * (at_high - at_low)
         assert abs(height - expected) < 0.2
-    assert all(10 <= height <= 210 for _, height in points(line_of(text, 0)))
+    assert all(TOP <= height <= BASE for _, height in points(line_of(text, 0)))
     places = [place for place, _ in points(line_of(text, 0))]
     assert abs((places[2] - places[1]) - 2 * (places[1] - places[0])) < 0.2
 
 
 def test_missing_value_parts_the_line() -> None:
     series = Series("a", [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, None, 2.0, 1.0])
-    path = line_of(line_chart([series], "step", YAxis("loss")), 0)
+    path = line_of(line_chart([series], YAxis("loss")), 0)
     assert path.count("M") == 2 and len(points(path)) == 4
 
 
-def test_areas_stand_on_each_other() -> None:
+def test_areas_start_from_the_base_line_and_end_below_their_limit() -> None:
     x = [0.0, 1.0]
     parts = [Series("a", x, [1.0, 3.0], 0), Series("b", x, [2.0, 1.0], 1)]
-    text = stacked_areas(parts, "chunk", YAxis("bytes"))
+    text = areas(parts, YAxis("bytes"), XAxis("chunks", "chunk"), limits=[Limit("a's", 4.0, 0)])
     lower, upper = points(line_of(text, 0)), points(line_of(text, 1))
-    zero, one = 210.0, (210.0 - lower[0][1])  # the base line, and the height of 1
-    assert abs((zero - upper[0][1]) - 3 * one) < 0.3
-    assert abs((zero - upper[1][1]) - 4 * one) < 0.3
+    one = BASE - lower[0][1]  # the height of 1
+    assert abs((BASE - lower[1][1]) - 3 * one) < 0.3
+    assert abs((BASE - upper[0][1]) - 2 * one) < 0.3
+    (limit,) = (p.get("d", "") for p in svgs(text)[0].iter("path") if "limit" in p.get("class", ""))
+    assert abs((BASE - float(re.findall(r"[\d.]+", limit)[1])) - 4 * one) < 0.3
+
+
+def test_bars_stand_on_each_other() -> None:
+    parts = [Series("a", [1.0, 2.0], [1.0, 3.0], 0), Series("b", [1.0, 2.0], [2.0, 0.0], 1)]
+    text = stacked_bars(parts, YAxis("seconds"), XAxis("chunk", "chunk"))
+    bars = [
+        (bar.get("class"), float(bar.get("y", "")), float(bar.get("height", "")))
+        for bar in svgs(text)[0].iter("rect")
+    ]
+    (_, first, one), (_, third, three), (_, second, two) = bars
+    assert [kind for kind, _, _ in bars] == ["f0", "f0", "f1"]
+    assert abs(three - 3 * one) < 0.3 and abs(two - 2 * one) < 0.3
+    assert abs(second + two - first) < 0.2 and abs(first + one - BASE) < 0.2
+    assert abs(third + three - BASE) < 0.2
+
+
+def test_phases_are_named_where_they_lie() -> None:
+    series = Series("a", [0.0, 10.0], [1.0, 1.0])
+    phases = [Phase("fill", 0.0, 4.0), Phase("sweep", 4.0, 9.9), Phase("narrow", 9.9, 10.0)]
+    (svg,) = svgs(areas([series], YAxis("bytes"), XAxis("chunks", "chunk"), phases))
+    names = {t.text: float(t.get("x", "")) for t in svg.iter("text")}
+    borders = [
+        float(re.findall(r"[\d.]+", p.get("d", ""))[0])
+        for p in svg.iter("path")
+        if p.get("class") == "border"
+    ]
+    assert len(borders) == 2 and "narrow" not in names
+    assert names["fill"] < borders[0] < names["sweep"] < borders[1]
+
+
+def test_values_of_a_chart_are_those_drawn() -> None:
+    """What the page's script tells at a place; in the unit of the axis."""
+    x, y = [1.0, 2.0, 3.0], [1024.0, None, 3072.0]
+    text = line_chart([Series("a<", x, y)], YAxis("held", unit=1024.0, sign="KiB"))
+    told = values(text)
+    assert told["series"] == [{"name": "a<", "color": 0, "points": [[1.0, 1.0], [3.0, 3.0]]}]
+    assert told["sign"] == "KiB" and told["one"] == "step"
+    for (at, height), (place, value) in zip(
+        points(line_of(text, 0)), told["series"][0]["points"], strict=True
+    ):
+        for axis, number, drawn in (("x", place, at), ("y", value, height)):
+            low, high, begin, end = told[axis]
+            assert abs(begin + (number - low) / (high - low) * (end - begin) - drawn) < 0.1
+
+
+def values(text: str) -> dict[str, Any]:
+    (attribute,) = re.findall(r'data-values="([^"]*)"', text)
+    found = json.loads(html.unescape(attribute))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_smoothing_is_of_both_sides_and_from_the_first_step() -> None:
+    assert smoothed([2.0] * 9) == pytest.approx([2.0] * 9)
+    assert smoothed([1.0, None, 1.0]) == [1.0, None, 1.0]
+    slope = [float(n) for n in range(200)]
+    middle = slice(90, 110)
+    assert smoothed(slope)[middle] == pytest.approx(slope[middle], abs=0.1)  # no lag
+    noise = [(-1.0) ** n for n in range(40)]
+    assert max(abs(v or 0.0) for v in smoothed(noise)) < 0.6
+    assert smoothed([]) == []
+
+
+def test_short_runs_are_smoothed_and_evaluations_joined(tmp_path: Path) -> None:
+    steps_only(tmp_path, 4.0, 3.0, 3.5, 2.0)
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        for step in (0, 2, 4):
+            writer.write("eval", {"step": step, "loss": 4.0 - step / 4})
+    text = write_report(tmp_path).read_text()
+    lines = {p.get("class"): p.get("d", "") for p in svgs(text)[0].iter("path")}
+    assert len(points(lines["line s0 faint"])) == len(points(lines["line s0"])) == 4
+    assert len(points(lines["line s1 thin"])) == 3
+    assert "training, smoothed" in text
+
+
+def test_learning_rates_are_drawn_in_a_unit_that_reads_well(tmp_path: Path) -> None:
+    steps_only(tmp_path, 3.0)
+    assert "Learning rate" not in write_report(tmp_path).read_text()
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write("step", {"step": 2, "loss": 1.0, "seconds": 1.0, "learning_rate": 2e-5})
+        writer.write("step", {"step": 3, "loss": 1.0, "seconds": 1.0, "learning_rate": 1e-5})
+    assert "learning rate, in 10⁻⁵" in write_report(tmp_path).read_text()
+    assert power_of_ten(0.02) == (1.0, "") and power_of_ten(9.99e-4)[1] == "10⁻³"
+
+
+def test_limits_of_the_tiers_are_drawn_or_told(tmp_path: Path) -> None:
+    chunk = {"num_chunks": 2, "seconds": 1.0, "h2d_bytes": 0, "d2h_bytes": 0}
+    chunk |= {"exposed_copy_seconds": 0.0, "device_bytes": 1 << 20, "host_bytes": 1 << 20}
+    config = {"device_memory": "2MiB", "host_memory": 1 << 30}
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write("start", {"model": "m", "config": config})
+        for place, phase in ((0, "fill"), (1, "sweep"), (0, "sweep")):
+            writer.write("chunk", {"step": 1, "phase": phase, "chunk": place, **chunk})
+        writer.write("step", {"step": 1, "loss": 1.0, "seconds": 1.0})
+    text = write_report(tmp_path).read_text()
+    (tiers,) = (svg for svg in svgs(text) if "in each tier" in svg.get("aria-label", ""))
+    words = [t.text for t in tiers.iter("text")]
+    assert "device tier, limit 2.00 MiB" in words and {"fill", "sweep"} <= set(words)
+    assert not any("host" in (word or "") for word in words)
+    assert "Beyond the picture: host tier, limit 1.00 GiB." in text
+
+
+def test_settings_are_readable(tmp_path: Path) -> None:
+    config = {"device_memory": 3 << 20, "deterministic": True, "rate": 1e-05, "layers": [1, 2]}
+    steps_only(tmp_path, 3.0, num_parameters=7_620_000_000, context=131072, config=config)
+    words = Page(write_report(tmp_path).read_text()).words
+    for row in (
+        "num_parameters\n7.62 B",
+        "context\n131,072",
+        "config.device_memory\n3.00 MiB",
+        "config.deterministic\nyes",
+        "config.rate\n1e-05",
+        "config.layers\n1, 2",
+    ):
+        assert row in words
 
 
 def test_long_lines_keep_their_extremes() -> None:
     x = [float(n) for n in range(50_000)]
     y: list[float | None] = [1.0] * 50_000
     y[31_234], y[777] = 9.0, None
-    path = line_of(line_chart([Series("a", x, y)], "step", YAxis("loss")), 0)
+    path = line_of(line_chart([Series("a", x, y)], YAxis("loss")), 0)
     heights = [height for _, height in points(path)]
     assert len(heights) < 2000
     assert sum(height < max(heights) - 50 for height in heights) == 1
@@ -197,9 +330,13 @@ def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
 
 def test_compared_runs_stand_beside_each_other(folder: Path, tmp_path: Path) -> None:
     other = steps_only(tmp_path / "other", 7.5, 6.25, context=11)
-    page = Page(write_report(folder, tmp_path / "page.html", other).read_text())
+    text = write_report(folder, tmp_path / "page.html", other).read_text()
+    page = Page(text)
     assert not page.open
     assert "Side by side" in page.words and "6.2500" in page.words
+    assert text.count('<div class="tiles">') == 2
+    of = [f"Where the time of a step goes \n{name}\n" for name in (folder.name, "other")]
+    assert all(title in page.words for title in of)
     assert "other, training" in page.words and f"{folder.name}, training" in page.words
     assert not (other / "report.html").exists()
 
