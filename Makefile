@@ -76,7 +76,8 @@ test-gpu: in-place ## the tests that need a GPU, in an environment that has torc
 	PYTHONPATH=python $(PYTHON) -m pytest -m gpu tests/python/gpu
 
 bench: in-place ## the benchmarks, in an environment that has torch; bench/cpu_* where there is no GPU
-	for script in bench/$(if $(GPU),,cpu_)*.py; do PYTHONPATH=python $(PYTHON) $$script || exit 1; done
+	for script in bench/$(if $(GPU),,cpu_)*.py; do \
+	  echo "== $$script"; PYTHONPATH=python $(PYTHON) $$script || exit 1; done
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.inl')
 

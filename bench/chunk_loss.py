@@ -9,12 +9,12 @@ weight's gradient in fp32; kernels by torch's profiler. The products alone are t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.record import write_record
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -175,7 +175,7 @@ def main() -> None:
         moved = 3 * logits.nbytes / spent / 1e12
         print(f"{1e3 * spent:8.2f} ms  kernel, block {block}, {warps} warps ({moved:.2f} TB/s)")
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1))
+        write_record(options.json, record)
 
 
 if __name__ == "__main__":

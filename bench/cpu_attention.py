@@ -12,7 +12,6 @@ backward).
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from support.record import write_record
 
 from oomb import _C
 
@@ -171,7 +171,7 @@ def main() -> None:
             "sgemm_gflops": sgemm,
             "seconds": times,
         }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

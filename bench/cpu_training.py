@@ -10,12 +10,12 @@ losses and gradients are compared as well.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import time
 
 import torch
+from support.record import write_record
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import oomb
@@ -99,7 +99,7 @@ def main() -> None:
             "loss": losses,
             "largest_gradient_difference": worst,
         }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

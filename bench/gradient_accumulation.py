@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import platform
 import time
 import warnings
@@ -27,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_pages import OnePlane, TwoPlanes
+from support.emulated_pages import OnePlane, TwoPlanes
+from support.record import write_record
 from torch import Tensor
 
 from oomb import _C
@@ -255,7 +255,7 @@ def main() -> None:
             "common_part": options.common_part,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(options.json, result)
 
 
 if __name__ == "__main__":

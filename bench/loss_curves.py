@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.record import write_record
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -211,7 +212,7 @@ class Runs:
             spent = time.monotonic() - began
             print(f"seed {seed}  {method:12} {curve[-1]:.4f}  {spent:.0f} s", flush=True)
             if self._options.json is not None:
-                self._options.json.write_text(json.dumps(self.record, indent=1))
+                write_record(self._options.json, self.record)
 
     @contextmanager
     def _process(self, number: int, seed: int, method: str, left: float) -> Iterator[Any]:

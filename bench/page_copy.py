@@ -13,7 +13,6 @@ Pages are scattered at random in both tiers unless said. GB/s count bytes once p
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.record import write_record
 from torch.nn.functional import scaled_dot_product_attention
 
 from oomb import _C
@@ -318,7 +318,7 @@ def main() -> None:
         if arguments.only in (None, name):
             result[name] = part()
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+        write_record(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_problem import median_ms, write_json
+from support.attention_problem import median_ms, write_json
 
 from oomb.ops import page_scores, page_select, page_write, pages_like
 

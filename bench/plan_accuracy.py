@@ -2,13 +2,17 @@
 
     python bench/plan_accuracy.py                      # the GPU where there is one, else the CPU
     python bench/plan_accuracy.py --device cpu --cases lora,sampled --json accuracy.json
+    python bench/plan_accuracy.py --steps              # bench/results/step-qwen2.5-7b-*.json
 
-A small warm-up, a step with the optimizer, and the ones behind it, which are measured: three on a
-GPU, whose median counts, for its steps are short (one where every step draws other chunks); one on
-the CPU. There every configuration runs in
-a process of its own, and memory is what the process holds resident at its peak beyond what it held
-before the model was made. On a GPU it is what torch's allocator and the page pools report, and what
-the driver has given to both.
+``--steps`` runs nothing: it takes long steps that ``oomb bench step`` measured on an H200 and
+prints what the plan foretells of them.
+
+Otherwise each configuration runs here: a small warm-up, a step with the optimizer, and then the
+steps that are measured. On a GPU these are three, of which the median counts, because they are
+short (only one where every step draws other chunks). On the CPU it is one, and every configuration
+has a process of its own. Memory on the CPU is what the process holds resident at its peak beyond
+what it held before the model was made. On a GPU it is what torch's allocator and the page pools
+report, and what the driver has given to both.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from support import plan_steps
+from support.record import write_record
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
@@ -367,8 +373,15 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
     )
+    parser.add_argument(
+        "--steps", nargs="*", type=pathlib.Path, metavar="FILE", help="results of oomb bench step"
+    )
+    parser.add_argument("--host-memory", default="512GiB", help="of the machine of --steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.steps is not None:
+        plan_steps.show(arguments.steps, arguments.host_memory)
+        return
     if arguments.cpu_time:
         rates.clock = time.process_time
         torch.set_num_threads(1)
@@ -384,7 +397,7 @@ def main() -> None:
         show(rows[-1])
         if arguments.json:
             record = {"torch": torch.__version__, "device": arguments.device, "rows": rows}
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

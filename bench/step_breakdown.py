@@ -10,12 +10,12 @@ are counted by the page manager.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from pathlib import Path
 
 import torch
+from support.record import write_record
 from torch.profiler import ProfilerActivity, profile
 
 import oomb
@@ -136,7 +136,7 @@ def main() -> None:
         given = {k: str(v) for k, v in vars(arguments).items() if k != "json"}
         record = {"arguments": given, "seconds": seconds}
         record |= {"stats": vars(plain.stats), "by_kind": kinds}
-        arguments.json.write_text(json.dumps(record, indent=1))
+        write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

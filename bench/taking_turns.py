@@ -12,7 +12,6 @@ and their ratio, and how many of them the host waited for a page list: so much t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.record import write_record
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import oomb
@@ -175,7 +175,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows = on_gpu() if torch.cuda.is_available() else on_cpu()
     if path:
-        path.write_text(json.dumps(rows, indent=1))
+        write_record(path, rows)
 
 
 if __name__ == "__main__":

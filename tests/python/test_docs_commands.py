@@ -89,9 +89,10 @@ def test_scripts_take_their_options(page: Path) -> None:
         script = ROOT / words[0]
         assert script.exists(), script
         text = script.read_text()
-        for name in re.findall(r"^(?:from|import) (\w+)", text, re.M):
-            shared = script.with_name(f"{name}.py")
-            text += shared.read_text() if shared.exists() else ""
+        for line in re.findall(r"^from support\b.*", text, re.M):
+            for name in re.findall(r"\w+", line):
+                shared = script.parent / "support" / f"{name}.py"
+                text += shared.read_text() if shared.exists() else ""
         for word in words[1:]:
             if word.startswith("--"):
                 option = word.split("=")[0]

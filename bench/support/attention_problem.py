@@ -1,4 +1,4 @@
-"""What the benchmarks of attention share: shapes, inputs, alternatives, timing, and the report.
+"""What the benchmarks of attention share: shapes, inputs, alternatives, timing, and results.
 
 Forward FLOPs are 4 * query_heads * head_dim per visible (query, key) pair, the causal part of the
 chunk counted half; backward 2.5 times that. Medians of CUDA-event times; inputs are random. Not
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.record import RESULTS, write_record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,7 +27,6 @@ from oomb import _C
 from oomb.ops.launch import workspace_on
 
 Call = Callable[[], Any]
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +276,7 @@ def write_json(path: Path | None, kind: str, result: dict[str, Any]) -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    path.write_text(json.dumps(head | result, indent=1) + "\n")
+    write_record(path, head | result)
     print(f"wrote {path}")
 
 

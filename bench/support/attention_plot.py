@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attention_problem import RESULTS
+from support.record import RESULTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "attention.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "attention.png"
 MIDDLE = {
     "chunk": 4096,
     "past": 131072,

@@ -1,23 +1,21 @@
-"""Long steps that were measured on an H200 beside what the plan foretells of them, without a GPU.
+"""Steps that were measured on an H200 beside what the plan foretells of them, without a GPU.
 
-    python bench/plan_steps.py                        # bench/results/step-qwen2.5-7b-*.json
-    python bench/plan_steps.py bench/results/step-qwen2.5-7b-4m-h200-2026-11-22.json
-
-Every cell with two figures has what was predicted first, then what was measured.
+Called by ``bench/plan_accuracy.py --steps``. Every cell with two figures has what was predicted
+first, then what was measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 from typing import Any
+
+from support.record import RESULTS
 
 import oomb
 from oomb.plan import UNIFORM, Choices, Machine, Planner
 
 GIB = 2**30
-RESULTS = pathlib.Path(__file__).parent / "results"
 HEAD = (
     "| step | seconds: predicted | measured | | host pages, GiB | H2D, GiB | D2H, GiB "
     "| torch beyond the weights, GiB |",
@@ -62,19 +60,10 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="JSON of oomb bench step")
-    parser.add_argument("--host-memory", default="512GiB", help="of the machine")
-    arguments = parser.parse_args()
-    files = arguments.files or sorted(RESULTS.glob("step-qwen2.5-7b-*.json"))
-    machine = Machine.described(gpu="h200", host_memory=arguments.host_memory)
-    planner = Planner("qwen2.5-7b", machine)
+def show(files: list[pathlib.Path], host_memory: str) -> None:
+    """A markdown row for each step of ``files``; none given: those of Qwen2.5-7B in results."""
+    planner = Planner("qwen2.5-7b", Machine.described(gpu="h200", host_memory=host_memory))
     print("\n".join(HEAD), flush=True)
-    for path in files:
+    for path in files or sorted(RESULTS.glob("step-qwen2.5-7b-*.json")):
         for row in measured(path):
             print(line(planner, row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
