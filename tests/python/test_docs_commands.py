@@ -17,7 +17,7 @@ import typer
 from oomb.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("examples/*.yaml"))
 SCRIPTS = [*EXAMPLES, *sorted(ROOT.glob("bench/*.py")), *sorted(ROOT.glob("scripts/*.py"))]
 
