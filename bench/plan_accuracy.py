@@ -36,8 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
 from oomb import _C
-from oomb.cli.bench_selection import SyntheticSelector, UniformSelector
-from oomb.core.selection import Selector
+from oomb.cli.bench_step import with_selection
 from oomb.plan import UNIFORM, Choices, Machine, Planner, Prediction, rates
 
 MIB = 2**20
@@ -63,7 +62,7 @@ class Case:
     chunks: int = 8
     chunk: int = 512
     tier_share: float = 0.0  # of the pages that the device tier may hold; 0: all
-    selector: str = "model"  # of _SELECTORS: what page-sparse attention chooses
+    selection: str = "model"  # what page-sparse attention chooses, of bench_step.SELECTIONS
     dtype: str = "float32"
     optimizer: str = "adamw_torch"
     steps: int = 3  # that are measured on a GPU
@@ -79,10 +78,10 @@ CASES = {
     "two-tiers": Case(tier_share=0.25),
     "two-tiers-bf16": Case({"kv_grad_dtype": "bfloat16"}, tier_share=0.25, dtype="bfloat16"),
     "topk-two-tiers": Case(
-        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selector="synthetic"
+        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selection="synthetic"
     ),
     "topk-uniform": Case(
-        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selector="uniform"
+        {"attention": oomb.TopKPages(budget=16)}, chunks=24, tier_share=0.25, selection="uniform"
     ),
     "batch": Case(batch=2, chunks=4, chunk=512, gpu_model="0.5b"),
     "large-vocabulary": Case(
@@ -123,11 +122,7 @@ _LONGER = 8  # chunks, windows and budgets on a GPU, in tokens
 _CPU_PAGE, _GPU_PAGE = 64, 128
 
 
-_SELECTORS: dict[str, tuple[type[Selector], Choices]] = {
-    "model": (Selector, Choices()),
-    "synthetic": (SyntheticSelector, Choices()),
-    "uniform": (UniformSelector, UNIFORM),
-}
+_CHOICES = {"model": Choices(), "synthetic": Choices(), "uniform": UNIFORM}
 
 
 def model_config(case: Case, device: str) -> Any:
@@ -181,7 +176,7 @@ def predict(case: Case, device: str, timed: bool) -> Prediction:
         optimizer=case.optimizer,
         timed=timed,
         step=1,
-        choices=_SELECTORS[case.selector][1],
+        choices=_CHOICES[case.selection],
     )
 
 
@@ -222,8 +217,8 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = kinds[case.optimizer](parameters, lr=1e-4)
     ids = torch.randint(vocabulary, (case.batch, tokens), device=device)
-    with oomb.Engine(model, config) as engine:
-        engine._pools.selector_type = _SELECTORS[case.selector][0]
+    layers = model.config.num_hidden_layers
+    with oomb.Engine(model, with_selection(config, case.selection, layers)) as engine:
         times = []
         for step in range(1 + (case.steps if device == "cuda" else 1)):
             if step == 1:

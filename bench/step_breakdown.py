@@ -19,7 +19,7 @@ from support.record import write_record
 from torch.profiler import ProfilerActivity, profile
 
 import oomb
-from oomb.cli.bench_step import SELECTORS, prepare_lists
+from oomb.cli.bench_step import SELECTIONS, prepare_lists, with_selection
 from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
 from oomb.trace.shapes import SHAPES, random_model
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="64K")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
-    parser.add_argument("--selection", default="synthetic", choices=list(SELECTORS))
+    parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--json", type=Path)
@@ -97,6 +97,7 @@ def main() -> None:
         device_memory=arguments.device_memory,
         recompute=arguments.recompute,
     )
+    config = with_selection(config, arguments.selection, arguments.layers or shape.layers)
     network = random_model(
         shape,
         device="cuda",
@@ -106,8 +107,7 @@ def main() -> None:
     )
     _marked_loss()
     with oomb.Engine(network, config) as engine:
-        engine._pools.selector_type = SELECTORS[arguments.selection]
-        prepare_lists(engine, SELECTORS[arguments.selection], shape, length)
+        prepare_lists(engine.config, shape, length, device)
         for tokens in (2 * config.chunk_size + 1, length):
             ids = torch.randint(shape.vocabulary, (1, tokens), device=device)
             engine.forward_backward(ids, ids)

@@ -24,7 +24,7 @@ from support.record import write_record
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import oomb
-from oomb.cli.bench_step import SELECTORS, prepare_lists
+from oomb.cli.bench_step import prepare_lists, with_selection
 from oomb.core import loop
 from oomb.trace.shapes import SHAPES, random_model
 
@@ -87,9 +87,13 @@ class Waits:
 
 
 def measure(
-    network: PreTrainedModel, length: int, prepare: Prepare, **settings: Any
+    network: PreTrainedModel,
+    length: int,
+    prepare: Prepare,
+    selection: str = "synthetic",
+    **settings: Any,
 ) -> list[dict[str, Any]]:
-    config = oomb.Config(**settings)
+    config = with_selection(oomb.Config(**settings), selection, network.config.num_hidden_layers)
     visits = -(-length // config.chunk_size) * network.config.num_hidden_layers
     rows: list[dict[str, Any]] = []
     losses = set()
@@ -133,8 +137,7 @@ def on_gpu() -> list[dict[str, Any]]:
     network = random_model(shape, device="cuda", dtype=torch.bfloat16, positions=2**18)
 
     def prepare(engine: oomb.Engine, length: int) -> None:
-        kind = engine._pools.selector_type = SELECTORS["synthetic"]
-        prepare_lists(engine, kind, shape, length)
+        prepare_lists(engine.config, shape, length, engine._model.device)
 
     few = oomb.TopKPages(budget=16)
     tight = {"device_memory": "1GiB", "host_memory": "8GiB"}
@@ -160,6 +163,7 @@ def on_cpu() -> list[dict[str, Any]]:
         LlamaForCausalLM(config),
         3072,
         lambda engine, length: None,
+        selection="model",
         chunk_size=16,
         page_size=16,
         attention=oomb.TopKPages(budget=4),
