@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each folder of csrc/ may include besides itself.
 CPP_LAYERS = {
     "common": set(),
+    "sums": {"common"},
     "memory": {"common"},
     "paging": {"common", "memory"},
     "offload": {"common", "memory", "paging"},
     "attention": {"common"},
-    "bindings": {"common", "memory", "paging", "offload", "attention"},
+    "bindings": {"common", "sums", "memory", "paging", "offload", "attention"},
 }
 FORBIDDEN = re.compile(r"^(torch|ATen|c10|caffe2)/")
 BINDINGS_ONLY = re.compile(r"^(pybind11/|Python\.h$)")

@@ -6,6 +6,7 @@ void bind_exceptions(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
+void bind_sums(pybind11::module_& module);
 
 }  // namespace oomb::bindings
 
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_C, module) {
 #ifdef OOMB_BIND_PAGING
   oomb::bindings::bind_paging(module);
 #endif
+  oomb::bindings::bind_sums(module);
 }

@@ -8,15 +8,9 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "common/rounding.h"
 
 namespace oomb::attention::device {
-
-// Rounds to one of the two neighbours in bfloat16, each as often as the value is near to it, so
-// that the expected value is exact. Infinities stay what they are whatever is added; NaN would not.
-//   noise: 16 random bits
-__device__ inline uint32_t noisy_bits(float value, uint32_t noise) {
-  return value == value ? __float_as_uint(value) + noise : 0x7fff0000u;
-}
 
 // Two values rounded, as they lie in memory.
 //   noise: 16 random bits for each
@@ -24,8 +18,7 @@ __device__ inline uint32_t round_pair(float x, float y, uint32_t noise) {
   return __byte_perm(noisy_bits(x, noise & 0xffffu), noisy_bits(y, noise >> 16), 0x7632);
 }
 
-// Random bits of logical places, never of slots: moving a page changes nothing. The 64 bits of the
-// page are spread once; then a pair of elements costs two multiplications of 32 bits.
+// Random bits of logical places, never of slots: moving a page changes nothing.
 class RoundingNoise {
  public:
   RoundingNoise() = default;
@@ -34,29 +27,14 @@ class RoundingNoise {
   __device__ RoundingNoise(uint64_t seed, int64_t batch, int64_t page, int kind) {
     const uint64_t place = static_cast<uint64_t>(batch) << 48 ^ static_cast<uint64_t>(page) << 1 ^
                            static_cast<uint64_t>(kind);
-    const uint64_t key = spread(spread(place) ^ seed);
-    first_ = static_cast<uint32_t>(key);
-    second_ = static_cast<uint32_t>(key >> 32);
+    noise_ = CounterNoise(spread(spread(place) ^ seed));
   }
 
   // For elements 2 * pair and 2 * pair + 1 of the page [Hkv, P, D].
-  __device__ uint32_t pair(uint32_t pair) const {
-    uint32_t word = pair ^ first_;
-    word = (word ^ word >> 16) * 0x21f0aaadu;
-    word = ((word ^ word >> 15) + second_) * 0x735a2d97u;
-    return word ^ word >> 15;
-  }
+  __device__ uint32_t pair(uint32_t pair) const { return noise_.pair(pair); }
 
  private:
-  // Odd multiplications carry every bit upwards, shifts bring it down again.
-  __device__ static uint64_t spread(uint64_t word) {
-    word = (word ^ word >> 31) * 0x9e3779b97f4a7c15ull;
-    word = (word ^ word >> 29) * 0xd6e8feb86659fd93ull;
-    return word ^ word >> 32;
-  }
-
-  uint32_t first_ = 0;
-  uint32_t second_ = 0;
+  CounterNoise noise_;
 };
 
 // One page's dK or dV of one sequence; null when no gradient is wanted.
