@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +93,7 @@ def audit(
         _check_length(ids.shape[1], chunk_size, model_config, text)
         network = load_model(settings, None, model_config)
         ids = ids.to(device_of(settings))
+        line = partial(console.print, markup=False, highlight=False)
         with console.status("") as status:
             found = run(
                 network,
@@ -103,7 +105,7 @@ def audit(
                 draws=draws,
                 sample_blocks=sample_blocks,
                 tolerance=tolerance,
-                on_call=status.update,
+                on_call=status.update if console.is_terminal else line,
             )
     except (OSError, ValueError, Error) as error:
         correctable = isinstance(error, UnsupportedModelError) or not isinstance(error, Error)

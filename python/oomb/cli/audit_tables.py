@@ -21,6 +21,12 @@ def show(console: Console, found: Audit) -> None:
             _print(console, table)
     if found.sampled:
         _print(console, _sampled(found))
+    console.print(
+        "Errors are ‖approximate - exact‖ / ‖exact‖. Attention seen is the share of exact attention "
+        "that falls on the pages read.\n",
+        style="dim",
+        highlight=False,
+    )
     for sentence in found.advice:
         console.print(sentence, markup=False, highlight=False)
 

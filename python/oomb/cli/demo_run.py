@@ -147,6 +147,8 @@ def _chunking(size: Size) -> dict[str, Any]:
 def _progress(console: Console, what: str) -> Iterator[OnShare]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = not console.is_terminal
+    if hidden:  # a log file shows at least what the minutes go to
+        console.print(f"{what} …", highlight=False)
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share: progress.update(task, completed=share)
@@ -163,8 +165,8 @@ def show_gradients(console: Console, size: Size, found: GradientDifference) -> N
     )
     console.print(f"  fp64  {found.float64:.1e}")
     console.print(
-        f"  fp32  {found.float32:.1e}   (against ordinary training in fp64: chunked "
-        f"{found.chunked_error:.1e}, ordinary {found.ordinary_error:.1e})\n"
+        f"  fp32  {found.float32:.1e}   (each against fp64: chunked {found.chunked_error:.1e}, "
+        f"ordinary {found.ordinary_error:.1e})\n"
     )
 
 

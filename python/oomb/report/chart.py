@@ -104,12 +104,12 @@ def stacked_bars(series: Sequence[Series], y: YAxis, x: XAxis, phases: Sequence[
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Weighted means around each value, over about an eighth of the run.
+    """Weighted means around each value, over about a tenth of the run.
 
     Weights fall by the same factor with each step of distance, before and after alike, so that a
     falling line does not lag behind.
     """
-    keep = 1 - 1 / min(20.0, max(2.0, len(values) / 16))
+    keep = 1 - 1 / min(16.0, max(1.5, len(values) / 24))
     before = _sums(values, keep)
     after = _sums(values[::-1], keep)[::-1]
     return [

@@ -81,7 +81,9 @@ def read_run(folder: str | Path, argument: str = "run") -> Run:
     folder = Path(folder)
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{argument}: expected a folder with {METRICS_FILE}, got {folder}")
+        raise FileNotFoundError(
+            f"{argument}: expected a folder with {METRICS_FILE}, got {folder}{_runs_in(folder)}"
+        )
     metrics = read_metrics(path)
     if not metrics.steps:
         raise ValueError(f"{argument}: expected at least one finished step in {path}, got none")
@@ -109,6 +111,12 @@ def told_apart(run: Run, other: Run) -> list[Run]:
         length = len(names[0]) + 1
         names = [path.parts[-length:] for path in paths]
     return [replace(one, name="/".join(n)) for one, n in zip((run, other), names, strict=True)]
+
+
+def _runs_in(folder: Path) -> str:
+    """Names the runs of a folder that holds several."""
+    names = sorted(path.parent.name for path in folder.glob(f"*/{METRICS_FILE}"))
+    return f", which holds the runs {', '.join(names)}" if names else ""
 
 
 def _plan(path: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def settings(runs: Sequence[Run]) -> str:
     """What each run was started with, row by row."""
     columns = [_flat(run.metrics.start) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    for left_out in ("event", "time"):
+    for left_out in ("event", "time", "config.type"):
         if left_out in names:
             names.remove(left_out)
     rows = []

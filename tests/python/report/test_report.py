@@ -392,6 +392,13 @@ def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
     assert out.read_text().startswith("<!doctype html>")
 
 
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        steps_only(tmp_path / name, 3.0)
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2 and "which holds the runs a, b" in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
