@@ -22,8 +22,8 @@ def show(console: Console, found: Audit) -> None:
     if found.sampled:
         _print(console, _sampled(found))
     console.print(
-        "Errors are ‖approximate - exact‖ / ‖exact‖. Attention seen is the share of exact attention "
-        "that falls on the pages read.\n",
+        "Errors are ‖approximate - exact‖ / ‖exact‖. Attention seen is the share of exact "
+        "attention that falls on the pages read.\n",
         style="dim",
         highlight=False,
     )

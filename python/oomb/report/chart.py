@@ -13,7 +13,8 @@ from typing import Any
 from oomb.report.scale import Scale, bounds, plain, ticks
 
 WIDTH, HEIGHT = 520, 256
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 30, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 10, 12, 40
+NAMES = 18  # more above, for names of phases and limits
 POINTS = 600  # of a line; more would not show
 NAMED_FROM = 44  # width of a phase that has room for its name
 
@@ -85,7 +86,7 @@ def areas(
 ) -> str:
     """Lines with what lies below them filled, each from the base line."""
     reach = Series("", [series[0].x[0]] * len(limits), [limit.value for limit in limits])
-    frame = _Frame([*series, *([reach] if limits else [])], x, y)
+    frame = _Frame([*series, *([reach] if limits else [])], x, y, named=bool(phases or limits))
     parts = [frame.grid(), *(frame.area(one) for one in series)]
     parts += [frame.limit(limit) for limit in limits]
     return frame.figure([*parts, frame.phases(phases)], series)
@@ -94,7 +95,7 @@ def areas(
 def stacked_bars(series: Sequence[Series], y: YAxis, x: XAxis, phases: Sequence[Phase] = ()) -> str:
     """One bar per x, its parts on top of each other."""
     stack = _stack(series)
-    frame = _Frame(stack, x, y, bars=True)
+    frame = _Frame(stack, x, y, bars=True, named=bool(phases))
     parts = [frame.grid()]
     floor: Sequence[float | None] = [0.0] * len(series[0].x)
     for one in stack:
@@ -141,7 +142,14 @@ def _stack(series: Sequence[Series]) -> list[Series]:
 class _Frame:
     """The axes of a chart, and shapes in their coordinates."""
 
-    def __init__(self, series: Sequence[Series], x: XAxis, y: YAxis, bars: bool = False) -> None:
+    def __init__(
+        self,
+        series: Sequence[Series],
+        x: XAxis,
+        y: YAxis,
+        bars: bool = False,
+        named: bool = False,
+    ) -> None:
         xs = [x for s in series for x in s.x] or [0.0, 1.0]
         half = self._half = _spacing(xs) / 2 if bars else 0.0
         low, high = min(xs) - half, max(xs) + half
@@ -149,7 +157,8 @@ class _Frame:
             low, high = low - 0.5, high + 0.5
         self._x = Scale(low, high, LEFT, WIDTH - RIGHT)
         bottom, top = bounds((v for s in series for v in s.y), from_zero=y.from_zero)
-        self._y = Scale(bottom, top, HEIGHT - BOTTOM, TOP)
+        self._top = TOP + (NAMES if named else 0)
+        self._y = Scale(bottom, top, HEIGHT - BOTTOM, self._top)
         self._x_axis, self._y_axis, self._bars = x, y, bars
 
     def grid(self) -> str:
@@ -213,7 +222,7 @@ class _Frame:
         for number, phase in enumerate(phases):
             begin, end = self._x(phase.begin), self._x(phase.end)
             if number:
-                line = f"M{begin:.1f} {TOP - 14}V{HEIGHT - BOTTOM}"
+                line = f"M{begin:.1f} {self._top - 14}V{HEIGHT - BOTTOM}"
                 parts.append(f'<path class="border" d="{line}"/>')
             if end - begin >= NAMED_FROM:
                 text = escape(phase.name)
@@ -253,7 +262,7 @@ class _Frame:
         unit = self._y_axis.unit
         return {
             "x": [self._x.low, self._x.high, LEFT, WIDTH - RIGHT],
-            "y": [self._y.low / unit, self._y.high / unit, HEIGHT - BOTTOM, TOP],
+            "y": [self._y.low / unit, self._y.high / unit, HEIGHT - BOTTOM, self._top],
             "one": self._x_axis.one,
             "sign": self._y_axis.sign,
             "stacked": self._bars,

@@ -73,7 +73,7 @@ class Page(HTMLParser):
         self.words += data + "\n"
 
 
-TOP, BASE = 30, 216  # of every chart's frame
+TOP, BASE = 12, 216  # of every chart's frame
 
 
 def svgs(text: str) -> list[ElementTree.Element]:
