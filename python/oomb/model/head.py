@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # Causal models whose forward multiplies the decoder's output by its head's weight and ends there.
@@ -41,6 +42,7 @@ class Head:
         self._causal = causal
         self._decoder = decoder
         self._hidden: torch.Tensor | None = None
+        self._tried: tuple[object, nn.Parameter, bool] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +53,8 @@ class Head:
     def plain_weight(self) -> nn.Parameter | None:
         """Weight of a head whose logits are ``hidden @ weight.T`` and nothing more; else None.
 
-        Outside :meth:`attached`, where nothing is replaced.
+        A ``forward`` that somebody put on the causal model itself (TRL's trainers do) is tried on a
+        few rows. Outside :meth:`attached`, where nothing is replaced.
         """
         causal: Any = self._causal
         linear = causal.get_output_embeddings()
@@ -59,9 +62,31 @@ class Head:
         known = known and type(causal).__module__.startswith("transformers.")
         if not known or type(linear) is not nn.Linear or linear.bias is not None:
             return None
-        if _is_touched(causal) or _is_touched(linear) or type(linear.weight) is not nn.Parameter:
+        if _is_watched(causal) or _is_watched(linear) or "forward" in vars(linear):
             return None
-        return linear.weight
+        if type(linear.weight) is not nn.Parameter:
+            return None
+        forward = vars(causal).get("forward")
+        if forward is not None and not self._is_product(forward, linear.weight):
+            return None
+        weight: nn.Parameter = linear.weight
+        return weight
+
+    def _is_product(self, forward: object, weight: nn.Parameter) -> bool:
+        """Whether a replaced forward gives the bits that the product does, for small and large
+        logits; asked once for each."""
+        if self._tried is None or self._tried[0] is not forward or self._tried[1] is not weight:
+            self._tried = forward, weight, weight.device.type != "meta" and self._agrees(weight)
+        return self._tried[2]
+
+    @torch.no_grad()
+    def _agrees(self, weight: nn.Parameter) -> bool:
+        own = torch.Generator().manual_seed(0)
+        rows = torch.randn(4, weight.shape[1], generator=own) * torch.tensor([[1], [1], [64], [64]])
+        rows = rows.to(weight.device, weight.dtype)
+        with self.attached():
+            logits = self.logits(rows)
+        return torch.equal(logits, F.linear(rows[None], weight)[0].to(logits.dtype))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -93,7 +118,7 @@ class Head:
         return logits[0]
 
 
-def _is_touched(module: Any) -> bool:
-    """Somebody has replaced a module's forward or looks at what passes through it."""
+def _is_watched(module: Any) -> bool:
+    """Somebody looks at what passes through a module."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
+    return any(getattr(module, name) for name in hooks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from oomb.nearest import nearest
+from oomb.trace.copied import copied_model
 from oomb.trace.shapes import SHAPES, random_model
 
 
@@ -68,7 +68,8 @@ def _config_of(name: str) -> PretrainedConfig:
 def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake CPU tensors of the same shapes.
 
-    The copy takes no memory for tensors; its modules and adapters are those of the model.
+    The copy takes no memory for tensors; its modules and adapters are those of the model, and so
+    are functions that were put on modules, but they run the copy.
     """
     memo: dict[int, Any] = {}
     with mode:
@@ -80,7 +81,7 @@ def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
-    bare = copy.deepcopy(model, memo)
+    bare = copied_model(model, memo)
     for module in bare.modules():  # somebody's hooks want values
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             hooks.clear()

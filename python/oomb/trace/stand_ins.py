@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from oomb.core.attention import ChunkAttention, FillComplete
 from oomb.core.loop import ChunkLoop
@@ -32,6 +35,21 @@ class TracedLoss(ChunkLoss):
     ) -> torch.Tensor:
         logits.mul_(scale)
         return torch.empty(logits.shape[0], dtype=torch.float32)
+
+
+class TracedMeter(Meter):
+    """Sees to it that nothing with values is trained: its gradients would be without."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+                    raise RuntimeError(
+                        "a forward runs parameters that are none of the modules' it belongs to"
+                    )
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class TracedSums(MainGrads):

@@ -6,7 +6,6 @@ counted as it is. Only attention's kernels and the page pools are left out; they
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.trace.bare import shapes_only
+from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
 from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
-from oomb.trace.meter import Meter, Work
-from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedSums
+from oomb.trace.meter import Work
+from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
@@ -132,7 +132,7 @@ class Tracer:
     def _shortened(self, num_layers: int) -> CausalModel:
         """The same model with its first layers only; tensors are shared."""
         memo = {id(t): t for t in (*self._bare.parameters(), *self._bare.buffers())}
-        short = copy.deepcopy(self._bare, memo)
+        short = copied_model(self._bare, memo)
         decoder = CausalModel(short).decoder
         name = _layer_list(decoder)
         setattr(decoder, name, getattr(decoder, name)[:num_layers])
@@ -151,7 +151,7 @@ class Tracer:
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
-        meter, sweep = Meter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         grads = TracedSums(self._device_type, meter)
         loss = TracedLoss(
             head=causal.head,
