@@ -1,0 +1,197 @@
+"""Steps of TRL's SFTTrainer: the stock one beside ours with the default Config, then ours alone.
+
+    python bench/sft_steps.py                                   # Qwen2.5-7B: needs 141 GB
+    python bench/sft_steps.py --optimizer adafactor             # 80 GB
+    python bench/sft_steps.py --model qwen2.5-0.5b --short 96 --long 200 --cpu --layers 2  # a try
+
+Weights are random (the same in every run), one sequence is a step and every step has the same one,
+so that a loss after a step shows that step's gradient. Each run has a process of its own. Ends with
+1 where losses at the short length differ by more than ``--tolerance`` of the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oomb.lengths import parse_length
+from oomb.trace.shapes import SHAPES, random_model
+
+GIB = 2**30
+WORDS = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--short", default="4K", help="tokens where both trainers run")
+    parser.add_argument("--long", default="64K", help="tokens where ours runs alone; 0: nowhere")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--optimizer", default="adamw_torch_fused")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--tolerance", type=float, default=2e-3)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--run", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        given.json.write_text(json.dumps(steps(given)))
+        return
+    short, long = parse_length("--short", given.short), given.long
+    runs = [("stock", short), ("ours", short)]
+    runs += [("ours", parse_length("--long", long))] if long != "0" else []
+    found = []
+    for trainer, tokens in runs:
+        found.append(in_own_process(trainer, tokens))
+        show(found[-1])
+    stock, ours = (run["losses"] for run in found[:2])
+    apart = max(abs(x - y) / x for x, y in zip(stock, ours, strict=True))
+    print(f"losses of both trainers differ by at most {apart:.2e} of the loss")
+    if given.json is not None:
+        kept = {key: value for key, value in vars(given).items() if key not in ("run", "tokens")}
+        record = {"settings": kept | {"json": None}, "runs": found, "apart": apart}
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    if not apart <= given.tolerance:
+        sys.exit(1)
+
+
+def in_own_process(trainer: str, tokens: int) -> dict[str, Any]:
+    """Memory of one run is none of the next one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        own = ["--run", trainer, "--tokens", str(tokens), "--json", str(out)]
+        subprocess.run([sys.executable, *sys.argv, *own], check=True)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+class Observed:
+    """What ours tells of its steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.steps.append(record)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda *_: None
+        raise AttributeError(name)
+
+
+def steps(given: argparse.Namespace) -> dict[str, Any]:
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    from oomb.hf import SFTTrainer
+
+    device = "cpu" if given.cpu else "cuda"
+    torch.manual_seed(0)
+    model = random_model(
+        SHAPES[given.model],
+        device=device,
+        dtype=torch.bfloat16,
+        positions=max(given.tokens, 2**15),
+        layers=given.layers,
+    )
+    row = torch.randint(3, WORDS, (given.tokens,), generator=torch.Generator().manual_seed(1))
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            synchronize(device)
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize(device)
+            seconds.append(time.perf_counter() - self.began)
+
+    observed = Observed()
+    own: dict[str, Any] = {"observer": observed} if given.run == "ours" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = (trl.SFTTrainer if given.run == "stock" else SFTTrainer)(
+            model,
+            args=trl.SFTConfig(
+                output_dir=folder,
+                max_steps=given.steps,
+                max_length=given.tokens,
+                per_device_train_batch_size=1,
+                optim=given.optimizer,
+                learning_rate=given.learning_rate,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                bf16=False,  # weights are in it; no autocast
+                use_cpu=given.cpu,
+            ),
+            train_dataset=Dataset.from_list([{"input_ids": row.tolist()}] * given.steps),
+            processing_class=tokenizer(),
+            callbacks=[Clock()],
+            **own,
+        )
+        trainer.train()
+    log = trainer.state.log_history
+    return {
+        "trainer": given.run,
+        "tokens": given.tokens,
+        "losses": [entry["loss"] for entry in log if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
+        "seconds": seconds,
+        "torch_peak_bytes": 0 if given.cpu else torch.cuda.max_memory_allocated(),
+        "page_bytes": max((s["device_peak_bytes"] for s in observed.steps), default=0),
+        "host_bytes": max((s["host_peak_bytes"] for s in observed.steps), default=0),
+        "device": "CPU" if given.cpu else torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "trl": trl.__version__},
+    }
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def tokenizer() -> Any:
+    """One word per token, made here: nothing is downloaded."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, WORDS)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+
+
+def show(run: dict[str, Any]) -> None:
+    memory = f"{run['torch_peak_bytes'] / GIB:.1f} GiB of torch"
+    if run["trainer"] == "ours":
+        memory += (
+            f", pages {run['page_bytes'] / GIB:.2f} GiB, {run['host_bytes'] / GIB:.2f} on the host"
+        )
+    print(
+        f"{run['trainer']:5s} {run['tokens']:>8,} tokens on {run['device']}: "
+        f"losses {', '.join(f'{x:.5f}' for x in run['losses'])}; "
+        f"norms {', '.join(f'{x:.4f}' for x in run['grad_norms'])}; "
+        f"seconds {', '.join(f'{x:.2f}' for x in run['seconds'])}; {memory}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
