@@ -20,7 +20,7 @@ from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner
 from oomb.core.rounding import seed_of_call
 from oomb.core.tiers import PageLayout, free_memory
-from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, gradient_bytes
+from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.probe import key_dtype
 from oomb.results import Selection, Stats, Step
@@ -91,7 +91,7 @@ class Calls:
         self._shapes = shapes
         self._pools = pools
         self._grads = grads
-        self._recompute: bool | None = None
+        self._recompute: dict[tuple[int, int], bool] = {}
 
     @contextmanager
     def under_way(
@@ -114,7 +114,8 @@ class Calls:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         model, grads = self._model, None if swept is None else self._grads
-        recompute = self.recomputes(config, inputs.batch)
+        tokens = counted_tokens(config, inputs.tokens)
+        recompute = swept is not None and self.recomputes(config, inputs.batch, tokens)
         demand = Demand(
             config=config,
             shapes=self._shapes,
@@ -127,7 +128,7 @@ class Calls:
         )
         others = 0
         if swept is not None:
-            others = activation_bytes(model, config, inputs.batch, recompute)
+            others = activation_bytes(model, inputs.batch, tokens, recompute)
             others += gradient_bytes(model)
         with ExitStack() as stack:
             stack.enter_context(older_objects_aside())
@@ -157,14 +158,20 @@ class Calls:
             first.kv_heads, first.head_dim, config.page_size, dtype, config.kv_grad_dtype
         )
 
-    def recomputes(self, config: Config, batch: int) -> bool:
-        """Whether layers are recomputed in backward; ``"auto"`` is decided once."""
+    def recomputes(self, config: Config, batch: int, tokens: int) -> bool:
+        """Whether layers are recomputed in backward; ``"auto"`` is decided once for chunks of a
+        size.
+
+        Args:
+            tokens: of a chunk, as of :func:`counted_tokens`.
+        """
         if config.recompute != "auto":
             return config.recompute == "layer"
-        if self._recompute is None:
-            kept = activation_bytes(self._model, config, batch, recompute=False)
-            self._recompute = kept > ACTIVATION_SHARE * free_memory(self._model.device)
-        return self._recompute
+        if (batch, tokens) not in self._recompute:
+            kept = activation_bytes(self._model, batch, tokens, recompute=False)
+            too_much = kept > ACTIVATION_SHARE * free_memory(self._model.device)
+            self._recompute[batch, tokens] = too_much
+        return self._recompute[batch, tokens]
 
     def _dropout_seed(self, stack: ExitStack) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""

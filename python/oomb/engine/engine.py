@@ -16,7 +16,7 @@ from oomb.core.loss import OnLogits
 from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
-from oomb.engine.plan import Plan, plan_call
+from oomb.engine.plan import Plan, counted_tokens, plan_call
 from oomb.engine.probe import check_chunks
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
@@ -218,7 +218,8 @@ class Engine:
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
-        recompute = self._calls.recomputes(self.config, batch_size)
+        tokens = counted_tokens(self.config, num_tokens - 1)
+        recompute = self._calls.recomputes(self.config, batch_size, tokens)
         layout = self._calls.layout(self.config)
         plan = plan_call(
             self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute

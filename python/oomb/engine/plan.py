@@ -17,6 +17,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.trace.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.trace.trace import Setting, Tracer
+from oomb.units import bytes_text
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
@@ -48,30 +49,47 @@ class Plan:
     advice: tuple[str, ...]
 
 
-def activation_bytes(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
+def counted_tokens(config: Config, tokens: int) -> int:
+    """Tokens that a call's longest chunk is counted with.
+
+    A text shorter than ``chunk_size`` is rounded up, by an eighth at most: each length that is met
+    takes a run on tensors without memory.
+
+    Args:
+        tokens: of a sequence, without the last, which predicts nothing.
+    """
+    longest = min(config.chunk_size, max(1, tokens))
+    step = 1 << max(0, longest.bit_length() - 4)
+    return min(config.chunk_size, -(-longest // step) * step)
+
+
+def activation_bytes(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
     """What a chunk takes of torch's memory beside parameters and gradient sums.
 
     A rule of thumb where that is a trifle beside what is free; else counted.
+
+    Args:
+        tokens: of the chunk, as of :func:`counted_tokens`.
     """
-    estimate = _estimated(model, config, batch, recompute)
+    estimate = _estimated(model, batch, tokens, recompute)
     if estimate < _TRIFLE * free_memory(model.device):
         return estimate
-    return _counted(model, config, batch, recompute)
+    return _counted(model, batch, tokens, recompute)
 
 
-def _counted(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
+def _counted(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
     """By a run of one chunk on tensors without memory."""
     try:
         if model.causal not in _tracers:
             _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)
-        setting = Setting(config.chunk_size, batch, recompute, True)
+        setting = Setting(tokens, batch, recompute, True)
         trace = _tracers[model.causal].trace(setting)
     except (UnsupportedModelError, TypeError):  # its forward looks at values, or cannot be copied
-        return _estimated(model, config, batch, recompute)
+        return _estimated(model, batch, tokens, recompute)
     return int(trace.sweep_peak_bytes - trace.sum_bytes)
 
 
-def _estimated(model: CausalModel, config: Config, batch: int, recompute: bool) -> int:
+def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
     inner = getattr(settings, "intermediate_size", 4 * hidden)
@@ -81,7 +99,7 @@ def _estimated(model: CausalModel, config: Config, batch: int, recompute: bool) 
     per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
     layers = len(model.layers)
     kept = 2 * hidden * size * layers + per_token if recompute else per_token * layers
-    return batch * config.chunk_size * kept
+    return batch * tokens * kept
 
 
 def gradient_bytes(model: CausalModel) -> int:
@@ -115,7 +133,8 @@ def plan_call(
     recompute: bool,
 ) -> Plan:
     """Plan of ``forward_backward`` on ``batch`` sequences of ``num_tokens`` tokens."""
-    chunks = Chunks(num_tokens, config.chunk_size, config.page_size)
+    tokens = max(1, num_tokens - 1)  # the last predicts nothing
+    chunks = Chunks(tokens, config.chunk_size, config.page_size)
     pages = batch * chunks.first_page(chunks.number - 1)
     page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
     summaries = lists = 0
@@ -124,7 +143,8 @@ def plan_call(
         summaries = sizes.layers * pages * layout.summary_bytes
         lists = sizes.host_bytes(model.device.type)
     # Mean keys are gone before the sums of gradients come.
-    others = _counted(model, config, batch, recompute) + max(gradient_bytes(model), summaries)
+    others = _counted(model, batch, counted_tokens(config, tokens), recompute)
+    others += max(gradient_bytes(model), summaries)
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
     assert config.host_memory is None or isinstance(config.host_memory, int)
@@ -147,14 +167,14 @@ def plan_call(
     if on_host > host_free:
         if layout.grad_slots > 1:
             advice.append("set kv_grad_dtype='bfloat16': half the memory of the gradient pages")
-        advice.append(f"raise host_memory to {on_host} bytes")
+        advice.append(f"raise host_memory to {bytes_text(on_host)}")
     layerwise = _layerwise(model, shapes, num_tokens * batch)
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
     if theirs < on_device + others + on_host + lists:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
-            f"to the host needs less memory here: about {theirs} bytes on device and host, "
-            f"{layerwise.host_bytes} of them on the host"
+            f"to the host needs less memory here: about {bytes_text(theirs)} on device and host, "
+            f"{bytes_text(layerwise.host_bytes)} of them on the host"
         )
     return Plan(
         device_bytes=on_device + others,

@@ -1,4 +1,4 @@
-"""A copy of a model whose functions, where its modules have some of their own, know the copy only."""
+"""A copy of a model; functions that somebody put on its modules run the copy too."""
 
 from __future__ import annotations
 

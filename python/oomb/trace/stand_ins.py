@@ -44,11 +44,10 @@ class TracedMeter(Meter):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
-                if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
-                    raise RuntimeError(
-                        "a forward runs parameters that are none of the modules' it belongs to"
-                    )
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+                continue
+            if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+                raise RuntimeError("a forward runs parameters that its module does not lead to")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -11,6 +11,9 @@ from peft import LoraConfig, get_peft_model
 
 import oomb
 from engine.models import make
+from oomb.core import tiers
+from oomb.engine import call, plan
+from oomb.engine.plan import counted_tokens
 from oomb.errors import UnsupportedModelError
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
@@ -161,3 +164,55 @@ def test_experts_in_fp32_are_those_in_bf16_at_twice_the_size(name: str) -> None:
         assert ours.operations == pytest.approx(known.operations, rel=0.25)
         assert known.flops > (1 if work == "fill" else 3) * experts / 2
         assert known.flops <= ours.flops <= 2.01 * known.flops  # as far as bytes bound them
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(16, 500), (3, 1500), (40, 20)])
+def test_a_text_shorter_than_a_chunk(batch: int, tokens: int) -> None:
+    """Counted as long as it is: chunks of the default size would take 3 to 200 times as much."""
+    model: Any = make("llama", torch.float32, max_position_embeddings=2048)
+    ids = torch.randint(97, (batch, tokens))
+    config = oomb.Config(recompute="none")
+    predicted = Planner(model, Machine.here("cpu")).predict(
+        tokens, config, batch_size=batch, optimizer=None, timed=False
+    )
+    with oomb.Engine(model, config) as engine:
+        planned = engine.plan(tokens, batch)
+        measured = peak_allocated(lambda: engine.forward_backward(ids, ids))
+    made = predicted.call_bytes - batch * (tokens - 1) * 3 * 8  # ids, labels, mask are there
+    assert made == pytest.approx(measured, rel=0.05)
+    assert 0.95 * measured < planned.device_bytes < 1.2 * measured  # rounded up by an eighth
+    assert planned.host_bytes == 0
+
+
+def test_texts_of_many_lengths_are_few_cases() -> None:
+    counted = {tokens: counted_tokens(oomb.Config(), tokens) for tokens in range(1, 9999)}
+    for tokens, found in counted.items():
+        assert min(tokens, 4096) <= found <= min(1.126 * tokens, 4096)
+    assert len(set(counted.values())) <= 80
+
+
+def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor are they refused: memory is what they need, and a chunk of 4096 tokens would need more."""
+    model: Any = make("llama", torch.float32, max_position_embeddings=8192)
+    ran = [0]
+
+    def count(*_: Any) -> None:
+        ran[0] += 1
+
+    tokens, batch = 200, 8
+    activations = Tracer(model, "cpu", False).trace(Setting(tokens, batch, False, True))
+    free = 3 * activations.sweep_peak_bytes
+    for module in (call, plan, tiers):
+        monkeypatch.setattr(module, "free_memory", lambda _: free)
+    with oomb.Engine(model, oomb.Config()) as engine:
+        assert engine.plan(tokens, batch).fits
+        model.model.layers[0].mlp.register_forward_hook(count)
+        engine.forward_backward(*[torch.randint(97, (batch, tokens))] * 2)
+        assert ran == [1]
+        assert not engine.plan(4096, batch).fits
+        ids = torch.randint(97, (1, 700))
+        engine.forward_backward(ids, ids)  # of another size, and decided for itself
+    with oomb.Engine(model, oomb.Config()) as engine, pytest.raises(oomb.OutOfMemoryError):
+        engine.forward_backward(*[torch.randint(97, (batch, 4096))] * 2)
