@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from oomb.errors import Error, UnsupportedModelError
 
@@ -146,9 +146,9 @@ def attention_handler(decoder: nn.Module, handler: Handler) -> Iterator[None]:
     global _handler
     if _handler is not None:
         raise Error("engine: expected one call at a time, got a call inside another")
-    configs: dict[int, Any] = {
-        id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")
-    }
+    given = (getattr(module, "config", None) for module in decoder.modules())
+    # Other libraries' layers, such as torchao's, have configs of another kind.
+    configs: dict[int, Any] = {id(c): c for c in given if isinstance(c, PretrainedConfig)}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     _handler = handler
     try:

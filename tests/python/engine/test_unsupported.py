@@ -338,6 +338,20 @@ def test_other_decoders_of_the_same_parts_work(name: str) -> None:
         assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
 
 
+class ConfiguredLinear(nn.Linear):
+    """As torchao's float8 layers are: its config is none of transformers'."""
+
+    config = SimpleNamespace(round_scales_to_power_of_2=False)
+
+
+def test_layers_with_a_config_of_another_kind() -> None:
+    model = make("llama").eval()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = ConfiguredLinear
+    ids = random_ids(2, 60)
+    assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids), 1e-10)
+
+
 def vision_text(name: str, **vision: Any) -> nn.Module:
     """Positions count time, height and width; text moves through all three alike."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
