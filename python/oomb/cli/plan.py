@@ -14,7 +14,7 @@ from oomb.cli.refusal import check_out, refuse
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
-from oomb.plan.gpus import GPUS
+from oomb.plan.gpus import GPUS, gpu_of_figures
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.trace.shapes import SHAPES
 from oomb.units import bytes_text, count_text, seconds_text
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
+_SOURCES = {
+    "measured": "rates measured here",
+    "datasheet": "from its datasheet",
+    "given": "from the figures given",
+}
 
 
 def plan(
@@ -33,8 +38,20 @@ def plan(
     gpu: Annotated[
         str, typer.Option(help=f"Plan for another GPU: {', '.join(GPUS)}; '' for this machine.")
     ] = "",
-    device_memory: Annotated[str, typer.Option(help="Memory of the device, such as 141GB.")] = "",
+    device_memory: Annotated[
+        str,
+        typer.Option("--device-memory", "--gpu-memory", help="Memory of the GPU, such as 48GiB."),
+    ] = "",
     host_memory: Annotated[str, typer.Option(help="Memory of the host, such as 125GiB.")] = "",
+    gpu_tflops: Annotated[
+        float | None, typer.Option(help="Of a GPU by figures: dense bf16 TFLOP/s.")
+    ] = None,
+    gpu_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of its memory; left out: of a usual ratio.")
+    ] = None,
+    gpu_link: Annotated[
+        float | None, typer.Option(help="GB/s to the host, each way; left out: PCIe 4.0 x16.")
+    ] = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
@@ -69,7 +86,7 @@ def plan(
         tokens = parse_length("context", context)
         device_bytes = _whole_memory("device_memory", device_memory)
         host_bytes = _whole_memory("host_memory", host_memory)
-        _expect_one_of("gpu", gpu.lower().replace(" ", ""), tuple(GPUS))
+        gpu_of_figures(gpu or None, device_bytes, gpu_tflops, gpu_bandwidth, gpu_link)
         if batch_size < 1:
             raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
         _expect_one_of("dtype", dtype, _DTYPES)
@@ -81,15 +98,21 @@ def plan(
     import torch
 
     from oomb.errors import UnsupportedModelError
-    from oomb.plan import recommend
+    from oomb.plan import Machine, recommend
 
     try:
+        machine = Machine.described(
+            gpu=gpu or None,
+            device_memory=device_bytes,
+            host_memory=host_bytes,
+            tflops=gpu_tflops,
+            bandwidth=gpu_bandwidth,
+            link=gpu_link,
+        )
         result = recommend(
             model,
             tokens,
-            device_bytes,
-            host_bytes,
-            gpu=gpu or None,
+            machine=machine,
             config=config,
             keep=frozenset(chosen),
             batch_size=batch_size,
@@ -145,6 +168,11 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     console.print(_memory(prediction))
     if prediction.duration is not None:
         console.print(_time(prediction))
+    elif not prediction.machine.local:
+        console.print("time: unknown; give --gpu or --gpu-tflops")
+    if prediction.machine.host_assumed:
+        host = bytes_text(prediction.machine.host_bytes)
+        console.print(f"host memory: {host} is assumed beside that GPU; --host-memory says another")
     for sentence in result.advice:
         console.print(f"- {sentence}", soft_wrap=True)
 
@@ -198,7 +226,7 @@ def _time(prediction: Prediction) -> str:
     assert duration is not None
     names = ("matrix", "attention", "elementwise", "copies", "starting")
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
-    source = "rates measured here" if duration.basis == "measured" else "from a datasheet"
+    source = _SOURCES[duration.basis]
     speed = prediction.num_tokens * prediction.batch_size / duration.total
     return (
         f"time: {seconds_text(duration.total)} per sequence step, {count_text(speed)} tokens/s "

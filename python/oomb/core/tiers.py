@@ -11,6 +11,7 @@ import torch
 
 from oomb import _C
 from oomb.errors import OutOfMemoryError
+from oomb.units import bytes_text
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 _GPU_KEY_TILE = 128
@@ -106,8 +107,8 @@ class Caps:
         device_slots = min(allowed, needed_slots)
         if device_slots < smallest_slots:
             raise OutOfMemoryError(
-                f"device_memory: expected at least {smallest_slots * layout.slot_bytes} bytes for "
-                f"one step of attention, got {device_free}"
+                f"device_memory: expected at least {bytes_text(smallest_slots * layout.slot_bytes)}"
+                f" for one step of attention, got {bytes_text(device_free)}"
                 f"{'' if device_memory else ', which is left beside activations and gradients'}; "
                 "the page pool is out of memory. Raise device_memory, lower chunk_size or set "
                 "recompute='layer'",
@@ -130,9 +131,10 @@ class Caps:
         if capacity + device_slots < needed_slots:
             needed, free = needed_slots * layout.slot_bytes, device_free + host_free
             raise OutOfMemoryError(
-                f"the call needs {needed} bytes of pages, device_memory holds {device_free} and "
-                f"host_memory {host_free}: the tiers are out of memory. Raise host_memory, set "
-                "kv_grad_dtype='bfloat16' or shorten the sequence",
+                f"the call needs {bytes_text(needed)} of pages, device_memory holds "
+                f"{bytes_text(device_free)} and host_memory {bytes_text(host_free)}: the tiers are "
+                "out of memory. Raise host_memory, set kv_grad_dtype='bfloat16' or shorten the "
+                "sequence",
                 needed_bytes=needed,
                 available_bytes=free,
             )
@@ -140,12 +142,21 @@ class Caps:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device now: for the GPU with what torch holds unused."""
+    """Bytes that can be had on a device now: for the GPU with what torch holds unused, and no more
+    than ``torch.cuda.set_per_process_memory_fraction`` leaves the process."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + unused)
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - used
+        own = int(total * memory_fraction(device)) - used
+        return max(0, min(int(free + unused), own))
     return min(_mem_available(), _cgroup_head_room())
+
+
+def memory_fraction(device: torch.device) -> float:
+    """Part of a GPU's memory that the user has left this process; 1 where torch cannot say."""
+    asked: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if asked is None else float(asked(device))
 
 
 def _mem_available() -> int:

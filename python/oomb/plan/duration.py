@@ -28,7 +28,7 @@ class Duration:
         copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
         fill: seconds of the fill, of the total.
-        basis: ``"measured"`` or ``"datasheet"``, the origin of the rates.
+        basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
     """
 
     matrix: float

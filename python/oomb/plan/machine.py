@@ -10,7 +10,7 @@ import torch
 
 from oomb.config import parse_size
 from oomb.core.tiers import free_memory
-from oomb.plan.gpus import GPUS, Gpu
+from oomb.plan.gpus import HOST_BYTES, Gpu, gpu_of_figures
 
 _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' work space
 
@@ -25,8 +25,9 @@ class Machine:
         device_bytes: memory of the device that torch and the page pool can have.
         host_bytes: memory of the host that the host tier can have.
         local: it is this machine, which can be measured.
-        gpu: datasheet of a machine that cannot be measured, or None.
+        gpu: figures of one that cannot be measured, or None.
         fused: norms and gates will run as fused kernels.
+        host_assumed: nobody has said what the host's memory is: it is that of ``gpu.host_bytes``.
     """
 
     device_type: Literal["cuda", "cpu"]
@@ -36,6 +37,7 @@ class Machine:
     local: bool
     gpu: Gpu | None = None
     fused: bool = False
+    host_assumed: bool = False
 
     @staticmethod
     def here(device_type: str | None = None) -> Machine:
@@ -63,45 +65,53 @@ class Machine:
         gpu: str | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        tflops: float | None = None,
+        bandwidth: float | None = None,
+        link: float | None = None,
     ) -> Machine:
-        """A machine by its GPU and sizes; what is not given is this machine's.
+        """A machine by its GPU and sizes.
+
+        Without a GPU's name or figures it is this one, where there is a GPU or no
+        ``device_memory``; then what is not given is what is free here. A GPU that is not here comes
+        with a host of its own.
 
         Args:
-            gpu: a name of :data:`oomb.plan.GPUS`, or None: this machine's device.
+            gpu: a name of :data:`oomb.plan.GPUS`, or None.
             device_memory, host_memory: bytes or text such as ``"141GB"``, the whole of each.
+            tflops: dense bf16 TFLOP/s of the GPU.
+            bandwidth, link: GB/s of its memory, and to the host, each way.
 
         Raises:
-            ValueError: an unknown GPU, or a size that is none.
+            ValueError: an unknown GPU, figures without a memory, or a size that is none.
         """
         device_bytes = parse_size("device_memory", device_memory)
         host_bytes = parse_size("host_memory", host_memory)
-        if gpu is None and (device_bytes is None or torch.cuda.is_available()):
-            base = Machine.here()
+        elsewhere = gpu_of_figures(gpu, device_bytes, tflops, bandwidth, link)
+        if elsewhere is not None:
+            base = _with_gpu(elsewhere.name, elsewhere.memory_bytes, elsewhere)
+        elif device_bytes is not None and not torch.cuda.is_available():
+            base = _with_gpu("a GPU", device_bytes, None)
         else:
-            base = _with_gpu(gpu, device_bytes or 0)
+            base = Machine.here()
+            if device_bytes is not None:
+                context = _CONTEXT_BYTES if base.device_type == "cuda" else 0
+                base = replace(base, device_bytes=max(0, device_bytes - context))
         if host_bytes is not None:
-            base = replace(base, host_bytes=host_bytes)
-        if device_bytes is not None:
-            context = _CONTEXT_BYTES if base.device_type == "cuda" else 0
-            base = replace(base, device_bytes=max(0, device_bytes - context))
+            base = replace(base, host_bytes=host_bytes, host_assumed=False)
         return base
 
 
-def _with_gpu(name: str | None, memory_bytes: int) -> Machine:
-    """A machine with a GPU by name, or with one of which only the memory is known."""
-    gpu = None
-    if name is not None:
-        gpu = GPUS.get(name.lower().replace(" ", ""))
-        if gpu is None:
-            raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {name!r}")
+def _with_gpu(name: str, memory_bytes: int, gpu: Gpu | None) -> Machine:
+    """A machine that is not this one; of ``gpu`` None only the memory is known."""
     return Machine(
         device_type="cuda",
-        name=gpu.name if gpu else "a GPU",
-        device_bytes=(gpu.memory_bytes if gpu else memory_bytes) - _CONTEXT_BYTES,
-        host_bytes=free_memory(torch.device("cpu")),
+        name=name,
+        device_bytes=max(0, memory_bytes - _CONTEXT_BYTES),
+        host_bytes=HOST_BYTES if gpu is None else gpu.host_bytes,
         local=False,
         gpu=gpu,
         fused=True,
+        host_assumed=True,
     )
 
 

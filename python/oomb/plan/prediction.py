@@ -91,7 +91,8 @@ class Prediction:
 
     @property
     def basis(self) -> str | None:
-        """Where the seconds come from: rates ``"measured"`` here, or from a ``"datasheet"``."""
+        """Where the seconds come from: rates ``"measured"`` here, from a ``"datasheet"``, or from
+        figures that were ``"given"``."""
         return None if self.duration is None else self.duration.basis
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,6 +104,9 @@ class Prediction:
         own |= {name: getattr(self, name) for name in properties}
         config = self.config
         own["machine"] = self.machine.name
+        own["machine_device_bytes"] = self.machine.device_bytes
+        own["machine_host_bytes"] = self.machine.host_bytes
+        own["host_assumed"] = self.machine.host_assumed
         own["duration"] = None if self.duration is None else vars(self.duration)
         own["config"] = {
             "chunk_size": config.chunk_size,

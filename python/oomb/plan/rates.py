@@ -32,7 +32,7 @@ class Rates:
         link: bytes/s between the tiers, each way.
         latency: seconds that attention waits for copies at least, where some are under way.
         operation: seconds that starting an operation takes, Python's part included.
-        basis: ``"measured"`` on this device, or ``"datasheet"``.
+        basis: ``"measured"`` on this device; ``"datasheet"``, or ``"given"`` by the caller.
     """
 
     matrix: float
@@ -59,7 +59,7 @@ _QUEUED = 8  # runs between two waits for a GPU
 
 
 def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None) -> Rates:
-    """Rates of a GPU that is not here."""
+    """Rates of a GPU that is not here: the shares of its figures that an H200 reaches."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
@@ -70,7 +70,7 @@ def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None) -> 
         link=_SHARE_LINK * gpu.link_bytes_per_second,
         latency=_CUDA_LATENCY,
         operation=_CUDA_OPERATION,
-        basis="datasheet",
+        basis=gpu.basis,
     )
 
 

@@ -87,6 +87,7 @@ def recommend(
     host_bytes: int | None = None,
     *,
     gpu: str | None = None,
+    machine: Machine | None = None,
     config: Config | None = None,
     keep: frozenset[str] = frozenset(),
     batch_size: int = 1,
@@ -101,8 +102,10 @@ def recommend(
     Args:
         model: a model (with or without weights), a transformers config, a folder, a name on the
             hub, or a name of ``oomb.trace.shapes.SHAPES``.
-        device_bytes, host_bytes: memory of the machine; None: this machine's, what is free.
+        device_bytes, host_bytes: memory of the machine; None: this machine's, what is free, or that
+            of ``gpu`` and of a host of its own.
         gpu: a name of :data:`oomb.plan.GPUS` where the plan is for another machine.
+        machine: instead of the three; see :meth:`Machine.described`.
         config: settings that are not chosen here (attention, backward, caps …); None: defaults.
         keep: fields of ``config`` not to choose: of ``chunk_size``, ``kv_grad_dtype``,
             ``recompute``.
@@ -115,7 +118,8 @@ def recommend(
         ValueError: an argument does not fit, or no such model.
         UnsupportedModelError: the model cannot be planned without running it.
     """
-    machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
+    if machine is None:
+        machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
     planner = Planner(model, machine, dtype=dtype, adapter=adapter)
     base = config or Config()
     asked: dict[str, Any] = {
