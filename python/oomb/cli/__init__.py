@@ -5,6 +5,7 @@ They import torch and transformers, which take seconds, only once their options 
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
@@ -43,6 +44,9 @@ def main(
     ] = False,
 ) -> None:
     """Exact training on very long sequences with memory that does not grow with them."""
+    # What these libraries tell their programmers is no news to who runs a command.
+    for library in ("transformers", "peft", "accelerate", "trl"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\b")
 
 
 app.command()(audit)

@@ -12,8 +12,8 @@ import typer
 
 from oomb.cli.bench_picture import draw
 from oomb.cli.bench_rivals import fastest_steps, measure_rivals, memory_of
-from oomb.cli.bench_step import FORMULA, Row, StepBench, slopes, with_selection
-from oomb.cli.bench_tables import print_rivals, print_steps
+from oomb.cli.bench_step import FORMULA, MFU, Row, StepBench, slopes, with_selection
+from oomb.cli.bench_tables import print_rivals, print_step, print_steps
 from oomb.cli.machine import format_bytes
 from oomb.config import Config, PageRule
 from oomb.engine.engine import Engine
@@ -71,11 +71,13 @@ def run(
                 if update is not None:
                     row |= update.run()
                 rows.append(row)
-                print_steps(rows[-1:])
+                if len(lengths) * steps > 1:
+                    print_step(row)
                 write()
-    if len(rows) > 1:
-        print_steps(rows)
+    print_steps(rows)
     typer.echo(FORMULA)
+    if any("mfu" in row for row in rows):
+        typer.echo(MFU)
     for counter, megabytes in slopes(rows).items():
         typer.echo(f"GPU memory per further 10K tokens, {counter}: {megabytes:.2f} MB")
     if against:
@@ -109,7 +111,11 @@ class _Update:
 
 
 def _record(rows: list[Row], rivals: list[Row], plans: dict[int, Plan]) -> dict[str, Any]:
-    record: dict[str, Any] = {"formula": FORMULA, "mb_per_10k_tokens": slopes(rows), "rows": rows}
+    record: dict[str, Any] = {
+        "formula": f"{FORMULA}. {MFU}",
+        "mb_per_10k_tokens": slopes(rows),
+        "rows": rows,
+    }
     if plans:
         record["plans"] = {str(length): vars(plan) for length, plan in plans.items()}
         record["rivals"] = rivals

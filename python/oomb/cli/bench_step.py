@@ -13,6 +13,7 @@ import torch
 from oomb import Config, Engine, PageRule, TopKPages
 from oomb.cli.bench_selection import SyntheticPages, UniformPages
 from oomb.core.layout import Chunks
+from oomb.plan.gpus import gpu_of_device
 from oomb.results import Step
 from oomb.trace.shapes import ModelShape
 
@@ -24,10 +25,10 @@ SELECTIONS: dict[str, type[SyntheticPages] | None] = {
     "uniform": UniformPages,
 }
 FORMULA = (
-    "MFU = (6 * linear weights * tokens + 3 * attention forward FLOP) / seconds / 989e12; "
-    "attention forward = 4 * query heads * head_dim * (query, key) pairs seen, per layer"
+    "FLOP = 6 * linear weights * tokens + 3 * attention forward; attention forward = 4 * query "
+    "heads * head_dim * (query, key) pairs seen, per layer"
 )
-_PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, by the vendor's datasheet
+MFU = "MFU = FLOP / seconds / dense bf16 FLOP/s of the GPU's datasheet"
 
 
 class StepBench:
@@ -37,7 +38,8 @@ class StepBench:
         self._engine, self._network, self._shape = engine, network, shape
 
     def run(self, length: int) -> Row:
-        """Seconds, tokens/s, MFU, memory, copies and distinct pages of one step."""
+        """Seconds, tokens/s, FLOP/s, memory, copies and distinct pages of one step; MFU on a GPU
+        whose datasheet is known."""
         engine, network = self._engine, self._network
         ids = random_tokens(self._shape, length, network.device)
         prepare_lists(engine.config, self._shape, length, network.device)
@@ -61,10 +63,17 @@ class StepBench:
             pairs = min(pairs, length * (own + rule.max_pages * engine.config.page_size))
         linear = shape.linear_weights * layers / shape.layers
         flops = 6 * linear * length + 3 * 4 * shape.heads * shape.head_dim * pairs * layers
-        return {"tokens": length, "seconds": seconds, **vars(result.stats)} | {
+        row = {"tokens": length, "seconds": seconds, **vars(result.stats)} | {
             "tokens_per_second": length / seconds,
-            "mfu": flops / seconds / _PEAK_FLOPS,
+            "flops_per_second": flops / seconds,
         }
+        device = self._network.device
+        if device.type == "cuda":
+            row["device_name"] = torch.cuda.get_device_name(device)
+            gpu = gpu_of_device(row["device_name"])
+            if gpu is not None:
+                row["mfu"] = flops / seconds / gpu.flops
+        return row
 
 
 def random_tokens(shape: ModelShape, length: int, device: torch.device) -> torch.Tensor:

@@ -8,33 +8,51 @@ from rich.table import Table
 from oomb.cli.bench_step import Row
 from oomb.cli.machine import format_bytes
 
-_WIDTH = 150
+_WIDTH = 150  # of the comparison, which is one table
+
+
+def print_step(row: Row) -> None:
+    """That a step is done, while others follow."""
+    Console().print(
+        f"{row['tokens']:,} tokens: {row['seconds']:.2f} s, "
+        f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['loss']:.4f}",
+        highlight=False,
+    )
 
 
 def print_steps(rows: list[Row]) -> None:
-    """The engine's steps.
+    """The engine's steps in two tables: time, and memory with what was copied.
 
-    ``exposed`` and ``growth``: waited for copies, and for new memory of the host tier; ``pages``:
-    distinct past pages per chunk and layer, mean and largest.
+    ``copies`` and ``growth``: seconds waited for copies, and for new memory of the host tier;
+    ``pages read``: distinct past pages per chunk and layer, mean and largest.
     """
-    columns = ["tokens", "seconds", "fill", "sweep", "tok/s", "MFU", "device", "host", "H2D"]
-    table = Table(*columns, "exposed", "growth", "pages")
+    time = _table("tokens", "seconds", "fill", "sweep", "copies", "growth", "tok/s", "TFLOP/s")
+    known = any("mfu" in row for row in rows)
+    if known:
+        time.add_column("MFU", justify="right")
+    memory = _table("tokens", "pages, device", "host", "copied to device", "to host")
+    chosen = any("distinct_pages_mean" in row for row in rows)
+    if chosen:
+        memory.add_column("pages read", justify="right")
     for row in rows:
-        table.add_row(
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.2f}",
-            f"{row['fill_seconds']:.2f}",
-            f"{row['sweep_seconds']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['mfu']:.3f}",
-            f"{row['device_peak_bytes'] / 2**30:.2f} GiB",
-            f"{row['host_peak_bytes'] / 2**30:.2f} GiB",
-            f"{row['h2d_bytes'] / 2**30:.2f} GiB",
-            f"{row['exposed_copy_seconds']:.2f} s",
-            f"{row['exposed_growth_seconds']:.2f} s",
-            _pages(row),
-        )
-    Console(width=_WIDTH).print(table)
+        seconds = ("seconds", "fill_seconds", "sweep_seconds")
+        waits = ("exposed_copy_seconds", "exposed_growth_seconds")
+        cells = [f"{row['tokens']:,}", *(f"{row[name]:.2f}" for name in (*seconds, *waits))]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_second'] / 1e12:.3g}"]
+        time.add_row(*cells, *([f"{row['mfu']:.1%}" if "mfu" in row else "-"] if known else []))
+        sizes = ("device_peak_bytes", "host_peak_bytes", "h2d_bytes", "d2h_bytes")
+        cells = [f"{row['tokens']:,}", *(format_bytes(row[name]) for name in sizes)]
+        memory.add_row(*cells, *([_pages(row)] if chosen else []))
+    console = Console()
+    console.print(time)
+    console.print(memory)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def print_rivals(rivals: list[Row], fastest: dict[int, Row]) -> None:

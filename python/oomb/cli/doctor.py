@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ PACKAGES = (
 )
 REQUIRED = ("torch", "transformers", "numpy", "greenlet")
 GIB = 1 << 30
+_WAITING = {"passive": "sleep; in a script import oomb before torch, or set OMP_WAIT_POLICY"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,25 @@ def check_memory(limits: MemoryLimits, has_gpu: bool) -> list[Finding]:
     return findings
 
 
+def check_threads(environment: Mapping[str, str]) -> list[Finding]:
+    """Torch's threads wait for work by spinning, unless they are told to sleep."""
+    if wait_policy(environment) == "passive":
+        return []
+    return [
+        Finding(
+            "threads that wait spin: where cores are shared, a step on the CPU takes several times "
+            "as long",
+            "export OMP_WAIT_POLICY=passive before Python starts",
+        )
+    ]
+
+
+def wait_policy(environment: Mapping[str, str]) -> str:
+    """What ``OMP_WAIT_POLICY`` says; ``"passive"`` also where spinning is switched off otherwise."""
+    off = environment.get("GOMP_SPINCOUNT") == "0" or environment.get("KMP_BLOCKTIME") == "0"
+    return "passive" if off else environment.get("OMP_WAIT_POLICY", "").lower() or "not set"
+
+
 def check_versions(versions: dict[str, str | None]) -> list[Finding]:
     return [
         Finding(f"{name} is not installed", f"pip install {name}", fatal=True)
@@ -149,6 +171,20 @@ def _build_rows(info: BuildInfo, status: CudaStatus) -> list[tuple[str, str]]:
     ]
 
 
+def _share_rows() -> list[tuple[str, str]]:
+    """GPUs of which this process may have a part only, as allocator settings say."""
+    import torch
+
+    from oomb.core.tiers import memory_fraction
+
+    shares = {i: memory_fraction(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
+    return [
+        (f"cuda:{index}", f"{share:.0%} of its memory for a process of torch")
+        for index, share in shares.items()
+        if share < 1
+    ]
+
+
 def _device_rows(status: CudaStatus) -> list[tuple[str, str]]:
     rows = [("cpu", platform.processor() or platform.machine())]
     for device in status["devices"]:
@@ -170,6 +206,7 @@ def _memory_rows(limits: MemoryLimits) -> list[tuple[str, str]]:
                           f"used {format_bytes(limits.cgroup_used)}"),
         ("pinned memory", format_bytes(limits.pinned)),
         ("huge pages", limits.huge_pages or "unknown"),
+        ("waiting threads", _WAITING.get(wait_policy(os.environ), "spin")),
     ]  # fmt: skip
 
 
@@ -184,14 +221,15 @@ def doctor() -> None:
         raise typer.Exit(1) from error
     versions = package_versions()
     status, limits = _C.cuda_status(), read_memory_limits()
-    torch_cuda = None
+    torch_cuda, shares = None, []
     if versions["torch"] is not None:
         import torch
 
         torch_cuda = torch.version.cuda
+        shares = _share_rows() if torch.cuda.is_available() else []
     console.print(_table("Build", _build_rows(_C.build_info(), status)))
     console.print(_table("\nDevices", _device_rows(status)))
-    console.print(_table("\nLimits", _memory_rows(limits)))
+    console.print(_table("\nLimits", [*_memory_rows(limits), *shares]))
     console.print(
         _table("\nVersions", [(name, value or "not installed") for name, value in versions.items()])
     )
@@ -199,6 +237,7 @@ def doctor() -> None:
         *check_versions(versions),
         *check_cuda(status, torch_cuda),
         *check_memory(limits, has_gpu=bool(status["devices"])),
+        *check_threads(os.environ),
     ]
     console.print()
     if not findings:

@@ -84,6 +84,16 @@ def gpu_of_name(name: str) -> Gpu:
     return found
 
 
+def gpu_of_device(name: str) -> Gpu | None:
+    """The GPU that a driver calls so, such as ``"NVIDIA H100 80GB HBM3"``; None where it is none of
+    :data:`GPUS`, or a build of one that is slower."""
+    words = set(name.lower().replace("-", " ").replace("rtx ", "rtx").split())
+    if words & {"pcie", "nvl", "laptop", "mig"}:
+        return None
+    names = words & {"a100", *GPUS}
+    return gpu_of_name(names.pop()) if len(names) == 1 else None
+
+
 def gpu_of_figures(
     name: str | None,
     memory_bytes: int | None,

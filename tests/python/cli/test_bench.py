@@ -15,6 +15,7 @@ import oomb
 from oomb.cli import app, bench_rivals
 from oomb.cli.bench_rivals import measure_rivals
 from oomb.cli.bench_step import StepBench, slopes
+from oomb.plan.gpus import gpu_of_device
 from oomb.rivals.training import Ordinary, Tuned
 from oomb.trace.shapes import SHAPES, ModelShape, random_model
 
@@ -63,6 +64,39 @@ def test_rivals_train_as_an_ordinary_step(family: str, kind: type[Ordinary] | ty
     for name, value in gradients(model).items():
         assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
     assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("lengths", ["200", "200,400"])
+def test_tables_are_printed_once_and_fit_a_terminal(tiny: str, lengths: str) -> None:
+    lines = run("--model", tiny, "--tokens", lengths, "--attention", "topk").splitlines()
+    tables = [line for line in lines if line.lstrip().startswith("tokens ")]
+    assert len(tables) == 2  # time, memory
+    assert all(len(line) <= 80 for line in lines if not line.startswith("FLOP"))
+    assert "MFU" not in "".join(lines)  # of no GPU
+    rows = [line for line in lines if line.split()[:1] in (["200"], ["400"])]
+    steps = [line for line in rows if "tokens:" in line]
+    number = len(lengths.split(","))
+    assert (len(rows) - len(steps), len(steps)) == (2 * number, number if number > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GB200", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_rates_of_a_gpu_by_its_drivers_name(name: str, flops: float | None) -> None:
+    gpu = gpu_of_device(name)
+    assert (gpu.flops if gpu else None) == flops
 
 
 def test_against(tiny: str, tmp_path: Path) -> None:

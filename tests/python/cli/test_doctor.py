@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from oomb import _C
 from oomb.cli import app
-from oomb.cli.doctor import check_cuda, check_memory, check_versions
+from oomb.cli.doctor import check_cuda, check_memory, check_threads, check_versions
 from oomb.cli.machine import UNLIMITED, MemoryLimits, format_bytes, read_memory_limits
 
 GIB = 1 << 30
@@ -67,6 +67,22 @@ class TestFindings:
     def test_nothing_to_say_about_a_good_machine(self) -> None:
         assert check_cuda(status(device()), "13.0") == []
         assert check_memory(limits(), has_gpu=True) == []
+
+    @pytest.mark.parametrize(
+        ("environment", "spins"),
+        [
+            ({}, True),
+            ({"OMP_WAIT_POLICY": "ACTIVE"}, True),
+            ({"OMP_WAIT_POLICY": "PASSIVE"}, False),
+            ({"GOMP_SPINCOUNT": "0"}, False),
+            ({"GOMP_SPINCOUNT": "30000"}, True),
+            ({"KMP_BLOCKTIME": "0"}, False),
+        ],
+    )
+    def test_threads_that_spin(self, environment: dict[str, str], spins: bool) -> None:
+        findings = check_threads(environment)
+        assert len(findings) == spins
+        assert all("OMP_WAIT_POLICY=passive" in finding.remedy for finding in findings)
 
     def test_a_cpu_build_beside_a_cpu_torch_is_fine(self) -> None:
         assert check_cuda(status(built=False, problem="built without CUDA"), None) == []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +82,33 @@ def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.Monke
     assert done.exit_code == 2
     assert message in done.output.replace("\n", "")
     assert "Traceback" not in done.output
+
+
+def test_another_gpu_is_not_in_this_machine(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["qwen2.5-0.5b", "--context", "16K", "--gpu-memory", "48GiB", "--gpu-tflops", "150"]
+    done = run(*arguments, "--gpu-link", "25", "--lora-rank", "8", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "from the figures given" in done.output.replace("\n", " ")
+    assert "64.00 GiB is assumed" in done.output
+    assert json.loads(out.read_text())["host_assumed"] is True
+    assert "assumed" not in run("qwen2.5-0.5b", "--context", "4K", *H200).output
+
+
+def test_sizes_are_for_people() -> None:
+    """A size in bytes has more digits than tokens and seconds have."""
+    done = run("qwen2.5-7b", "--context", "1M", "--gpu", "rtx3090", "--host-memory", "20GiB")
+    assert done.exit_code == 1
+    assert not re.search(r"\d{8}", done.output.replace(",", "")), done.output
+    assert not re.search(r"\d bytes", done.output), done.output
+
+
+def test_no_warning_of_other_libraries() -> None:
+    """transformers has some for whoever puts adapters on a model."""
+    script = "import sys; from oomb.cli import app; app(sys.argv[1:])"
+    arguments = ["plan", "qwen2.5-0.5b", "--context", "4K", "--lora-rank", "8", *H200]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    assert "fits" in done.stdout
+    assert done.stderr == ""
