@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.trace.copied import copied_model
 from oomb.trace.shapes import SHAPES, random_model
@@ -30,21 +37,19 @@ def bare_model(
         adapter: a ``peft.PeftConfig`` (LoRA and the like) to put on top, or None.
 
     Raises:
-        ValueError: no model of that name.
+        ValueError: no model of that name, code of its own, or a config that no model can be made
+            from.
     """
     if isinstance(model, nn.Module):
         return model
-    name = str(model).lower()
     bare: PreTrainedModel
-    if not isinstance(model, PretrainedConfig) and name in SHAPES:
-        kind = dtype or torch.bfloat16
-        bare = random_model(SHAPES[name], device="meta", dtype=kind, positions=2**17)
+    if isinstance(model, PretrainedConfig):
+        bare = _without_weights(model, dtype, type(model).__name__)
+    elif str(model).lower() in SHAPES:
+        shape, kind = SHAPES[str(model).lower()], dtype or torch.bfloat16
+        bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
-        config = model if isinstance(model, PretrainedConfig) else _config_of(str(model))
-        own = getattr(config, "dtype", None)
-        kind = dtype or (own if isinstance(own, torch.dtype) else torch.bfloat16)
-        with torch.device("meta"):
-            bare = AutoModelForCausalLM.from_config(config, dtype=kind)
+        bare = _without_weights(_config_of(str(model)), dtype, str(model))
     if adapter is None:
         return bare
     from peft import get_peft_model  # optional
@@ -54,15 +59,53 @@ def bare_model(
 
 
 def _config_of(name: str) -> PretrainedConfig:
+    """The config of a folder or hub name. Runs no code but transformers', and asks nobody."""
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        values, _ = PretrainedConfig.get_config_dict(name)
+        kind = values.get("model_type")
+        if values.get("auto_map") and kind not in CONFIG_MAPPING:
+            raise ValueError("it brings code of its own, which is not run here")
+        check_values(values)
+        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except OSError as error:
+        if Path(name).is_dir() and (Path(name) / "config.json").is_file():
+            raise _unusable(name, error) from error
         raise ValueError(
             "model: expected a folder with a config.json, a name on the hub that is in the cache "
             f"or can be fetched, or one of {', '.join(SHAPES)}, got {name!r}"
             f"{nearest(name, SHAPES)}"
         ) from error
+    except Exception as error:  # whatever a config's class makes of values it did not expect
+        raise _unusable(name, error) from error
     return config
+
+
+def _without_weights(
+    config: PretrainedConfig, dtype: torch.dtype | None, name: str
+) -> PreTrainedModel:
+    try:
+        check_sizes(config)
+        own = getattr(config, "dtype", None)
+        kind = dtype or (own if isinstance(own, torch.dtype) else torch.bfloat16)
+        with torch.device("meta"):
+            bare: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=kind, trust_remote_code=False
+            )
+    except Exception as error:  # whatever modules make of a config that fits no model
+        raise _unusable(name, error) from error
+    return bare
+
+
+def _unusable(name: str, error: Exception) -> ValueError:
+    """One line of what somebody else's code has to say."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A complaint about a field has its name in the first line and what is wrong in the second.
+    reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:300]
+    if not isinstance(error, (ValueError, OSError)):
+        reason = f"{type(error).__name__} {reason}".strip()
+    return ValueError(
+        f"model: expected a config that a model can be made from, got {name!r}: {reason}"
+    )
 
 
 def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -27,6 +27,8 @@ from oomb.trace.meter import Work
 from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+# What a forward raises that looks at values, or was made from a config that fits no model.
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
 
 
@@ -193,7 +195,7 @@ class Tracer:
                         loop.sweep([0], 1.0)
             except UnsupportedModelError:  # cannot be run either
                 raise
-            except (RuntimeError, NotImplementedError, KeyError) as error:
+            except _FAILURES as error:
                 raise UnsupportedModelError(
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
                 ) from error

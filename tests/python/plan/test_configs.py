@@ -1,0 +1,83 @@
+"""``oomb plan`` on folders that somebody else has made: one line, exit 2, and none of their code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.models import make
+from oomb.cli import app
+
+
+def folder(path: Path, config: dict[str, Any] | str) -> str:
+    """A model's folder with parts of its config changed, or with another file in its place."""
+    make("qwen2").config.save_pretrained(path)
+    file = path / "config.json"
+    if isinstance(config, dict):
+        config = json.dumps(json.loads(file.read_text()) | config)
+    file.write_text(config)
+    return str(path)
+
+
+CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
+    ({"hidden_size": 2**40}, "hidden_size: expected an int in 1 ... 262,144, got more"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"num_attention_heads": 0}, "num_attention_heads: expected an int"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers: expected an int in 1 ... 2,048, got -1"),
+    ({"num_hidden_layers": 2**30}, "num_hidden_layers: expected an int in 1 ... 2,048, got more"),
+    ({"vocab_size": None}, "vocab_size"),
+    ({"num_attention_heads": "six"}, "num_attention_heads"),
+    ({"hidden_act": "none"}, "expected a config that a model can be made from"),
+    ({"rope_parameters": {"rope_theta": None}}, "model: "),
+    ({"model_type": ["qwen2"]}, "expected a config that a model can be made from"),
+    ({"model_type": "nonsense"}, "nonsense"),
+    ('{"a":' * 50_000 + "1" + "}" * 50_000, "RecursionError"),
+    ('{"model_type": "qwen2", "vocab_size": ' + "1" * 5000 + "}", "5000 digits"),
+    ("[]", "expected a config that a model can be made from"),
+    ("{", "expected a config that a model can be made from"),
+    ("", "expected a config that a model can be made from"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS)
+def test_a_broken_config_is_one_line(
+    tmp_path: Path, config: dict[str, Any] | str, message: str
+) -> None:
+    name = folder(tmp_path, config)
+    done = CliRunner().invoke(app, ["plan", name, "--context", "2K", "--gpu", "h100"])
+    assert done.exit_code == 2, done.output
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("oomb plan: ")
+    assert message in lines[0]
+    assert len(lines[0]) < 800
+
+
+@pytest.mark.parametrize("kind", ["own", "qwen2"])
+def test_code_of_its_own_is_neither_run_nor_asked_about(tmp_path: Path, kind: str) -> None:
+    """A terminal would be asked, for 15 seconds; here a person would have said yes."""
+    places = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    name = folder(tmp_path, {"auto_map": places, "model_type": kind})
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    script = "import sys; from oomb.cli import app; app(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "plan", name, "--context", "2K", "--gpu", "h100"],
+        input="y\ny\n",
+        capture_output=True,
+        text=True,
+    )
+    assert not ran.exists()
+    assert "y/N" not in done.stdout + done.stderr
+    if kind == "qwen2":  # transformers has code for it
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "it brings code of its own, which is not run here" in done.stderr
