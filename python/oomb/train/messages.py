@@ -15,6 +15,7 @@ from oomb.train.section import Section
 from oomb.train.settings import RunSettings
 
 _SCALARS = ("str", "int", "float", "bool", "list[str]")
+_LONGEST = 80  # characters
 _OWN_MESSAGE = re.compile(r"[\w.]+( \+ \w+)?: expected")
 
 
@@ -23,7 +24,7 @@ def messages(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         names, sections = _locate(problem["loc"])
-        field = ".".join(map(str, names))
+        field = ".".join(_cut(str(name)) for name in names)
         line = _line(field, names, sections, problem)
         if field in lines and problem["type"].endswith("_type"):
             # A field of several types: each that was tried complains by itself.
@@ -40,7 +41,7 @@ def _line(
     if kind == "extra_forbidden":
         known = list(dict.fromkeys(name for s in sections for name in s.model_fields))
         near = nearest(str(names[-1]), known) or f"; known are {', '.join(known)}"
-        return f"{field}: expected a known field, got {names[-1]!r}{near}"
+        return f"{field}: expected a known field, got {_shown(names[-1])}{near}"
     if kind == "missing":
         return f"{field}: expected a value, got none"
     if kind == "value_error":
@@ -51,19 +52,30 @@ def _line(
         return f"{field}{'.' if _OWN_MESSAGE.match(message) else ': '}{message}"
     if kind == "literal_error":
         near = nearest(str(got), re.findall(r"'([^']*)'", context["expected"]))
-        return f"{field}: expected {context['expected']}, got {got!r}{near}"
+        return f"{field}: expected {context['expected']}, got {_shown(got)}{near}"
     if kind.startswith("union_tag"):
         types = [name for s in sections for name in _types(s)]
         given = got.get("type") if isinstance(got, dict) else got
         near = nearest(str(given), types)
-        return f"{field}.type: expected {' or '.join(map(repr, types))}, got {given!r}{near}"
+        return f"{field}.type: expected {' or '.join(map(repr, types))}, got {_shown(given)}{near}"
     if kind in ("model_type", "model_attributes_type"):
         known = list(dict.fromkeys(name for s in sections for name in s.model_fields))
-        return f"{field}: expected fields ({', '.join(known)}), got {got!r}"
+        return f"{field}: expected fields ({', '.join(known)}), got {_shown(got)}"
     if kind == "too_short":
-        return f"{field}: expected at least {context['min_length']} of them, got {got!r}"
+        return f"{field}: expected at least {context['min_length']} of them, got {_shown(got)}"
+    if kind == "string_too_long":
+        return f"{field}: expected at most {context['max_length']:,} characters, got {len(got):,}"
     expected = problem["msg"].removeprefix("Input should be ")
-    return f"{field}: expected {expected.removeprefix('a valid ')}, got {got!r}"
+    return f"{field}: expected {expected.removeprefix('a valid ')}, got {_shown(got)}"
+
+
+def _shown(got: object) -> str:
+    """A value as it is named in a message: what does not fit a line is cut."""
+    return _cut(repr(got))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _locate(location: tuple[str | int, ...]) -> tuple[list[str | int], list[type[Section]]]:

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.train.errors import BadInput
 from oomb.train.rope import extend_positions
@@ -30,12 +31,16 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     """The model's config with the run's rope settings in it. Reads no weights.
 
     Raises:
-        BadInput: no such model, code of its own that was not asked for, or weights only as pickle.
+        BadInput: no such model, code of its own that was not asked for, weights only as pickle, or
+            sizes that no model has.
     """
     _check_folder("model.name", settings.name)
     try:
+        values, _ = PreTrainedConfig.get_config_dict(settings.name, **_hub(settings))
+        check_values(values)
         config: PreTrainedConfig = AutoConfig.from_pretrained(settings.name, **_hub(settings))
-    except (OSError, ValueError) as error:
+        check_sizes(config)
+    except Exception as error:  # whatever a config's class makes of values that it did not expect
         raise BadInput(
             _unloadable("model.name", "a transformers model", settings, error)
         ) from error
@@ -105,7 +110,7 @@ def load_model(
             f"model.name: expected weights for every parameter, got none for {len(missing)} of "
             f"them, {missing[0]} for one, in {settings.name}"
         )
-    return model if lora is None else _with_adapters(model, lora)
+    return model if lora is None else with_adapters(model, lora)
 
 
 def device_of(settings: ModelSettings) -> torch.device:
@@ -141,7 +146,13 @@ def adapter_config(lora: LoraSettings) -> Any:
     )
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+    """A model with the ``lora`` section's adapters.
+
+    Raises:
+        BadInput: peft is not installed.
+        ValueError: the model has no such layers; the text is peft's.
+    """
     config = adapter_config(lora)
     from peft import get_peft_model  # optional
 
@@ -182,7 +193,10 @@ def _unloadable(field: str, expected: str, settings: ModelSettings, error: Excep
         settings.tokenizer if field == "model.tokenizer" and settings.tokenizer else settings.name
     )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(error).__name__
+    # A complaint about a field has its name in the first line and what is wrong in the second.
+    reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:400]
+    if not reason or isinstance(error, (KeyError, RecursionError)):
+        reason = f"{type(error).__name__} {reason}".strip()
     if "trust_remote_code" in str(error):
         reason = "it brings code of its own, which runs only with model.trust_remote_code=true"
     place = "" if Path(name).is_dir() else ", no folder here and not read from the hub"

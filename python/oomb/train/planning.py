@@ -16,7 +16,7 @@ from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.train.errors import BadInput
-from oomb.train.model import adapter_config, device_of
+from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
 from oomb.units import bytes_text, seconds_text
 
@@ -77,12 +77,19 @@ def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: 
 def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Module:
     dtype, lora = settings.model.dtype, settings.lora
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    adapter = None if lora is None else adapter_config(lora)
     try:
-        return bare_model(config, dtype=kind, adapter=adapter)
+        model: Any = bare_model(config, dtype=kind)
+    except Exception as error:  # whatever modules make of a config that fits no model
+        reason = str(error).partition("\n")[0][:200]
+        raise BadInput(
+            "model.name: expected a config that a model can be made from, got "
+            f"{settings.model.name!r}: {type(error).__name__}: {reason}"
+        ) from error
+    if lora is None:
+        return model  # type: ignore[no-any-return]
+    try:
+        return with_adapters(model, lora)
     except ValueError as error:
-        if lora is None:
-            raise
         raise BadInput(
             f"lora.target_modules: expected layers of the model, got {lora.target_modules!r}; "
             f"peft says: {error}"

@@ -6,8 +6,15 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """No unknown field, no silent conversion, no change; a field's docstring is its description."""
+    """No unknown field, no silent conversion, no change, no infinite number.
+
+    A field's docstring is its description.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
 from oomb.train.engine_settings import EngineSettings
 from oomb.train.section import Section
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
 Rate = Annotated[float, Field(ge=0)]
 Scalar = str | int | float | bool
 
@@ -29,12 +29,22 @@ def _length(value: Any) -> Any:
 Tokens = Annotated[int, BeforeValidator(_length)]
 
 
+def _path(value: str) -> str:
+    longest = max(len(part.encode()) for part in value.split("/"))
+    if longest > 255:
+        raise ValueError(f"expected names of at most 255 bytes in a path, got {longest}")
+    return value
+
+
+PathText = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_path)]
+
+
 def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Names = Annotated[list[str], BeforeValidator(_one_or_more)]
-Paths = Annotated[Names, Field(min_length=1)]
+Paths = Annotated[list[PathText], BeforeValidator(_one_or_more), Field(min_length=1)]
 
 
 class RopeSettings(Section):
@@ -65,9 +75,9 @@ class RopeSettings(Section):
 
 
 class ModelSettings(Section):
-    name: str
+    name: PathText
     """Folder of a transformers causal language model, or its name on the Hugging Face hub."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or name of the tokenizer. null: the model's."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
@@ -84,7 +94,7 @@ class ModelSettings(Section):
 
 
 class LoraSettings(Section):
-    r: Count = 16
+    r: Annotated[int, Field(ge=1, le=2**16)] = 16
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32
     """Scale of the adapters: alpha / r."""
@@ -117,9 +127,9 @@ documents share a sequence and do not see each other."""
     """Begin each document with the tokenizer's BOS token. null: as the tokenizer does by itself."""
     add_eos: bool = True
     """End each document with the tokenizer's EOS token."""
-    num_proc: Count | None = None
+    num_proc: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that tokenise. null: the cores there are, 16 at most."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder of the tokenised text. null: the cache of Hugging Face datasets."""
 
     @model_validator(mode="after")
@@ -156,7 +166,7 @@ class OptimizerSettings(Section):
 class ScheduleSettings(Section):
     name: str = "linear"
     """As `lr_scheduler_type` of transformers: `linear`, `cosine`, `constant_with_warmup`, …"""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=2**40)] = 0
     """Optimizer steps in which the rate rises from 0."""
     arguments: dict[str, Scalar] = Field(default_factory=dict)
     """As `lr_scheduler_kwargs` of transformers."""
@@ -181,7 +191,7 @@ class TrainingSettings(Section):
     """Optimizer steps; wins over `epochs`."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data, where `steps` is null."""
-    batch_size: Count = 1
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Sequences per call of the engine."""
     accumulation_steps: Count = 1
     """Calls of the engine per optimizer step."""
@@ -189,7 +199,7 @@ class TrainingSettings(Section):
     """Gradients are clipped to this norm; 0: not at all."""
     autocast: Literal["bfloat16"] | None = None
     """Mixed precision: matrix products in this dtype, weights in `model.dtype`."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the order of the data, dropout and new weights."""
 
 
@@ -200,7 +210,7 @@ class EvaluationSettings(Section):
     """Evaluate before the first step too."""
     max_sequences: Count | None = None
     """Evaluate on so many sequences at most, the first ones. null: all."""
-    batch_size: Count = 1
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Sequences per call."""
 
 
@@ -221,13 +231,13 @@ class LoggingSettings(Section):
 
 
 class RunSettings(Section):
-    output_dir: str
+    output_dir: PathText
     """Folder of the run; new or empty, unless `--resume` is given."""
     model: ModelSettings
     lora: LoraSettings | None = None
     """Train adapters through peft. null: train every weight."""
     data: DataSettings
-    context: Annotated[Tokens, Field(ge=2)]
+    context: Annotated[Tokens, Field(ge=2, lt=2**31)]
     """Tokens per sequence at most; `128K` is 131072, `1M` is 1048576."""
     engine: EngineSettings = EngineSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
