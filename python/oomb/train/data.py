@@ -7,19 +7,30 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from oomb.train.documents import Source, find_sources
+from oomb.train.chat import chat_template
+from oomb.train.documents import check_first_rows
 from oomb.train.errors import BadInput
+from oomb.train.rows import RowRule
 from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
 from oomb.train.settings import DataSettings, RunSettings
+from oomb.train.sources import Source, find_sources
 from oomb.train.tokenise import Rule, tokenise
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Files that were found and can be opened."""
+    """Files and data sets that were found and can be opened."""
 
     train: list[Source]
     eval: list[Source]
+
+    def check_first_rows(self, rule: Rule) -> None:
+        """Read the first rows of each.
+
+        Raises:
+            BadInput: one is not what it should be.
+        """
+        check_first_rows([*self.train, *self.eval], rule.rows)
 
 
 @dataclass(frozen=True)
@@ -35,25 +46,23 @@ class Data:
 
 
 def find_data(settings: DataSettings) -> Sources:
-    """The run's files.
+    """The run's files and data sets.
 
     Raises:
         BadInput: one is missing, empty or cannot be opened.
     """
-    kind = (settings.format, settings.text_field)
-    train = find_sources("data.train", settings.train, *kind)
-    return Sources(train, find_sources("data.eval", settings.eval, *kind) if settings.eval else [])
+    train = find_sources("data.train", settings.train, settings.format)
+    held_out = settings.eval or []
+    return Sources(train, find_sources("data.eval", held_out, settings.format) if held_out else [])
 
 
-def prepare_data(
-    settings: RunSettings, sources: Sources, tokenizer: PreTrainedTokenizerBase
-) -> Data:
+def prepare_data(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
     """Tokenise and arrange; what was tokenised before comes from the cache.
 
     Raises:
         BadInput: files that are not what they should be, or too little text.
     """
-    data = _all_sequences(settings, sources, tokenising_rule(settings.data, tokenizer))
+    data = _all_sequences(settings, sources, rule)
     most = settings.evaluation.max_sequences
     if data.eval is None or most is None:
         return data
@@ -69,11 +78,13 @@ def _all_sequences(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
     return Data(train, None)
 
 
-def tokenising_rule(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Rule:
-    """How documents become tokens.
+def tokenising_rule(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, num_embeddings: int = 1 << 31
+) -> Rule:
+    """How rows and documents become tokens, with ids below ``num_embeddings``.
 
     Raises:
-        BadInput: the tokenizer is not a fast one, or lacks the token asked for.
+        BadInput: the tokenizer is not a fast one, or lacks the token or template asked for.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -93,7 +104,16 @@ def tokenising_rule(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) 
     if adds_bos is None:
         adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     before = (bos,) if adds_bos else ()
-    return Rule(backend.to_str(), before, (eos,) if settings.add_eos else ())
+    rows = RowRule(
+        kind=settings.kind,
+        text_field=settings.text_field,
+        messages_field=settings.messages_field,
+        prompt_field=settings.prompt_field,
+        completion_field=settings.completion_field,
+        chat=chat_template(tokenizer, settings.chat_template),
+        num_embeddings=num_embeddings,
+    )
+    return Rule(backend.to_str(), before, (eos,) if settings.add_eos else (), rows)
 
 
 def _sequences(
@@ -102,7 +122,12 @@ def _sequences(
     data = settings.data
     tokens = Tokens(tokenise(sources, rule, num_proc=data.num_proc, cache_dir=data.cache_dir))
     arrange = packed if data.arrange == "packed" else windows
-    sequences = arrange(tokens.documents, settings.context)
+    sequences = arrange(tokens.documents, settings.context, tokens.predicts)
+    if not sequences and len(tokens) > 1:
+        raise BadInput(
+            f"{field}: expected tokens to predict (an assistant's turn, a completion, a label), "
+            f"got none among {len(tokens):,}"
+        )
     if not sequences:
         raise BadInput(f"{field}: expected at least two tokens of text, got {len(tokens)}")
     return SequenceDataset(tokens, sequences)

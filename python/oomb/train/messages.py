@@ -94,7 +94,9 @@ def _locate(location: tuple[str | int, ...]) -> tuple[list[str | int], list[type
         elif tagged:
             sections = tagged
             continue
-        elif last and not sections and part in _SCALARS:
+        elif part in [section.__name__ for section in sections]:
+            continue  # one of several kinds, of which this one was tried
+        elif last and (part in _SCALARS or "[" in str(part)):
             continue
         names.append(part)
     return names, sections

@@ -51,7 +51,7 @@ def train(
 
     Args:
         resume: go on from the newest intact checkpoint in the run's folder.
-        dry_run: check settings, files, tokenizer and model config, print the plan and stop.
+        dry_run: check settings, first rows, tokenizer and model config, print the plan and stop.
 
     Returns:
         Exit code: 0 when done, or interrupted with a checkpoint saved.
@@ -69,12 +69,13 @@ def train(
     sources = find_data(settings.data)
     config = load_config(settings.model)
     tokenizer = load_tokenizer(settings.model, config)
-    tokenising_rule(settings.data, tokenizer)
+    rule = tokenising_rule(settings.data, tokenizer, config.get_text_config().vocab_size)
     if dry_run:
+        sources.check_first_rows(rule)
         check_positions(config, settings.context)
         plan_run(settings, config, settings.context, console)
         return 0
-    data = prepare_data(settings, sources, tokenizer)
+    data = prepare_data(settings, sources, rule)
     identity = data.train.identity()
     check_data(settings, identity)
     check_positions(config, max(part.longest_document for part in data.parts))
@@ -215,7 +216,8 @@ def _describe(console: Console, data: Data) -> None:
             _say(
                 console,
                 f"{name}: {part.num_tokens:,} tokens in {number:,} "
-                f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most",
+                f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most"
+                + ("" if part.num_targets is None else f", {part.num_targets:,} of them predicted"),
             )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from oomb.train.rows import IGNORED
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
-IGNORED = -100
 _SAMPLES, _SAMPLE = 256, 4096  # pieces, and their first tokens, that stand for all
 
 Piece = tuple[int, int]  # first token and the one behind the last, of all tokens
@@ -24,13 +25,14 @@ class Tokens:
 
     Attributes:
         documents: (begin, end) of each document.
+        counted: which tokens are predicted, [tokens] bool; None: all of them.
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        """``dataset``: ``document`` and ``input_ids``, as :func:`oomb.train.tokenise.tokenise`."""
-        import pyarrow.compute  # optional
+        """``dataset``: as :func:`oomb.train.tokenise.tokenise` makes it."""
+        import pyarrow.compute
 
-        table = dataset.data.select(["document", "input_ids"])
+        table = dataset.data.table
         lengths = pyarrow.compute.list_value_length(table.column("input_ids")).to_numpy()
         owners = table.column("document").to_numpy()
         self._rows = dataset.with_format("numpy", columns=["input_ids"])
@@ -40,6 +42,9 @@ class Tokens:
         begins = self._begins[firsts]
         ends = np.append(begins[1:], len(self))
         self.documents: list[Piece] = list(zip(begins.tolist(), ends.tolist(), strict=True))
+        self.counted = None
+        if "counted" in table.column_names:
+            self.counted = _all_marks(table.column("counted"), lengths)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -54,26 +59,51 @@ class Tokens:
             row += 1
         return np.concatenate(parts).astype(np.int64)
 
+    def predicts(self, piece: Piece) -> bool:
+        """Whether a token of a piece is predicted: its first one never is."""
+        begin, end = piece
+        if self.counted is None:
+            return end - begin > 1
+        return bool(self.counted[begin + 1 : end].any())
 
-def windows(documents: Sequence[Piece], context: int) -> list[list[Piece]]:
+
+def _all_marks(column: Any, lengths: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    """Marks of every token, where some row has any; a row without has them all set."""
+    if column.null_count == len(column):
+        return None
+    marks = np.ones(int(lengths.sum()), dtype=bool)
+    given = np.repeat(column.is_valid().to_numpy(), lengths)
+    marks[given] = column.drop_null().combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return marks
+
+
+def _two_tokens(piece: Piece) -> bool:
+    return piece[1] - piece[0] > 1
+
+
+def windows(
+    documents: Sequence[Piece], context: int, predicts: Callable[[Piece], bool] = _two_tokens
+) -> list[list[Piece]]:
     """Each document in sequences of ``context`` tokens; its last is shorter.
 
-    What is left of a document is dropped where it is a single token, which predicts nothing.
+    A piece that predicts nothing is dropped, such as a single token that is left of a document.
     """
-    return [
-        [(first, min(first + context, end))]
+    pieces = (
+        (first, min(first + context, end))
         for begin, end in documents
         for first in range(begin, end, context)
-        if end - first > 1
-    ]
+    )
+    return [[piece] for piece in pieces if predicts(piece)]
 
 
-def packed(documents: Sequence[Piece], context: int) -> list[list[Piece]]:
+def packed(
+    documents: Sequence[Piece], context: int, predicts: Callable[[Piece], bool] = _two_tokens
+) -> list[list[Piece]]:
     """Documents in sequences of at most ``context`` tokens, longest first into the fullest fit.
 
     Only a document that is longer than ``context`` is cut.
     """
-    pieces = [piece for [piece] in windows(documents, context)]
+    pieces = [piece for [piece] in windows(documents, context, predicts)]
     pieces.sort(key=lambda piece: piece[0] - piece[1])  # stable: equal ones stay in order
     sequences: list[list[Piece]] = []
     rooms: list[int] = []  # distinct free sizes, ascending
@@ -102,8 +132,8 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences as a Trainer takes them.
 
     An item has ``input_ids``, ``labels`` and ``position_ids``, [tokens] int64. Positions restart at
-    each document, which is how transformers and the engine tell documents apart; a document's first
-    token is no target.
+    each document, which is how transformers and the engine tell documents apart. No targets are a
+    document's first token and those that are not counted.
     """
 
     def __init__(self, tokens: Tokens, sequences: list[list[Piece]]) -> None:
@@ -117,6 +147,9 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         pieces = self.sequences[index]
         ids = [torch.from_numpy(self._tokens[begin:end]) for begin, end in pieces]
         labels = torch.cat(ids)
+        if self._tokens.counted is not None:
+            marks = [self._tokens.counted[begin:end] for begin, end in pieces]
+            labels[torch.from_numpy(~np.concatenate(marks))] = IGNORED
         labels[np.cumsum([0, *map(len, ids[:-1])])] = IGNORED
         return {
             "input_ids": torch.cat(ids),
@@ -132,12 +165,23 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         pieces = np.array([piece for sequence in self.sequences for piece in sequence])
         digest = hashlib.sha256(pieces.tobytes())
         for begin, end in pieces[:: -(-len(pieces) // _SAMPLES)].tolist():
-            digest.update(self._tokens[begin : min(end, begin + _SAMPLE)].tobytes())
+            behind = min(end, begin + _SAMPLE)
+            digest.update(self._tokens[begin:behind].tobytes())
+            if self._tokens.counted is not None:
+                digest.update(self._tokens.counted[begin:behind].tobytes())
         return digest.hexdigest()[:16]
 
     @property
     def num_tokens(self) -> int:
         return sum(end - begin for pieces in self.sequences for begin, end in pieces)
+
+    @property
+    def num_targets(self) -> int | None:
+        """Tokens that are predicted; None: all but each document's first."""
+        counted = self._tokens.counted
+        if counted is None:
+            return None
+        return sum(int(counted[b + 1 : e].sum()) for pieces in self.sequences for b, e in pieces)
 
     @property
     def longest_document(self) -> int:

@@ -40,11 +40,10 @@ PathText = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_
 
 
 def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, (str, dict)) else value
 
 
 Names = Annotated[list[str], BeforeValidator(_one_or_more)]
-Paths = Annotated[list[PathText], BeforeValidator(_one_or_more), Field(min_length=1)]
 
 
 class RopeSettings(Section):
@@ -108,18 +107,46 @@ class LoraSettings(Section):
     """Scale by alpha / sqrt(r)."""
 
 
+class HubSettings(Section):
+    """A data set on the Hugging Face hub, or a folder that `datasets` reads as one."""
+
+    dataset: PathText
+    """Its name, such as `HuggingFaceH4/ultrachat_200k`."""
+    subset: str | None = None
+    """Its configuration, where it has several."""
+    split: str = "train"
+    """Such as `train`, `train[:1000]` or `train_sft`."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+
+
+Origins = Annotated[
+    list[PathText | HubSettings], BeforeValidator(_one_or_more), Field(min_length=1)
+]
+
+
 class DataSettings(Section):
-    train: Paths
-    """Files, folders or patterns such as `books/**/*.txt`; one or a list."""
-    eval: Paths | None = None
+    train: Origins
+    """Files, folders, patterns such as `books/**/*.txt`, data sets of the hub by name; one or a \
+list."""
+    eval: Origins | None = None
     """Likewise, for evaluation."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training sequences held out for evaluation, where `eval` is null."""
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto`: by the suffix; `.jsonl`, `.json` and `.parquet`, everything else is text. A text \
-file is one document, otherwise a row is one."""
+    format: Literal["auto", "text", "jsonl", "parquet", "csv", "arrow"] = "auto"
+    """Of the files; `auto`: by the suffix. A text file is one document, otherwise a row is one."""
+    kind: Literal["auto", "text", "messages", "completion", "tokens"] = "auto"
+    """What a row holds; `auto`: by the columns it has."""
     text_field: str = "text"
-    """Column of JSONL and Parquet files that has the text."""
+    """Column that has the text, of kind `text`."""
+    messages_field: str = "messages"
+    """Column that has the conversation, of kind `messages`: a list of `role` and `content`."""
+    prompt_field: str = "prompt"
+    """Column of kind `completion`: what is given."""
+    completion_field: str = "completion"
+    """Column of kind `completion`: what is learnt."""
+    chat_template: PathText | None = None
+    """File of Jinja in place of the tokenizer's template; `trl`: TRL's for the model's family."""
     arrange: Literal["windows", "packed"] = "windows"
     """`windows`: each document is cut into sequences of `context` tokens. `packed`: several \
 documents share a sequence and do not see each other."""

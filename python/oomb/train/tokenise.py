@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from oomb.train.documents import Source, segments
+import numpy as np
+
+from oomb.train.documents import segments
 from oomb.train.errors import BadInput
+from oomb.train.rows import RowRule
+from oomb.train.sources import Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -20,25 +24,28 @@ _WRITE = 16  # segments held before they are written
 
 @dataclass(frozen=True)
 class Rule:
-    """All that tokens depend on besides the text; the cache's key.
+    """All that tokens depend on besides the rows; the cache's key.
 
     Attributes:
         tokenizer: a ``tokenizers.Tokenizer`` as JSON.
         before: ids that begin a document.
         after: ids that end one.
+        rows: how a row of a table becomes a document.
         version: of the code here.
     """
 
     tokenizer: str
     before: tuple[int, ...]
     after: tuple[int, ...]
-    version: int = 1
+    rows: RowRule = field(default_factory=RowRule)
+    version: int = 2
 
 
 def tokenise(
     sources: list[Source], rule: Rule, *, num_proc: int | None, cache_dir: str | None
 ) -> Dataset:
-    """Dataset of ``document`` (int64) and ``input_ids`` (list of int32), a row per segment.
+    """Dataset of ``document`` (int64), ``input_ids`` (list of int32) and ``counted`` (list of bool:
+    which tokens are predicted; null: all of them), a row per segment.
 
     Raises:
         BadInput: see :func:`oomb.train.documents.segments`.
@@ -52,16 +59,18 @@ def tokenise(
         start=datasets.Value("int32"),
         end=datasets.Value("int32"),
         last=datasets.Value("bool"),
+        spans=datasets.List(datasets.List(datasets.Value("int32"))),
+        complete=datasets.Value("bool"),
+        input_ids=datasets.List(datasets.Value("int32")),
+        counted=datasets.List(datasets.Value("bool")),
     )
-    tokens = datasets.Features(
-        document=datasets.Value("int64"), input_ids=datasets.List(datasets.Value("int32"))
-    )
+    tokens = {name: text[name] for name in ("document", "input_ids", "counted")}
     try:
         split = datasets.Dataset.from_generator(
             segments,
             features=text,
             cache_dir=cache_dir,
-            gen_kwargs={"sources": list(enumerate(sources))},
+            gen_kwargs={"sources": list(enumerate(sources)), "rule": rule.rows},
             num_proc=_processes(processes, len(sources)),
             writer_batch_size=_WRITE,
         )
@@ -71,8 +80,8 @@ def tokenise(
             batch_size=_BATCH,
             writer_batch_size=_WRITE,
             fn_kwargs={"rule": rule},
-            remove_columns=["text", "start", "end", "last"],
-            features=tokens,
+            remove_columns=[name for name in text if name not in tokens],
+            features=datasets.Features(tokens),
             num_proc=_processes(processes, -(-len(split) // _BATCH)),
             desc="Tokenising",
         )
@@ -80,6 +89,9 @@ def tokenise(
         cause = error.__cause__
         if isinstance(cause, BadInput):
             raise cause from None
+        # Between processes an exception loses its kind: the file is found by reading again.
+        for _ in segments(list(enumerate(sources)), rule.rows):
+            pass
         raise
     except OSError as error:
         place = cache_dir or datasets.config.HF_DATASETS_CACHE
@@ -100,19 +112,42 @@ def tokens_of(batch: dict[str, list[Any]], rule: Rule) -> dict[str, list[Any]]:
     A segment's neighbour sees the same characters around their common border and draws the same
     line there, so that every token of the document is taken once.
     """
-    tokenizer, ids = _tokenizer(rule.tokenizer), []
+    tokenizer = _tokenizer(rule.tokenizer)
+    ids: list[list[int]] = []
+    counted: list[Any] = []
     for number, text in enumerate(batch["text"]):
+        if batch["input_ids"][number]:
+            ids.append(batch["input_ids"][number])
+            counted.append(batch["counted"][number])
+            continue
         start, end, length = batch["start"][number], batch["end"][number], len(text)
         # One text at a time: the threads of encode_batch would compete with the other processes.
         encoding = tokenizer.encode(text, add_special_tokens=False)
         # At a document's ends nothing is left out, not even tokens that stand for no character.
         first = 0 if start == 0 else _first_token(encoding, start, length)
         behind = len(encoding.ids) if end == length else _first_token(encoding, end, length)
-        taken = encoding.ids[first:behind]
-        before = rule.before if start == 0 else ()
-        after = rule.after if batch["last"][number] else ()
-        ids.append([*before, *taken, *after])
-    return {"document": batch["document"], "input_ids": ids}
+        begins = start == 0 and not batch["complete"][number]
+        ends = batch["last"][number] and not batch["complete"][number]
+        before, after = rule.before if begins else (), rule.after if ends else ()
+        ids.append([*before, *encoding.ids[first:behind], *after])
+        spans = batch["spans"][number]
+        if spans is None:
+            counted.append(None)
+            continue
+        marks = _inside(encoding.offsets[first:behind], spans)
+        # The end token belongs to what stands last; begin tokens are no one's.
+        counted.append([False] * len(before) + marks + [bool(spans)] * len(after))
+    return {"document": batch["document"], "input_ids": ids, "counted": counted}
+
+
+def _inside(offsets: list[tuple[int, int]], spans: list[list[int]]) -> list[bool]:
+    """Which tokens have a character in one of the spans."""
+    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(offsets), dtype=bool)
+    for begin, end in spans:
+        inside |= (begins < end) & (ends > begin) & (begins < ends)
+    found: list[bool] = inside.tolist()
+    return found
 
 
 def _first_token(encoding: Encoding, char: int, length: int) -> int:

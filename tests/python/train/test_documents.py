@@ -7,13 +7,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from tokenizers import Tokenizer
 from tokenizers_for_tests import KINDS, WORDS
 
 from oomb.train import documents
-from oomb.train.documents import cut, find_sources, segments
+from oomb.train.documents import cut, segments
 from oomb.train.errors import BadInput
+from oomb.train.rows import RowRule
+from oomb.train.sources import find_sources
 from oomb.train.tokenise import Rule, tokens_of
 
 SIZE, OVERLAP = 300, 60  # characters; words of the tests are shorter
@@ -63,6 +66,8 @@ def tokens_by_segments(
     batch: dict[str, list[Any]] = {"document": [0] * len(found)}
     for number, name in enumerate(("text", "start", "end", "last")):
         batch[name] = [segment[number] for segment in found]
+    batch |= {"spans": [None] * len(found), "complete": [False] * len(found)}
+    batch |= {"input_ids": [[] for _ in found], "counted": [None] * len(found)}
     rows = tokens_of(batch, Rule(tokenizer.to_str(), before, after))["input_ids"]
     return [token for row in rows for token in row]
 
@@ -94,9 +99,9 @@ def test_begin_and_end_tokens_stand_once() -> None:
 
 
 def read(path: Path | str, format: str = "auto", text_field: str = "text") -> list[str]:
-    sources = find_sources("data.train", [str(path)], format, text_field)
+    sources = find_sources("data.train", [str(path)], format)
     found: dict[int, str] = {}
-    for segment in segments(list(enumerate(sources))):
+    for segment in segments(list(enumerate(sources)), RowRule(text_field=text_field)):
         text = segment["text"][segment["start"] : segment["end"]]
         found[segment["document"]] = found.get(segment["document"], "") + text
     assert list(found) == sorted(found)
@@ -137,11 +142,28 @@ def test_another_column(tmp_path: Path) -> None:
 def test_folders_are_read_by_name_and_suffix(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").mkdir()
-    for name in ("b/2.txt", "a.md", ".hidden/x.txt", "picture.png"):
+    for name in ("b/2.txt", "a.md", ".hidden/x.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "c.jsonl").write_text('{"text": "row"}\n')
-    assert read(tmp_path) == ["a.md", "b/2.txt", "row"]
-    assert len(read(tmp_path, format="text")) == 4
+    (tmp_path / "d.csv").write_text('n,text\n1,"a ""row"", of\ntwo lines"\n2,003\n')
+    (tmp_path / "e.tsv").write_text("text\tn\nb, c\t1\n")
+    rows = ["row", 'a "row", of\ntwo lines', "003", "b, c"]
+    assert read(tmp_path) == ["a.md", "b/2.txt", *rows]
+    assert len(read(tmp_path, format="text")) == 5
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_files_of_unknown_suffixes_are_refused_by_name(tmp_path: Path, inside: bool) -> None:
+    (tmp_path / "a.md").write_text("text")
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG")
+    with pytest.raises(BadInput, match=r"text by its suffix, got .*picture\.png; data.format=text"):
+        read(tmp_path if inside else file)
+
+
+def test_a_data_set_saved_by_datasets(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(str(tmp_path / "saved"))
+    assert read(tmp_path / "saved") == ["a", "b"]
 
 
 def test_line_ends_stay(tmp_path: Path) -> None:
@@ -159,6 +181,12 @@ def test_line_ends_stay(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}\n', "expected text in column 'text', got int in row 0"),
         ("a.jsonl", b'{"text": null}\n', "expected text in column 'text', got NoneType in row 0"),
         ("a.parquet", b"PAR1 no", "expected Parquet, got .*a.parquet"),
+        ("a.arrow", b"ARROW no", "expected Arrow, got .*a.arrow"),
+        ("a.csv", b"text,n\na,1,2\n", "expected CSV, got .*a.csv: row 0 has not as many columns"),
+        ("a.csv", b"text,n\na\n", "expected CSV, got .*a.csv: row 0 has not as many columns"),
+        ("a.csv", b'text\n"a', "expected CSV, got .*a.csv: unexpected end of data"),
+        ("a.csv", b"text\n\xff\xfe\n", "expected CSV, got .*a.csv: invalid start byte"),
+        ("a.csv", b"body,n\na,1\n", "data.text_field: .*got 'text' \\(columns: body, n\\)"),
     ],
 )
 def test_unusable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

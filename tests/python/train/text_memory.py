@@ -14,8 +14,8 @@ from pathlib import Path
 
 from oomb.cli.demo_text import python_source
 from oomb.cli.demo_tokenizer import byte_tokenizer
-from oomb.train.documents import find_sources
 from oomb.train.sequences import Tokens
+from oomb.train.sources import find_sources
 from oomb.train.tokenise import Rule, tokenise
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.monotonic()
-    sources = find_sources("data.train", [str(text)], "auto", "text")
+    sources = find_sources("data.train", [str(text)])
     rule = Rule(byte_tokenizer().backend_tokenizer.to_str(), (), ())
     tokens = Tokens(tokenise(sources, rule, num_proc=processes, cache_dir=str(folder / "cache")))
     seconds = time.monotonic() - began
