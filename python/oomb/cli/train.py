@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from oomb.cli.quiet import quiet
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run; see docs/train.md.")],
@@ -42,7 +44,8 @@ def train(
     except BadInput as error:
         _fail(str(error), code=2)
     try:
-        code = carry_out(settings, resume=resume, dry_run=dry_run)
+        with quiet():
+            code = carry_out(settings, resume=resume, dry_run=dry_run)
     except (BadInput, UnsupportedModelError) as error:
         _fail(str(error), code=2)
     except Error as error:

@@ -31,7 +31,9 @@ def messages(error: ValidationError) -> list[str]:
             expected = line.partition(": expected ")[2].rpartition(", got ")[0]
             line = lines[field].replace(", got ", f" or {expected}, got ", 1)
         lines[field] = line
-    return list(lines.values())
+    # Of a field of several kinds the innermost complaint is about the kind that was meant.
+    inner = {field.rpartition(".")[0] for field in lines if "." in field}
+    return [line for field, line in lines.items() if field not in inner]
 
 
 def _line(
@@ -63,6 +65,8 @@ def _line(
         return f"{field}: expected fields ({', '.join(known)}), got {_shown(got)}"
     if kind == "too_short":
         return f"{field}: expected at least {context['min_length']} of them, got {_shown(got)}"
+    if kind == "string_too_short":
+        return f"{field}: expected text, got ''"
     if kind == "string_too_long":
         return f"{field}: expected at most {context['max_length']:,} characters, got {len(got):,}"
     expected = problem["msg"].removeprefix("Input should be ")

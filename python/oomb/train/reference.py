@@ -30,8 +30,11 @@ def _table(section: str, kind: type[Section]) -> Iterator[str]:
     inner: list[tuple[str, type[Section]]] = []
     for name, field in kind.model_fields.items():
         sections = [s for s in _members(field.annotation) if _is_section(s)]
+        sections += [s for s in _in_lists(field.annotation) if _is_section(s)]
         several = len(sections) > 1
         for member in sections:
+            if any(member is known for _, known in inner):
+                continue  # of the field before it
             title = f"{section}.{name}" if section else name
             chosen = get_args(member.model_fields["type"].annotation)[0] if several else None
             inner.append((f"{title}: {chosen}" if several else title, member))
@@ -53,11 +56,19 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _in_lists(annotation: Any) -> list[Any]:
+    """What the lists among the members of a union hold."""
+    lists = [kind for kind in _members(annotation) if get_origin(kind) is list]
+    return [member for kind in lists for member in _members(get_args(kind)[0])]
+
+
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _values(field: FieldInfo, sections: list[Any]) -> str:
+    if _in_lists(field.annotation):
+        sections = []
     if sections:
         optional = type(None) in _members(field.annotation)
         return "fields, null" if optional else "fields"
@@ -68,10 +79,11 @@ def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is list:
-        return f"list of {_word(_members(get_args(kind)[0])[0])}"
+        parts = (_word(member) for member in _members(get_args(kind)[0]))
+        return f"list of {' or '.join(dict.fromkeys(parts))}"
     if get_origin(kind) is dict:
         return "name: value"
-    return _WORDS[kind]
+    return "fields" if _is_section(kind) else _WORDS[kind]
 
 
 def _default(field: FieldInfo) -> str:

@@ -26,7 +26,8 @@ from transformers import (
 from oomb.checkpoint import model_identity
 from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
-from oomb.monitor import RunMonitor
+from oomb.model.rope import positions
+from oomb.monitor import Display, RunMonitor
 from oomb.plan import write_plan
 from oomb.report import write_report
 from oomb.train.arguments import check_schedule, check_trackers, training_arguments
@@ -35,7 +36,9 @@ from oomb.train.errors import BadInput
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
 from oomb.train.model import device_of, load_config, load_model, load_tokenizer
 from oomb.train.planning import finish, plan_run
+from oomb.train.publish import check_hub, publish
 from oomb.train.rope import check_positions
+from oomb.train.samples import Samples, prompts_as_tokens
 from oomb.train.sequences import collate
 from oomb.train.settings import RunSettings
 
@@ -70,6 +73,11 @@ def train(
     config = load_config(settings.model)
     tokenizer = load_tokenizer(settings.model, config)
     rule = tokenising_rule(settings.data, tokenizer, config.get_text_config().vocab_size)
+    written = settings.evaluation.generate
+    prompts = (
+        prompts_as_tokens(written, tokenizer, rule.rows.chat, positions(config)) if written else []
+    )
+    check_hub(settings.saving)
     if dry_run:
         sources.check_first_rows(rule)
         check_positions(config, settings.context)
@@ -91,7 +99,9 @@ def train(
     run = begin(settings, identity)
     write_plan(run, prediction)
     every = settings.logging.chunk_records_every
-    trainer.observer = RunMonitor(run, chunk_records_every=every)
+    trainer.observer = RunMonitor(run, display=Display(console), chunk_records_every=every)
+    if written is not None:
+        trainer.add_callback(Samples(written, prompts, tokenizer, run, console))
     try:
         if resume and _load_finished(trainer, settings, len(data.train)):
             _say(console, "All steps are done already.")
@@ -111,6 +121,9 @@ def train(
         _say(console, f"Report: {write_report(run)}")
     except (OSError, ValueError) as error:  # the model is safe, whatever became of the records
         _say(console, f"No report: {error}")
+    address = publish(settings.saving, run / MODEL_FOLDER)
+    if address is not None:
+        _say(console, f"Hub:    {address}")
     return 0
 
 

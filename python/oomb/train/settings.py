@@ -230,6 +230,17 @@ class TrainingSettings(Section):
     """Of the order of the data, dropout and new weights."""
 
 
+class GenerationSettings(Section):
+    prompts: Annotated[list[str], BeforeValidator(_one_or_more), Field(min_length=1)]
+    """What the model goes on from; one or a list."""
+    chat: bool = False
+    """Each prompt is a user's turn, written by the chat template."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**17)] = 64
+    """Tokens that it writes at most."""
+    temperature: Rate = 0.0
+    """Of sampling; 0: the likeliest token each time."""
+
+
 class EvaluationSettings(Section):
     every_steps: Count | None = None
     """Optimizer steps between evaluations. null: at the end only, where there is data for it."""
@@ -239,6 +250,8 @@ class EvaluationSettings(Section):
     """Evaluate on so many sequences at most, the first ones. null: all."""
     batch_size: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Sequences per call."""
+    generate: GenerationSettings | None = None
+    """Let the model write at each evaluation: in the log, and in `samples.jsonl` of the run."""
 
 
 class SavingSettings(Section):
@@ -246,6 +259,10 @@ class SavingSettings(Section):
     """Optimizer steps between checkpoints. null: at the end and on a signal only."""
     keep_last: Count = 2
     """Checkpoints that are kept."""
+    push_to_hub: str | None = None
+    """Name on the Hugging Face hub, such as `me/my-model`, where the final model goes."""
+    private: bool = True
+    """Whether a name that is new there is private."""
 
 
 class LoggingSettings(Section):
@@ -277,9 +294,10 @@ class RunSettings(Section):
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> RunSettings:
         no_data = self.data.eval is None and self.data.eval_fraction == 0
-        if self.evaluation.every_steps is not None and no_data:
-            raise ValueError(
-                "evaluation.every_steps: expected data.eval or data.eval_fraction beside it, "
-                "got neither"
-            )
+        for name in ("every_steps", "generate"):
+            if getattr(self.evaluation, name) is not None and no_data:
+                raise ValueError(
+                    f"evaluation.{name}: expected data.eval or data.eval_fraction beside it, got "
+                    "neither"
+                )
         return self

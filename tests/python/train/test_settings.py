@@ -191,6 +191,17 @@ def test_later_overrides_win_and_refine(tmp_path: Path) -> None:
         ("model.trust_remote_code=1", "model.trust_remote_code: expected boolean, got 1"),
         ("evaluation.every_steps=3", "evaluation.every_steps: expected data.eval or"),
         ("training", "training: expected field=value"),
+        ("data.train=3", "data.train: expected list, got 3"),
+        ("data.train=[[a]]", "data.train.0: expected string or fields (dataset, subset, split,"),
+        ("data.train=", "data.train: expected list, got None"),
+        ("data.train=['']", "data.train.0: expected text"),
+        ("data.train={datset: a}", "got 'datset'; did you mean 'dataset'?"),
+        ("data.train={dataset: a, split: 3}", "data.train.0.split: expected string, got 3"),
+        ("data.eval=[b, {split: a}]", "data.eval.1.dataset: expected a value, got none"),
+        ("data.kind=chat", "data.kind: expected 'auto', 'text', 'messages', 'completion' or"),
+        ("data.mesages_field=a", "got 'mesages_field'; did you mean 'messages_field'?"),
+        ("evaluation.generate={prompts: a}", "evaluation.generate: expected data.eval or"),
+        ("saving.push_to_hbu=a/b", "got 'push_to_hbu'; did you mean 'push_to_hub'?"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, override: str, message: str) -> None:
@@ -200,6 +211,22 @@ def test_bad_values_are_named(tmp_path: Path, override: str, message: str) -> No
 def test_every_bad_field_is_named_at_once(tmp_path: Path) -> None:
     lines = refused(tmp_path, "context=0", "modle=x", "engine.page_size=x").splitlines()
     assert {line.split(":")[0] for line in lines} == {"context", "modle", "engine.page_size"}
+
+
+def test_data_sets_of_the_hub_stand_beside_files(tmp_path: Path) -> None:
+    train = "data.train=[a.txt, {dataset: some/set, split: 'train[:9]'}]"
+    found = read(tmp_path, LEAST, train)
+    file, hub = found.data.train
+    assert file == "a.txt" and not isinstance(hub, str)
+    assert (hub.dataset, hub.split, hub.subset) == ("some/set", "train[:9]", None)
+    write_settings(found, tmp_path / "again.yaml")
+    assert read_settings(tmp_path / "again.yaml") == found
+
+
+def test_a_misspelt_field_of_a_data_set_is_one_line(tmp_path: Path) -> None:
+    message = refused(tmp_path, "data.train={dataset: a, splt: b}")
+    expected = "data.train.0.splt: expected a known field, got 'splt'; did you mean 'split'?"
+    assert message == expected
 
 
 def test_held_out_twice_is_refused(tmp_path: Path) -> None:
