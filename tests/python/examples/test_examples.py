@@ -169,16 +169,19 @@ def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("train", "held_out"):
         (tmp_path / "oomb-demo" / "text").mkdir(exist_ok=True)
         (tmp_path / "oomb-demo" / "text" / f"{name}.txt").write_text(text)
+    (tmp_path / "examples").mkdir()
+    for name in ("chat.jsonl", "chat.jinja"):
+        shutil.copy(EXAMPLES / name, tmp_path / "examples" / name)
     (tmp_path / "python" / "oomb").mkdir(parents=True)
     for number in range(20):
         (tmp_path / "python" / "oomb" / f"{number}.py").write_text(text[: 100 * number + 50])
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["train_full", "train_lora"])
+@pytest.mark.parametrize("name", ["train_full", "train_lora", "train_chat"])
 def test_yaml(name: str, demo_folder: Path) -> None:
     pytest.importorskip("datasets")
-    if name == "train_lora":
+    if name != "train_full":
         pytest.importorskip("peft")
     shorter = ["context=1024", "training.steps=2", "engine.chunk_size=256", "data.num_proc=1"]
     cache = f"data.cache_dir={demo_folder / 'cache'}"
@@ -188,8 +191,11 @@ def test_yaml(name: str, demo_folder: Path) -> None:
     folder = demo_folder / "oomb-demo" / name.removeprefix("train_")
     assert (folder / "report.html").exists()
     adapters = (folder / "model" / "adapter_config.json").exists()
-    assert adapters == (name == "train_lora")
+    assert adapters == (name != "train_full")
+    assert (folder / "samples.jsonl").exists() == (name == "train_chat")
 
 
 def test_every_yaml_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {"train_full", "train_lora"}
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {
+        "train_full", "train_lora", "train_chat",
+    }  # fmt: skip
