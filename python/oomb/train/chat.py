@@ -47,14 +47,16 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         said = [{name: v for name, v in turn.items() if v is not None} for turn in messages]
-        texts, spans = render_jinja_template(  # type: ignore[misc]
+        special: dict[str, Any] = dict(self.special_tokens)
+        rendered: Any = render_jinja_template(
             conversations=[said],
             tools=tools,
             chat_template=self.template,
             return_assistant_tokens_mask=self.marked,
             add_generation_prompt=add_generation_prompt,
-            **dict(self.special_tokens),
+            **special,
         )
+        texts, spans = rendered
         return texts[0], [(begin, end) for begin, end in spans[0]] if spans else []
 
     def conversation(

@@ -1,73 +1,75 @@
-"""The ``engine`` section: every field of :class:`oomb.Config`, with its defaults."""
+"""The ``engine`` section: :class:`oomb.Config` itself, read field by field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import inspect
+import re
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_type_hints
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.train.section import Section
 
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n      .*)*)", re.MULTILINE)
+_AS_MARKDOWN = (
+    (re.compile(r"\s+"), " "),
+    (re.compile(r":\w+:`([^`]*)`"), r"`\1`"),
+    (re.compile(r"``\"?([^`\"]*)\"?``"), r"`\1`"),
+)
+_AS_YAML = {"None": "null", "True": "`true`", "False": "`false`"}
 
-class DenseSettings(Section):
-    type: Literal["dense"] = "dense"
-    """Exact attention: every token sees its whole past."""
 
-    def rule(self) -> Dense:
-        return Dense()
+class _Mirror(Section):
+    """A section with the fields, types, defaults, descriptions and checks of a dataclass."""
 
-
-class TopKSettings(Section):
-    type: Literal["topk"]
-    """Page-sparse attention: each block of queries sees its own chunk and a few earlier pages."""
-    budget: int = TopKPages.budget
-    """Earlier pages per block of queries."""
-    share: Literal["all_heads", "kv_head"] = TopKPages.share
-    """One choice of pages for all heads, or one per key/value head."""
-    score: Literal["block_mean", "token_softmax"] = TopKPages.score
-    """How pages are scored; `token_softmax` is the rule of the OOMB paper."""
-    sink_pages: int = TopKPages.sink_pages
-    """First pages that are always chosen, within the budget."""
-    recent_pages: int = TopKPages.recent_pages
-    """Latest pages that are always chosen, within the budget."""
-    chunk_budget: int | None = TopKPages.chunk_budget
-    """Bound on the distinct pages that one layer of a chunk may use."""
+    _made: ClassVar[type]
 
     @model_validator(mode="after")
-    def _check(self) -> TopKSettings:
-        self.rule()
+    def _check(self) -> _Mirror:
+        self.made()
         return self
 
-    def rule(self) -> TopKPages:
-        return TopKPages(**self.model_dump(exclude={"type"}))
+    def made(self) -> Any:
+        """The dataclass with these values.
+
+        Raises:
+            ValueError: a value that it does not take.
+        """
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
+        return self._made(
+            **{name: v.made() if isinstance(v, _Mirror) else v for name, v in values.items()}
+        )
 
 
-class AllSettings(Section):
-    type: Literal["all"] = "all"
-    """Exact backward: every chunk is swept."""
+def _mirror(name: str, made: type, **special: Any) -> type[_Mirror]:
+    """A section for a dataclass; ``special``: fields that are not as there, as (type, field)."""
+    meanings = _meanings(made)
+    types = get_type_hints(made)
+    given: dict[str, Any] = dict(special)
+    for one in fields(made):
+        default = one.default if one.default is not MISSING else ...
+        meaning = Field(default, description=meanings[one.name])
+        given.setdefault(one.name, (types[one.name], meaning))
+    order = [*(name for name in ("type",) if name in given), *(one.name for one in fields(made))]
+    section = create_model(name, __base__=_Mirror, **{one: given[one] for one in order})
+    section._made = made
+    return section
 
-    def rule(self) -> AllChunks:
-        return AllChunks()
 
-
-class SampledSettings(Section):
-    type: Literal["sampled"]
-    """SpaCO: a random subset of the chunks is swept."""
-    keep: float = SampledChunks.keep
-    """Probability that a chunk is swept."""
-    seed: int = SampledChunks.seed
-    """Of the draw."""
-    cap: float | None = SampledChunks.cap
-    """Bound on the factor on the gradient of keys and values: less variance, some bias."""
-
-    @model_validator(mode="after")
-    def _check(self) -> SampledSettings:
-        self.rule()
-        return self
-
-    def rule(self) -> SampledChunks:
-        return SampledChunks(**self.model_dump(exclude={"type"}))
+def _meanings(made: type) -> dict[str, str]:
+    """Descriptions of the attributes in a docstring, in Markdown and with YAML's words."""
+    text = inspect.getdoc(made) or ""
+    _, _, attributes = text.partition("Attributes:\n")
+    found = {}
+    for name, line in _ATTRIBUTE.findall(attributes):
+        for pattern, replacement in _AS_MARKDOWN:
+            line = pattern.sub(replacement, line)
+        for word, other in _AS_YAML.items():
+            line = re.sub(rf"\b{word}\b", other, line)
+        found[name] = line[:1].upper() + line[1:]
+    return found
 
 
 def _type_alone(value: Any) -> Any:
@@ -75,57 +77,36 @@ def _type_alone(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-Attention = Annotated[
-    Annotated[DenseSettings | TopKSettings, Field(discriminator="type")],
-    BeforeValidator(_type_alone),
-]
-Backward = Annotated[
-    Annotated[AllSettings | SampledSettings, Field(discriminator="type")],
-    BeforeValidator(_type_alone),
-]
+def _is(name: str, *, default: bool = False) -> tuple[Any, Any]:
+    return Literal[name], name if default else ...
 
 
-class EngineSettings(Section):
-    chunk_size: int = Config.chunk_size
-    """Tokens per chunk, a multiple of `page_size`. Activation memory is proportional to it."""
-    page_size: int = Config.page_size
-    """Tokens per page, and queries per block."""
-    attention: Attention = DenseSettings()
-    """`dense`, or `topk` with the fields below."""
-    backward: Backward = AllSettings()
-    """`all`, or `sampled` with the fields below."""
-    device_memory: int | str | None = Config.device_memory
-    """Cap of the device tier: bytes or a size such as `40GiB`. null: what is free, less a \
-margin."""
-    host_memory: int | str | None = Config.host_memory
-    """Cap of the host tier, likewise."""
-    kv_grad_dtype: Literal["float32", "bfloat16"] = Config.kv_grad_dtype
-    """Of the gradient pages; `bfloat16` (stochastic rounding) takes half."""
-    recompute: Literal["auto", "none", "layer"] = Config.recompute
-    """Inside a chunk: `none` keeps activations, `layer` recomputes them. Changes no bit."""
-    rope_angles: Literal["model", "float64"] = Config.rope_angles
-    """`float64` for positions past a million."""
-    deterministic: bool = Config.deterministic
-    """`false` permits faster kernels whose sums have no fixed order."""
-    keep_main_grad: bool = Config.keep_main_grad
-    """Keep the higher-precision sums of the gradients after a step."""
-    check_finite: bool = Config.check_finite
-    """Stop at the first chunk and layer whose loss or gradient is not finite."""
-    record_selection: bool = Config.record_selection
-    """Record which pages each block of queries read, for the report's map of pages."""
+DenseSettings = _mirror("DenseSettings", Dense, type=_is("dense", default=True))
+TopKSettings = _mirror("TopKSettings", TopKPages, type=_is("topk"))
+AllSettings = _mirror("AllSettings", AllChunks, type=_is("all", default=True))
+SampledSettings = _mirror("SampledSettings", SampledChunks, type=_is("sampled"))
 
-    @model_validator(mode="after")
-    def _check(self) -> EngineSettings:
-        self.config()
-        return self
 
-    def config(self) -> Config:
-        """The engine's settings.
+def _one_of(exact: type[_Mirror], other: type[_Mirror], description: str) -> tuple[Any, Any]:
+    either: Any = Union[exact, other]  # noqa: UP007  made here, so no checker can know it
+    by_type = Annotated[either, Field(discriminator="type")]
+    field = Field(exact(), description=description)
+    return Annotated[by_type, BeforeValidator(_type_alone)], field
 
-        Raises:
-            ValueError: a value that :class:`oomb.Config` does not take.
-        """
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return Config(
-            **values | {"attention": self.attention.rule(), "backward": self.backward.rule()}
-        )
+
+if TYPE_CHECKING:
+
+    class EngineSettings(_Mirror):
+        def made(self) -> Config: ...
+
+else:
+    EngineSettings = _mirror(
+        "EngineSettings",
+        Config,
+        attention=_one_of(
+            DenseSettings, TopKSettings, "`dense` (exact), or `topk` with the fields below."
+        ),
+        backward=_one_of(
+            AllSettings, SampledSettings, "`all` (exact), or `sampled` with the fields below."
+        ),
+    )

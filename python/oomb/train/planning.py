@@ -29,7 +29,7 @@ def plan_run(
     Raises:
         BadInput: more than there is; the text names the nearest settings that would fit.
     """
-    engine = settings.engine.config()
+    engine = settings.engine.made()
     asked: dict[str, Any] = {
         "batch_size": settings.training.batch_size,
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,

@@ -19,7 +19,7 @@ def check_hub(saving: SavingSettings) -> None:
     if name is None:
         return
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

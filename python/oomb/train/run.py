@@ -145,7 +145,7 @@ def _build_trainer(
                 eval_dataset=data.eval,
                 processing_class=tokenizer,
                 callbacks=[_EvaluateAtEnd()] if evaluates else [],
-                oomb_config=settings.engine.config(),
+                oomb_config=settings.engine.made(),
             )
         except ValueError as error:  # names an argument that the engine cannot honour
             raise BadInput(str(error)) from error

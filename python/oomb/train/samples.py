@@ -111,8 +111,7 @@ class Samples(TrainerCallback):
         finally:
             model.train(training)
             restore_random_state(before, device)
-        text: str = self._tokenizer.decode(whole[0, len(ids) :], skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(whole[0, len(ids) :], skip_special_tokens=True))
 
     def _generation(self, model: PreTrainedModel) -> GenerationConfig:
         ends = getattr(model.generation_config, "eos_token_id", None)

@@ -39,7 +39,7 @@ def refused(tmp_path: Path, *overrides: str, text: str = LEAST) -> str:
 def test_the_least_is_four_fields(tmp_path: Path) -> None:
     settings = read(tmp_path)
     assert settings.data.train == ["a.txt"]
-    assert settings.engine.config() == oomb.Config()
+    assert settings.engine.made() == oomb.Config()
 
 
 @pytest.mark.parametrize("field", ["output_dir", "model.name", "data.train", "context"])
@@ -62,7 +62,9 @@ def test_engine_section_is_the_config() -> None:
     ):
         names = [field.name for field in fields(config)]
         assert [name for name in section.model_fields if name != "type"] == names
-    assert EngineSettings().config() == oomb.Config()
+        meanings = [section.model_fields[name].description for name in names]
+        assert all(meaning and len(meaning) > 8 for meaning in meanings)
+    assert EngineSettings().made() == oomb.Config()
 
 
 def test_every_engine_setting_arrives(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         "check_finite": True,
         "record_selection": True,
     }
-    config = read(tmp_path, LEAST + yaml.safe_dump({"engine": changed})).engine.config()
+    config = read(tmp_path, LEAST + yaml.safe_dump({"engine": changed})).engine.made()
     attention, backward = dict(changed["attention"]), dict(changed["backward"])
     del attention["type"], backward["type"]
     expected = {
@@ -142,7 +144,7 @@ def test_later_overrides_win_and_refine(tmp_path: Path) -> None:
         "context=8",
         "context=9",
     )
-    assert engine.engine.config().attention == oomb.TopKPages(budget=3)
+    assert engine.engine.made().attention == oomb.TopKPages(budget=3)
     assert engine.context == 9
 
 
