@@ -69,11 +69,13 @@ class Tokens:
 
 def _all_marks(column: Any, lengths: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     """Marks of every token, where some row has any; a row without has them all set."""
+    import pyarrow.compute
+
     if column.null_count == len(column):
         return None
     marks = np.ones(int(lengths.sum()), dtype=bool)
     given = np.repeat(column.is_valid().to_numpy(), lengths)
-    marks[given] = column.drop_null().combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    marks[given] = pyarrow.compute.list_flatten(column).to_numpy()
     return marks
 
 
