@@ -44,7 +44,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """The text, and what its marks say is the assistant's; nothing without marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import render_jinja_template  # heavy
 
         said = [{name: v for name, v in turn.items() if v is not None} for turn in messages]
         special: dict[str, Any] = dict(self.special_tokens)
@@ -146,7 +146,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> Cha
 
 def _of_trl(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
-        from trl.chat_template_utils import get_training_chat_template
+        from trl.chat_template_utils import get_training_chat_template  # optional
     except ImportError as error:
         raise BadInput(
             "data.chat_template: expected trl to be installed; pip install 'oomb[trl]'"

@@ -18,7 +18,7 @@ def check_hub(saving: SavingSettings) -> None:
     name = saving.push_to_hub
     if name is None:
         return
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi  # heavy
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
@@ -40,7 +40,7 @@ def publish(saving: SavingSettings, folder: Path) -> str | None:
     name = saving.push_to_hub
     if name is None:
         return None
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi  # heavy
 
     hub = HfApi()
     try:

@@ -30,7 +30,7 @@ class Tokens:
 
     def __init__(self, dataset: Dataset) -> None:
         """``dataset``: as :func:`oomb.train.tokenise.tokenise` makes it."""
-        import pyarrow.compute
+        import pyarrow.compute  # optional
 
         table = dataset.data.table
         lengths = pyarrow.compute.list_value_length(table.column("input_ids")).to_numpy()
@@ -69,7 +69,7 @@ class Tokens:
 
 def _all_marks(column: Any, lengths: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     """Marks of every token, where some row has any; a row without has them all set."""
-    import pyarrow.compute
+    import pyarrow.compute  # optional
 
     if column.null_count == len(column):
         return None

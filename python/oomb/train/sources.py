@@ -84,7 +84,7 @@ def rows(source: Source) -> Iterator[dict[str, Any]]:
     Raises:
         BadInput: it is not what its suffix says.
     """
-    import datasets
+    import datasets  # heavy, and optional
 
     if source.format == "csv":
         yield from _csv_rows(source)
@@ -131,7 +131,7 @@ def _is_hub_name(entry: str) -> bool:
 
 def _load_from_hub(field: str, hub: HubSettings) -> Any:
     """A split in the cache of Hugging Face datasets, where it is put first if need be."""
-    import datasets
+    import datasets  # heavy, and optional
 
     try:
         return datasets.load_dataset(
