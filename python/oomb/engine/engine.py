@@ -17,15 +17,14 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan, counted_tokens, plan_call
-from oomb.engine.probe import check_chunks
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
-from oomb.model.probe import attention_shapes
 from oomb.model.rope import (
     check_float64_angles,
     warn_of_far_positions,
     warn_of_unknown_positions,
 )
+from oomb.model.structure import checked_shapes
 from oomb.results import Stats, Step
 
 
@@ -36,7 +35,8 @@ class Engine:
         model: a transformers causal language model, or one with peft adapters. It is not changed.
         config: settings; None: the defaults, which are exact.
 
-    Makes a short probe of the model: three tiny chunks beside its own forward.
+    Looks at the model in a few short forwards: do its tokens meet in attention alone, and is that
+    the attention which the engine computes?
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
@@ -50,7 +50,7 @@ class Engine:
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
         with current_gpu(self._model.device):
-            self._shapes = attention_shapes(self._model)
+            self._shapes = checked_shapes(self._model)
         if self.config.rope_angles == "float64":
             check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
@@ -61,9 +61,6 @@ class Engine:
         self._warned_of_positions = False
         self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
-        with current_gpu(self._model.device):
-            check_chunks(self._model, self._calls, self.config)
-        self._pools.close()
 
     # Calls ----------------------------------------------------------------------------------------
 

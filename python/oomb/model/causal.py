@@ -43,7 +43,7 @@ class CausalModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.causal: Any = _unwrap(model)
-        self.decoder: Any = self.causal.get_decoder()
+        self.decoder: Any = _decoder(self.causal)
         self.layers = _decoder_layers(self.decoder)
         self.layer_names = _names(self.decoder, self.layers)
         self.head = Head(self.causal, self.decoder)
@@ -52,6 +52,7 @@ class CausalModel:
             for module in layer.modules():
                 self._attention_layer[id(module)] = index
         _refuse_routing(self.causal)
+        _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
         self._rotating = modeling_files(self.decoder)
         self._rotation = fused_rotation(self.device)
@@ -84,6 +85,11 @@ class CausalModel:
     def is_fused(self) -> bool:
         """Norms and gates run as single kernels."""
         return bool(self._fused)
+
+    @property
+    def rounds_elsewhere(self) -> bool:
+        """Some of its parts, rotation included, run as other kernels than its own."""
+        return self.is_fused or (bool(self._rotating) and self._rotation is not None)
 
     def layer_of(self, module: nn.Module) -> int:
         """Index of the decoder layer that an attention module belongs to."""
@@ -189,6 +195,12 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
         )
     if base.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
+    embedding = base.get_input_embeddings()
+    if not isinstance(getattr(embedding, "weight", None), torch.Tensor):
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one embedding of tokens, got "
+            f"{type(embedding).__name__}: several streams of tokens are not supported"
+        )
     return base
 
 
@@ -247,16 +259,53 @@ def _refuse_routing(causal: PreTrainedModel) -> None:
             )
 
 
-def _decoder_layers(decoder: Any) -> list[nn.Module]:
-    """The longest list of modules of the decoder, that its config calls hidden layers."""
-    number = getattr(decoder.config, "num_hidden_layers", None)
-    lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == number]
-    if len(lists) != 1:
+def _refuse_replaced(causal: PreTrainedModel) -> None:
+    loss = vars(causal).get("_loss_function")
+    if loss is not None and not str(getattr(loss, "__module__", "")).startswith("transformers."):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: expected one list of {number} decoder layers, "
-            f"got {len(lists)}"
+            f"{type(causal).__name__}: expected the loss_function of its class, got "
+            f"{getattr(loss, '__qualname__', loss)!r}, which would not be called: the engine "
+            "computes the cross-entropy of each token itself; weigh tokens with loss_weights, and "
+            "take the replacement away with del model._loss_function"
         )
-    return list(lists[0])
+    wrapper = vars(causal).get("forward")
+    if getattr(wrapper, "__wrapped__", None) is not None and "_original_forward" in vars(causal):
+        raise UnsupportedModelError(
+            f"{type(causal).__name__}: its forward is wrapped by accelerate's mixed precision, "
+            "which would hold for its head alone; give the engine "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False) and call it inside "
+            "accelerator.autocast()"
+        )
+
+
+def _decoder(causal: Any) -> nn.Module:
+    """The decoder; some models mean a head or themselves by ``get_decoder``."""
+    decoder: nn.Module = causal.get_decoder()
+    is_one = isinstance(decoder, PreTrainedModel) and decoder is not causal
+    inner = decoder if is_one else getattr(causal, "model", None)
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(causal).__name__}: expected a decoder (a transformers model) as "
+            f"model.get_decoder() or model.model, got {type(decoder).__name__}"
+        )
+    return inner
+
+
+def _decoder_layers(decoder: Any) -> list[nn.Module]:
+    """The list of modules that the decoder's config calls hidden layers; the outermost such."""
+    config = decoder.config
+    number = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+    found = [(n, m) for n, m in decoder.named_modules() if isinstance(m, nn.ModuleList)]
+    lists = [(name.count("."), m) for name, m in found if len(m) == number]
+    depth = min((d for d, _ in lists), default=0)
+    outermost = [m for d, m in lists if d == depth]
+    if len(outermost) != 1:
+        sizes = ", ".join(f"{name} of {len(m)}" for name, m in found[:4])
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: expected its decoder layers in one torch.nn.ModuleList of "
+            f"as many modules as its config has layers ({number}), got {sizes or 'none'}"
+        )
+    return list(outermost[0])
 
 
 def _names(decoder: nn.Module, layers: list[nn.Module]) -> list[str]:

@@ -20,6 +20,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _says(error, _NO_MEMORY)
 
 
+def is_models_own(error: BaseException) -> bool:
+    """A model's own code failed: neither the machine's memory or device, nor the engine."""
+    machine = is_out_of_memory(error) or _says(error, _DEVICE_FAILED)
+    return isinstance(error, _OF_A_MODEL) and not isinstance(error, Error) and not machine
+
+
 @contextmanager
 def models_own(model: nn.Module, what: str) -> Iterator[None]:
     """Inside, an error of the model's own code is one of a model that cannot be run.
@@ -35,7 +41,7 @@ def models_own(model: nn.Module, what: str) -> Iterator[None]:
     try:
         yield
     except _OF_A_MODEL as error:
-        if isinstance(error, Error) or is_out_of_memory(error) or _says(error, _DEVICE_FAILED):
+        if not is_models_own(error):
             raise
         raise UnsupportedModelError(f"{type(model).__name__}: {what}: {error}") from error
 

@@ -101,7 +101,7 @@ def _attention(
             )
         if name not in _INERT and given is not None and given is not False:
             raise UnsupportedModelError(
-                f"{where}: attention keyword {name}={given!r} is not supported"
+                f"{where}: attention keyword {name}={_short(given)} is not supported"
             )
     if dropout:
         raise UnsupportedModelError(
@@ -130,6 +130,14 @@ def _attention(
     if _observer is not None:
         _observer(call)
     return o.transpose(1, 2), None
+
+
+def _short(value: Any) -> str:
+    """A value in few words: what it is, where that is long."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"
 
 
 def _mask(*args: Any, **keywords: Any) -> torch.Tensor | None:

@@ -38,7 +38,9 @@ class _SummedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.sums = weight, sums
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        # A view could not be changed in place by the model, as what a linear layer gives can.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

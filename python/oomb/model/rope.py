@@ -53,7 +53,10 @@ def _with_largest(
     def angles(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **keywords: Any) -> _CosSin:
         # [B, T], or [3, B, T] where a model that also sees pictures counts time, height and width
         last = position_ids.new_full((*position_ids.shape[:-1], 1), largest)
-        cos, sin = forward(x, torch.cat((position_ids, last), dim=-1), *args, **keywords)
+        both = forward(x, torch.cat((position_ids, last), dim=-1), *args, **keywords)
+        if isinstance(both, torch.Tensor):  # complex numbers, whose angles these are
+            return both[..., :-1, :]
+        cos, sin = both
         cos, sin = cos[..., :-1, :], sin[..., :-1, :]
         if precision == "model":
             return cos, sin

@@ -1,0 +1,194 @@
+"""One forward of a model by layers: what each was given, asked of attention, and made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oomb.model.causal import CausalModel
+from oomb.model.interface import AttentionCall
+from oomb.model.own_attention import watched_attention
+from oomb.model.rope import rotary_modules
+
+_KEPT_BUFFER = 2**16  # elements up to which a buffer is also kept by value
+
+
+@dataclass
+class Attended:
+    """One call of attention and its result [batch, tokens, heads, head_dim]."""
+
+    call: AttentionCall
+    o: torch.Tensor
+    in_fp64: bool = False
+
+
+@dataclass
+class Observation:
+    """Hidden states that enter and leave layers, and their attention; by layer."""
+
+    entered: dict[int, torch.Tensor] = field(default_factory=dict)
+    attended: dict[int, Attended] = field(default_factory=dict)
+    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: torch.Tensor | None = None  # the decoder's output
+    logits: torch.Tensor | None = None
+
+
+def observe_own(
+    model: CausalModel, ids: torch.Tensor, positions: torch.Tensor | None
+) -> Observation:
+    """The model's own forward, with its own attention; positions None: those it takes itself."""
+    seen = Observation()
+
+    def attended(call: AttentionCall, o: torch.Tensor, in_fp64: bool) -> None:
+        seen.attended[model.layer_of(call.module)] = Attended(call, o, in_fp64)
+
+    def layer(index: int, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        reseed(model, index)
+        seen.entered[index] = _given(args, keywords).clone()  # layers may change it in place
+        output = forward(*args, **keywords)
+        seen.left[index] = _first(output).clone()
+        return output
+
+    def decoder(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        output = forward(*args, **keywords)
+        seen.hidden = output.last_hidden_state
+        return output
+
+    forwards = {model.decoder: partial(decoder, model.decoder.forward)}
+    for index, module in enumerate(model.layers):
+        forwards[module] = partial(layer, index, module.forward)
+    with watched_attention(attended), _replaced_forwards(forwards):
+        reseed(model, -1)
+        output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
+    seen.logits = output.logits
+    return seen
+
+
+def observe_chunks(
+    model: CausalModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    own: Observation,
+    first: int = 0,
+) -> Observation:
+    """The decoder as the engine runs it, a chunk in each row; what it does is observed only once.
+
+    Every layer is given what it was given in ``own``, and the same results of attention. So what
+    differs is the layer's own doing, and a router that flips by rounding is not carried on.
+
+    Args:
+        first: token of each row from where this is so; those before it keep what they have, and
+            their attention gives zeros.
+    """
+    seen = Observation()
+
+    def attention(call: AttentionCall) -> torch.Tensor:
+        index = model.layer_of(call.module)
+        shape = call.q.transpose(1, 2).shape
+        o = own.attended[index].o.to(call.q.dtype).reshape(shape).clone()
+        o[:, :first] = 0
+        seen.attended[index] = Attended(call, o)
+        return o.transpose(1, 2)
+
+    def layer(index: int, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        reseed(model, index)
+        given = _given(args, keywords)
+        seen.entered[index] = given
+        replaced = own.entered[index].reshape(given.shape).clone()
+        replaced[..., :first, :] = given[..., :first, :]
+        output = forward(*_replaced(args, given, replaced), **_swapped(keywords, given, replaced))
+        seen.left[index] = _first(output).clone()
+        return output
+
+    session = model.session(
+        attention, layer, largest_position=int(positions.max()), rope_angles="model"
+    )
+    with session:
+        reseed(model, -1)
+        seen.hidden = model.hidden(ids, positions)
+    return seen
+
+
+def reseed(model: CausalModel, layer: int) -> None:
+    """Let dropout draw the same in every observation; inside :func:`undisturbed`."""
+    torch.default_generator.manual_seed(layer + 1)
+    if model.device.type == "cuda":
+        with torch.cuda.device(model.device):
+            torch.cuda.manual_seed(layer + 1)
+
+
+@contextmanager
+def undisturbed(model: CausalModel) -> Iterator[None]:
+    """Afterwards random state, buffers and what rotary modules and models remember are as before.
+
+    Other modules keep what they set: a quantised layer may have packed its weights anew.
+    """
+    modules = list(model.causal.modules())
+    buffers = [(m, dict(m._buffers)) for m in modules if m._buffers]
+    small = [
+        (x, x.clone(), x._version)
+        for _, named in buffers
+        for x in named.values()
+        if x is not None and x.numel() <= _KEPT_BUFFER and not x.is_inference()
+    ]
+    models = [m for m in modules if isinstance(m, PreTrainedModel)]
+    memories = [(m, dict(vars(m))) for m in (*models, *rotary_modules(model.decoder))]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=model.rng_devices()):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, remembered in memories:
+                _restore(vars(module), remembered)
+            for module, named in buffers:
+                _restore(module._buffers, named)
+            for buffer, value, version in small:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for held, own in before:
+            held.pop("forward", None)
+            if own is not None:
+                held["forward"] = own
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
+
+
+def _given(args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+    """The hidden states among a layer's arguments."""
+    named = keywords.get("hidden_states")
+    given: torch.Tensor = named if named is not None else args[0]
+    return given
+
+
+def _replaced(args: tuple[Any, ...], given: torch.Tensor, new: torch.Tensor) -> list[Any]:
+    return [new if x is given else x for x in args]
+
+
+def _swapped(keywords: dict[str, Any], given: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
+    return {name: new if x is given else x for name, x in keywords.items()}
+
+
+def _first(output: Any) -> torch.Tensor:
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return first

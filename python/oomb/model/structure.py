@@ -1,0 +1,266 @@
+"""Whether a model's tokens meet in attention alone, and its attention is what the engine computes.
+
+Then running it in chunks is exact. Rounding decides nothing here: the same tokens go through each
+layer twice, as one row of two chunks and as two rows of one, with the same hidden states given to
+every layer and the same results of attention. What works token by token cannot tell the two apart,
+routers and experts included. What looks at other tokens, at the length of its input or at a place
+in it gives something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomb.errors import UnsupportedModelError
+from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.faults import is_models_own, models_own
+from oomb.model.interface import AttentionCall
+from oomb.model.observation import Observation, observe_chunks, observe_own, undisturbed
+from oomb.model.own_attention import plain_attention
+from oomb.model.probe import attention_shapes
+
+_CHUNK = 16  # tokens; two chunks are looked at
+_FAR = 100_000  # a position that no short text has
+
+# Errors are per token, relative to the token's norm. The same products over the same rows give 0 in
+# bf16 and at most 4e-6 in fp32 (a library may round rows by their place); what is wrong shows by
+# 5e-3 in bf16 and 1e-3 in fp32, even where it makes up 3 % of a layer.
+_SAME = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
+_SAME_OTHERWISE = 5e-5
+# Other kernels, or other rows beside them, round elsewhere: by a few units of the last place.
+_ROUNDED = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
+_ROUNDED_OTHERWISE = 1e-3
+# Attention functions that run in fp64 still take their softmax in fp32.
+_IN_FP64 = 1e-4
+
+_Place = tuple[int, str]  # a layer (their number: behind them all), and a part of it
+
+
+def checked_shapes(model: CausalModel) -> list[LayerShape]:
+    """Shapes of every layer's attention, of a model that gives in chunks what it gives as a whole.
+
+    The model runs in the mode that it is in, and is afterwards as it was.
+
+    Raises:
+        UnsupportedModelError: it cannot be run exactly, or fails; names the layer and the reason.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (1, 2 * _CHUNK), generator=generator).to(model.device)
+    near = torch.arange(2 * _CHUNK, device=model.device)[None]
+    # Under the caller's autocast the two would differ by its rounding.
+    with undisturbed(model), torch.autocast(model.device.type, enabled=False):
+        own = _own(model, ids)
+        shapes = attention_shapes(model, own.attended.keys())
+        _check_attention(model, own)
+        _check_head(model, own)
+        _check_layers(model, own, ids, near)
+        far = near + _reach(model, 2 * _CHUNK)
+        there = _own_where_it_can(model, ids, far) if far[0, 0] else None
+        if there is not None:
+            _check_attention(model, there)
+            _check_layers(model, there, ids, far)
+    return shapes
+
+
+def _own(model: CausalModel, ids: torch.Tensor) -> Observation:
+    """The model's own forward, given nothing but tokens.
+
+    Raises:
+        UnsupportedModelError: it fails, or its logits are not finite.
+    """
+    with models_own(model.causal, f"its own forward fails on {ids.shape[-1]} tokens"):
+        own = observe_own(model, ids, None)
+    if own.logits is None or not bool(own.logits.isfinite().all()):
+        raise UnsupportedModelError(
+            f"{type(model.causal).__name__}: expected finite logits of its own forward, got NaN "
+            "or infinity; look for weights that are not finite, or not loaded"
+        )
+    return own
+
+
+def _own_where_it_can(
+    model: CausalModel, ids: torch.Tensor, positions: torch.Tensor
+) -> Observation | None:
+    """The same at positions that the model need not have; None where it has not."""
+    try:
+        return observe_own(model, ids, positions)
+    except Exception as error:
+        if not is_models_own(error):
+            raise
+        return None
+
+
+def _reach(model: CausalModel, tokens: int) -> int:
+    """A first position far away, inside every table of positions that the model may have.
+
+    Reading behind a table's end would break the GPU's context, not raise.
+    """
+    config: Any = model.causal.config.get_text_config()
+    declared = {
+        value
+        for name, value in config.to_dict().items()
+        if isinstance(value, int) and ("position" in name or "seq" in name or "context" in name)
+    }
+    embedding = model.causal.get_input_embeddings()
+    reach = _FAR
+    for module in model.decoder.modules():
+        if isinstance(module, nn.Embedding) and module is not embedding:
+            reach = min(reach, module.num_embeddings)
+        named = {**vars(module), **module._buffers, **module._parameters}
+        for name, table in named.items():
+            if name != "weight" and isinstance(table, torch.Tensor) and table.ndim > 1:
+                reach = min(reach, *(n for n in table.shape if n in declared), _FAR)
+    return max(0, reach - tokens - 8)  # some tables begin with rows of their own
+
+
+def _check_attention(model: CausalModel, own: Observation) -> None:
+    """Each layer's own attention function against what the engine computes."""
+    for layer, attended in own.attended.items():
+        ours = plain_attention(attended.call)
+        error = float(_errors(attended.o.flatten(2), ours.flatten(2)).max())
+        limit = _IN_FP64 if attended.in_fp64 else _rounded(model)
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{model.layer_names[layer]}: its attention function "
+                f"({model.causal.config._attn_implementation!r}) does not give the softmax over "
+                "earlier tokens that the engine computes: it has a bias, a cap, a mask or a scale "
+                f"of its own ({_by(error, limit)})"
+            )
+
+
+def _check_layers(
+    model: CausalModel, own: Observation, ids: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Two chunks as rows of their own against one row of both."""
+
+    def observed(ids: torch.Tensor, positions: torch.Tensor, first: int = 0) -> Observation:
+        with models_own(model.causal, "fails when it is run in chunks"):
+            return observe_chunks(model, ids, positions, own, first)
+
+    whole = own
+    if model.rounds_elsewhere:
+        whole = observed(ids, positions)
+        _expect_few(model, _deviations(whole, own), _rounded(model), "run through fused kernels")
+    other_past = ids.clone()
+    other_past[:, :_CHUNK] = ids[:, _CHUNK:].flip(1)
+    limit = _same(model)
+    rows = observed(ids.view(2, _CHUNK), positions.view(2, _CHUNK))
+    for place, errors in _deviations(rows, whole).items():
+        error = float(errors.max())
+        if not error <= limit:
+            whole = observed(ids, positions)
+            mixed = _deviations(observed(other_past, positions, _CHUNK), whole, _CHUNK)
+            if not float(_deviations(whole, own)[place].max()) <= _rounded(model):
+                reason = "are others than in its own forward: look for positions of its own"
+            elif not float(mixed[place].max()) <= limit:
+                reason = (
+                    "at a token depend on the tokens before it, outside of attention: look for a "
+                    "convolution, a recurrence, a shift or a running statistic"
+                )
+            else:
+                reason = (
+                    "at a token depend on how many tokens it is given, or on its place among them: "
+                    "look for a length, or for positions that it counts itself"
+                )
+            raise UnsupportedModelError(
+                f"{_words(model, place)} {reason}{_at(positions)} ({_by(error, limit)})"
+            )
+    mixed = _deviations(observed(other_past, positions, _CHUNK), whole, _CHUNK)
+    _expect_few(model, mixed, limit, "given other tokens beside them in the batch")
+
+
+def _expect_few(
+    model: CausalModel, deviations: dict[_Place, torch.Tensor], limit: float, when: str
+) -> None:
+    """Most tokens agree; a few may go to other experts, since rounding differs here."""
+    for place, errors in deviations.items():
+        error = float(errors.median())
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{_words(model, place)} differ when {when} ({_by(error, limit)})"
+            )
+
+
+def _check_head(model: CausalModel, own: Observation) -> None:
+    """Logits of slices of hidden states, in any order, against the model's own."""
+    assert own.hidden is not None and own.logits is not None
+    hidden, expected = own.hidden.reshape(-1, own.hidden.shape[-1]), own.logits[0]
+    cases = {
+        "made of its decoder's output": (hidden, expected),
+        "made of tokens in another order": (hidden.flip(0), expected.flip(0)),
+        "made of fewer tokens": (hidden[:_CHUNK], expected[:_CHUNK]),
+    }
+    for what, (rows, logits) in cases.items():
+        with models_own(model.causal, "fails when it is run in chunks"), model.head.attached():
+            ours = model.head.logits(rows)
+        error = float(_errors(ours, logits).max())
+        if not error <= _rounded(model):
+            raise UnsupportedModelError(
+                f"{type(model.causal).__name__}: its logits differ when {what} "
+                f"({_by(error, _rounded(model))})"
+            )
+
+
+def _deviations(seen: Observation, own: Observation, first: int = 0) -> dict[_Place, torch.Tensor]:
+    """Error of each token from ``first`` on, by place in the order of the forward."""
+    found: dict[_Place, torch.Tensor] = {}
+    for layer in own.entered:
+        found[layer, "entered"] = _from(first, seen.entered[layer], own.entered[layer])
+        ours, theirs = (_named(x.attended[layer].call) for x in (seen, own))
+        for name in ours:
+            found[layer, name] = _from(first, ours[name], theirs[name])
+        found[layer, "left"] = _from(first, seen.left[layer], own.left[layer])
+    assert seen.hidden is not None and own.hidden is not None
+    found[len(own.entered), "entered"] = _from(first, seen.hidden, own.hidden)
+    return found
+
+
+def _named(call: AttentionCall) -> dict[str, torch.Tensor]:
+    named = {"queries": call.q, "keys": call.k, "values": call.v}
+    return {name: x.transpose(1, 2).flatten(2) for name, x in named.items()}
+
+
+def _from(first: int, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return _errors(ours[..., first:, :], theirs[..., first:, :])
+
+
+def _errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Error of each token, relative to its norm; features come last."""
+    ours, theirs = (x.double().reshape(-1, x.shape[-1]) for x in (ours, theirs))
+    norm = theirs.norm(dim=-1)
+    floor = 1e-3 * norm.mean()
+    errors: torch.Tensor = (ours - theirs).norm(dim=-1) / norm.maximum(floor).clamp_min(1e-30)
+    return errors
+
+
+def _same(model: CausalModel) -> float:
+    return _SAME.get(model.dtype, _SAME_OTHERWISE)
+
+
+def _rounded(model: CausalModel) -> float:
+    return _ROUNDED.get(model.dtype, _ROUNDED_OTHERWISE)
+
+
+def _words(model: CausalModel, place: _Place) -> str:
+    (layer, part), names = place, model.layer_names
+    if part in ("queries", "keys", "values"):
+        return f"{names[layer]}: its {part}"
+    if part == "left":
+        return f"{names[layer]}: its hidden states"
+    kind = type(model.decoder).__name__
+    if layer == 0:
+        return f"{kind}: hidden states before {names[0]}"
+    after = f"hidden states behind {names[layer - 1]}"
+    return f"{kind}: {after}" + (f" and before {names[layer]}" if layer < len(names) else "")
+
+
+def _at(positions: torch.Tensor) -> str:
+    start = int(positions[0, 0])
+    return f", at positions from {start} on" if start else ""
+
+
+def _by(error: float, limit: float) -> str:
+    return f"by {error:.1e} of a token's norm, limit {limit:.0e}"

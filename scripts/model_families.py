@@ -1,0 +1,265 @@
+"""Every causal language model class of the installed transformers, tiny and random: what an engine
+says of it at construction, and, if it takes it, how far its gradients are from ordinary ones.
+
+    python scripts/model_families.py [--only NAME ...] [--out FILE] [--against FILE]
+
+A line each: family, ``exact`` (and the worst parameter's error in fp64), ``wrong`` (likewise),
+``refused`` and why, ``cannot be built`` or ``crash``. ``--against`` prints what differs from a file
+of another version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import oomb
+
+# What makes a config tiny, under any of its names; a config takes those that it has.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "d_model": 48,
+    "n_embd": 48,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "n_inner": 64,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 1,
+    "num_layers": 2,
+    "num_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_attention_heads": 6,
+    "attention_heads": 6,
+    "n_head": 6,
+    "num_heads": 6,
+    "num_key_value_heads": 2,
+    "multi_query_group_num": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "kv_channels": 8,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "max_seq_len": 512,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 16,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "state_size": 8,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+    "sliding_window": 12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "layerdrop": 0.0,
+    "is_decoder": True,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+}
+# What a family needs besides.
+_OWN: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_chunk_size": 16},
+    "mamba2": {"expand": 2, "num_heads": 6, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "dots1": {"layer_types": None, "max_window_layers": 1},
+    "cohere_compass_text": {"layer_types": None},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
+    "nemotron_h": {"n_groups": 1, "layers_block_type": ["mamba", "attention"]},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"n_head": 4, "rotary_dim": 4},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "swa_num_key_value_heads": 2},
+    "deepseek_v32": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "glm_moe_dsa": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": [16, 32], "axial_pos_shape": [8, 8]},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0]},
+}
+_SECONDS = 60  # that one family may take
+
+
+class _Late(Exception):
+    pass
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise _Late(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def tiny_config(family: str, classes: str) -> Any:
+    """The config that the class takes, made small; parts of it (text, decoder) as well."""
+    kind = getattr(transformers, classes).config_class
+    known = kind().to_dict()
+    settings = {name: value for name, value in _SIZES.items() if _has(kind, known, name)}
+    for name, part in known.items():
+        if name.endswith("_config") and isinstance(part, dict):
+            settings[name] = {inner: value for inner, value in _SIZES.items() if inner in part} | (
+                {"model_type": part["model_type"]} if "model_type" in part else {}
+            )
+    if "kv_lora_rank" in known:  # latent attention has a key for each query head
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    layers = settings.get("num_hidden_layers", 2)
+    for name, value in known.items():
+        if isinstance(value, list) and value and name.endswith("layer_types"):
+            kinds = list(dict.fromkeys(value))  # each kind of layer once, as far as there is room
+            settings[name] = (kinds * layers)[:layers]
+    return kind(**{**settings, **_OWN.get(family, {})})
+
+
+def _has(kind: Any, known: dict[str, Any], name: str) -> bool:
+    return name in known or name in getattr(kind, "attribute_map", {})
+
+
+def build(family: str, classes: str) -> nn.Module:
+    """The family's causal model with random weights of unit gain, in fp64 and eval mode."""
+    torch.manual_seed(0)
+    model = getattr(transformers, classes)(tiny_config(family, classes))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not weight.is_floating_point():
+                continue
+            noise = torch.empty_like(weight, dtype=torch.float32).normal_(generator=generator)
+            if "norm" in name or "ln_" in name:
+                weight.copy_(1 + 0.2 * noise)
+            elif weight.ndim == 1:
+                weight.copy_(0.2 * noise)
+            elif "embed" in name or "wte" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+    model = model.double().eval()
+    model.set_experts_implementation("eager")  # the others know no fp64
+    return model  # type: ignore[no-any-return]
+
+
+def worst_gradient(model: nn.Module) -> float:
+    """Largest relative error of a parameter's gradient, chunked against ordinary, in fp64."""
+    ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(5))
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    ordinary = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        engine.forward_backward(ids, ids)
+    scale = max(float(g.norm()) for g in ordinary.values())
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        if name in ordinary and float(ordinary[name].norm()) > 1e-9 * scale:
+            ours = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            error = (ours - ordinary[name]).norm() / ordinary[name].norm()
+            worst = max(worst, float(error))
+    return worst
+
+
+def verdict(family: str, classes: str, make: Callable[[str, str], nn.Module] = build) -> str:
+    """One line on a family."""
+    try:
+        with _limited(_SECONDS):
+            model = make(family, classes)
+    except Exception as error:  # whatever a config of another kind of model raises
+        return f"cannot be built: {_first_line(error)}"
+    try:
+        with _limited(_SECONDS):
+            oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)).close()
+            error = worst_gradient(model)
+    except oomb.UnsupportedModelError as refusal:
+        return f"refused: {_first_line(refusal)}"
+    except Exception as crash:
+        return f"crash: {type(crash).__name__}: {_first_line(crash)}"
+    # Norms and routers round to fp32 inside, so fp64 models agree to about 1e-7.
+    return f"{'exact' if error < 1e-4 else 'wrong'}: {error:.0e}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:240] if str(error) else type(error).__name__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", help="families, by their model_type")
+    parser.add_argument("--out", type=Path, help="write verdicts as JSON")
+    parser.add_argument("--against", type=Path, help="print what differs from this JSON")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    verdicts: dict[str, str] = {}
+    for family, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if arguments.only and family not in arguments.only:
+            continue
+        verdicts[family] = verdict(family, classes)
+        print(f"{family}: {verdicts[family]}", flush=True)
+    kinds = [text.split(":")[0] for text in verdicts.values()]
+    print({kind: kinds.count(kind) for kind in sorted(set(kinds))}, file=sys.stderr)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(verdicts, indent=1) + "\n")
+    if arguments.against:
+        before = json.loads(arguments.against.read_text())
+        for family, text in verdicts.items():
+            was = before.get(family, "not there")
+            if was.split(":")[0] != text.split(":")[0]:
+                print(f"- {family}: {was}\n+ {family}: {text}")
+
+
+if __name__ == "__main__":
+    main()
