@@ -49,10 +49,11 @@ def loss(runs: Sequence[Run]) -> str:
 
 
 def throughput(runs: Sequence[Run]) -> str:
-    series = [
-        Series(run.name, run.steps, run.column("tokens_per_second"), color_of(number))
-        for number, run in enumerate(runs)
-    ]
+    series = []
+    for number, run in enumerate(runs):
+        prefix = f"{run.name}, " if len(runs) > 1 else ""
+        name = f"{prefix}tokens per second"
+        series += _trend(run, "tokens_per_second", color_of(number), name, f"{prefix}each step")
     return line_chart(series, YAxis("tokens per second"))
 
 
