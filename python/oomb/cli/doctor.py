@@ -135,7 +135,7 @@ def check_threads(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def wait_policy(environment: Mapping[str, str]) -> str:
-    """What ``OMP_WAIT_POLICY`` says; ``"passive"`` also where spinning is switched off otherwise."""
+    """What ``OMP_WAIT_POLICY`` says; ``"passive"`` also where spinning is off by another name."""
     off = environment.get("GOMP_SPINCOUNT") == "0" or environment.get("KMP_BLOCKTIME") == "0"
     return "passive" if off else environment.get("OMP_WAIT_POLICY", "").lower() or "not set"
 

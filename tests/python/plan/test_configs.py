@@ -1,4 +1,4 @@
-"""``oomb plan`` on folders that somebody else has made: one line, exit 2, and none of their code."""
+"""``oomb plan`` on what somebody else has made: one line, exit 2, and none of their code."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_a_head_whose_forward_is_replaced_later_is_tried_again() -> None:
 def test_sft_trainer_where_memory_is_scarce(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside 64 MiB a chunk's activations are no trifle, so that they are counted."""
+    """Beside 32 MiB a chunk's activations are no trifle, so that they are counted."""
     traced: list[Setting] = []
     trace = Tracer.trace
 
@@ -260,7 +260,7 @@ def test_sft_trainer_where_memory_is_scarce(
     stock = run(trl.SFTTrainer)
     monkeypatch.setattr(Tracer, "trace", noted)
     for module in (plan, call):
-        monkeypatch.setattr(module, "free_memory", lambda _: 2**26)
+        monkeypatch.setattr(module, "free_memory", lambda _: 2**25)
     ours = run(SFTTrainer)
     assert traced
     assert ours == pytest.approx(stock, rel=1e-5)

@@ -194,7 +194,7 @@ def test_texts_of_many_lengths_are_few_cases() -> None:
 def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor are they refused: memory is what they need, and a chunk of 4096 tokens would need more."""
+    """Nor are they refused: there is what they need, and a chunk of 4096 tokens would need more."""
     model: Any = make("llama", torch.float32, max_position_embeddings=8192)
     ran = [0]
 
