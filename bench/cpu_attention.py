@@ -64,8 +64,8 @@ class Chunk:
         if pages:
             _C.page_write(
                 k=self.k, v=self.v, kv_pool=self.pool.data_ptr(),
-                kv_slot_bytes=self.pool[0].nbytes, slots=slots, page_begin=0, page_end=pages,
-                page_size=a.page_size,
+                kv_slot_bytes=self.pool[0].nbytes, kv_num_slots=len(self.pool), slots=slots,
+                page_begin=0, page_end=pages, page_size=a.page_size,
             )  # fmt: skip
         self.o = torch.empty_like(self.q)
         self.lse = torch.empty(self.q.shape[:3], dtype=real)
@@ -86,7 +86,8 @@ class Chunk:
         _C.attention_backward(
             q=self.q, **self.own, o=self.o, d_o=self.d_o, lse=self.lse, dq=self.dq, **self.d_own,
             delta=self.delta, **self.common, dkv_pool=self.gradients.data_ptr(),
-            dkv_unit_bytes=self.gradients[0].nbytes, dkv_table=self.gradient_table,
+            dkv_unit_bytes=self.gradients[0].nbytes, dkv_num_units=len(self.gradients),
+            dkv_table=self.gradient_table,
             dkv_dtype=str(self.gradients.dtype).removeprefix("torch."),
         )  # fmt: skip
 

@@ -119,6 +119,7 @@ class Attention:
                 **inputs,
                 dkv_pool=gradient_pages.data_ptr(),
                 dkv_unit_bytes=gradient_pages[0].nbytes,
+                dkv_num_units=len(gradient_pages),
                 dkv_table=self._gradient_table,
                 dkv_dtype=str(gradient_pages.dtype).removeprefix("torch."),
                 rounding_seed=rounding_seed,

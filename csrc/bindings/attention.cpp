@@ -55,6 +55,7 @@ void attention_forward(py::object q, py::object k, py::object v, py::object o, p
     params.o_strides = strides_of(o_tensor);
     params.lse = tensor_like(lse, "lse", chunk.statistics()).data;
   }
+  if (chunk.empty()) return;
   const py::object keep = provide_workspace(
       params, workspace, chunk.device,
       chunk.device.cuda && !workspace.is_none() ? cuda::forward_workspace_bytes(params) : 0);
@@ -69,9 +70,10 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
                         int64_t kv_slot_bytes, int64_t kv_num_slots, py::object block_table,
                         int64_t num_past, int64_t page_begin, int64_t page_end,
                         py::object selection, bool own_chunk, bool first_wave, bool last_wave,
-                        int64_t dkv_pool, int64_t dkv_unit_bytes, py::object dkv_table,
-                        const std::string& dkv_dtype, uint64_t rounding_seed, bool deterministic,
-                        py::object dq_acc, py::object workspace, int64_t stream) {
+                        int64_t dkv_pool, int64_t dkv_unit_bytes, int64_t dkv_num_units,
+                        py::object dkv_table, const std::string& dkv_dtype, uint64_t rounding_seed,
+                        bool deterministic, py::object dq_acc, py::object workspace,
+                        int64_t stream) {
   const Tensor q_tensor = to_tensor(q, "q", 4), k_tensor = to_tensor(k, "k", 4);
   const Chunk chunk = chunk_of(q_tensor, k_tensor, page_size);
   const Tensor v_tensor = tensor_like(v, "v", chunk.keys());
@@ -85,9 +87,9 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
   params.visibility = chunk.visibility(window, first_key, num_keys);
   params.past = past_of(chunk, {kv_pool, kv_slot_bytes, kv_num_slots, block_table, num_past,
                                 page_begin, page_end, selection});
-  params.grads = gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table,
-                              chunk.table({chunk.shape.batch, params.past.table_stride, 2}),
-                              dkv_dtype, rounding_seed);
+  params.grads = gradients_of(chunk, {dkv_pool, dkv_unit_bytes, dkv_num_units, dkv_table,
+                                      chunk.table({chunk.shape.batch, params.past.table_stride, 2}),
+                                      dkv_dtype, rounding_seed, page_begin, page_end});
   params.q = q_tensor.data;
   params.k = k_tensor.data;
   params.v = v_tensor.data;
@@ -120,6 +122,7 @@ void attention_backward(py::object q, py::object k, py::object v, py::object o, 
     params.dk_strides = strides_of(dk_tensor);
     params.dv_strides = strides_of(dv_tensor);
   }
+  if (chunk.empty()) return;
   const py::object keep =
       provide_workspace(params, workspace, chunk.device,
                         chunk.device.cuda ? cuda::backward_workspace_bytes(params)
@@ -157,9 +160,9 @@ void bind_attention(py::module_& module) {
              arg("num_past") = 0, arg("page_begin") = 0, arg("page_end") = 0,
              arg("selection") = none, arg("own_chunk") = true, arg("first_wave") = true,
              arg("last_wave") = true, arg("dkv_pool") = 0, arg("dkv_unit_bytes") = 0,
-             arg("dkv_table") = none, arg("dkv_dtype") = "float32", arg("rounding_seed") = 0,
-             arg("deterministic") = true, arg("dq_acc") = none, arg("workspace") = none,
-             arg("stream") = 0);
+             arg("dkv_num_units") = 0, arg("dkv_table") = none, arg("dkv_dtype") = "float32",
+             arg("rounding_seed") = 0, arg("deterministic") = true, arg("dq_acc") = none,
+             arg("workspace") = none, arg("stream") = 0);
   bind_attention_pages(module);
   cuda::set_warning_hook(warn);
   module.def(

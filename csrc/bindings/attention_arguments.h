@@ -2,6 +2,10 @@
 
 // What the attention operations share: their tensors' checks, in the order ndim, device, dtype,
 // shape, strides, and the parameters made of them.
+//
+// Everything is checked that the host can see, and on the CPU the entries of tables too, so that no
+// argument makes a kernel leave its memory. Trusted are addresses: that there is a pool of so many
+// slots at kv_pool, and of so many units at dkv_pool.
 
 #include <pybind11/pybind11.h>
 
@@ -14,6 +18,9 @@
 #include "common/math.h"
 
 namespace oomb::bindings {
+
+// Most tokens of a past, a chunk or a page: kernels count keys in int32_t.
+constexpr int64_t kMostTokens = int64_t{1} << 30;
 
 // Where an operation goes, by the device of its first tensor.
 template <typename Params>
@@ -92,8 +99,19 @@ struct Chunk {
   attention::Visibility visibility(int64_t window, pybind11::handle first_key,
                                    pybind11::handle num_keys) const;
 
+  bool empty() const { return shape.batch == 0 || shape.chunk == 0; }
   int64_t blocks() const { return ceil_div(shape.chunk, shape.page_size); }
+  int64_t page_bytes(DType type) const;  // of the keys, or the values
 };
+
+// Sizes that every operation needs: heads in groups, something in a row, tokens that can be
+// counted.
+void check_shape(const attention::Shape& shape);
+void check_past(int64_t num_past);
+
+void check_kv_pool(const Chunk& chunk, int64_t pool, int64_t slot_bytes, int64_t num_slots);
+// Entries of a table on the CPU: -1, or one of the places of a pool.
+void check_entries(const char* name, const int32_t* entries, int64_t count, int64_t places);
 
 Chunk chunk_of(const Tensor& q, const Tensor& k, int64_t page_size);
 
@@ -109,9 +127,16 @@ struct PastArguments {
 
 attention::PastPages past_of(const Chunk& chunk, const PastArguments& arguments);
 
-// `table` says what dkv_table must look like. No table, no gradients.
-attention::GradientPages gradients_of(const Chunk& chunk, int64_t dkv_pool, int64_t dkv_unit_bytes,
-                                      pybind11::handle dkv_table, const Expected& table,
-                                      const std::string& dkv_dtype, uint64_t rounding_seed);
+struct GradientArguments {
+  int64_t dkv_pool, dkv_unit_bytes, dkv_num_units;
+  pybind11::object dkv_table;
+  Expected table;  // what dkv_table must look like
+  const std::string& dkv_dtype;
+  uint64_t rounding_seed;
+  int64_t page_begin, page_end;  // pages whose entries are used
+};
+
+// No table, no gradients.
+attention::GradientPages gradients_of(const Chunk& chunk, const GradientArguments& arguments);
 
 }  // namespace oomb::bindings

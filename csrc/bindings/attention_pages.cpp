@@ -8,6 +8,7 @@
 #include "attention/dispatch.h"
 #include "attention/params.h"
 #include "bindings/attention_arguments.h"
+#include "common/checked.h"
 
 namespace py = pybind11;
 
@@ -17,13 +18,12 @@ namespace {
 using namespace attention;
 
 void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_bytes,
-                py::object slots, int64_t page_begin, int64_t page_end, int64_t page_size,
-                py::object num_rows, py::object summary, int64_t stream) {
+                int64_t kv_num_slots, py::object slots, int64_t page_begin, int64_t page_end,
+                int64_t page_size, py::object num_rows, py::object summary, int64_t stream) {
   const Tensor k_tensor = to_tensor(k, "k", 4);
   const Chunk chunk = chunk_of_keys(k_tensor, page_size);
   const Tensor v_tensor = tensor_like(v, "v", chunk.keys());
   const Shape& shape = chunk.shape;
-  const int64_t page_bytes = 2 * shape.kv_heads * page_size * shape.head_dim * size_of(chunk.dtype);
   const Tensor slot_table =
       tensor_like(slots, "slots", chunk.table_slice({shape.batch, Extents::kAny}));
   expect(0 <= page_begin && page_begin <= page_end && page_end <= chunk.blocks(),
@@ -31,9 +31,13 @@ void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_byt
          concat(page_begin, ", ", page_end));
   expect(slot_table.shape[1] >= page_end, "slots", concat("entries of ", page_end, " pages"),
          slot_table.shape[1]);
-  expect(kv_pool != 0, "kv_pool", "the address of the pool", kv_pool);
-  expect(kv_slot_bytes >= page_bytes, "kv_slot_bytes", concat("at least ", page_bytes),
-         kv_slot_bytes);
+  if (page_begin == page_end) return;
+  check_kv_pool(chunk, kv_pool, kv_slot_bytes, kv_num_slots);
+  const auto* entries = static_cast<const int32_t*>(slot_table.data);
+  for (int64_t b = 0; !chunk.device.cuda && b < shape.batch; ++b) {
+    check_entries("slots", entries + b * slot_table.strides[0] + page_begin, page_end - page_begin,
+                  kv_num_slots);
+  }
   PageWriteParams params;
   params.shape = shape;
   params.dtype = chunk.dtype;
@@ -45,7 +49,7 @@ void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_byt
   params.page_end = page_end;
   params.kv_pool = pointer_to(kv_pool);
   params.kv_slot_bytes = kv_slot_bytes;
-  params.slots = static_cast<const int32_t*>(slot_table.data);
+  params.slots = entries;
   params.slots_stride = slot_table.strides[0];
   params.num_rows =
       static_cast<const int32_t*>(optional_like(num_rows, "num_rows", chunk.table({shape.batch})));
@@ -65,8 +69,9 @@ void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_byt
 }
 
 void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t dkv_unit_bytes,
-                        py::object dkv_table, const std::string& dkv_dtype, int64_t page_begin,
-                        int64_t page_end, int64_t page_size, double scale, int64_t stream) {
+                        int64_t dkv_num_units, py::object dkv_table, const std::string& dkv_dtype,
+                        int64_t page_begin, int64_t page_end, int64_t page_size, double scale,
+                        int64_t stream) {
   const Tensor dk_tensor = to_tensor(dk, "dk", 4);
   const Chunk chunk = chunk_of_keys(dk_tensor, page_size);
   const Tensor dv_tensor = tensor_like(dv, "dv", chunk.keys());
@@ -74,14 +79,13 @@ void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t 
   expect(0 <= page_begin && page_begin <= page_end && page_end <= chunk.blocks(),
          "page_begin, page_end", concat("a range within ", chunk.blocks(), " pages of the chunk"),
          concat(page_begin, ", ", page_end));
-  expect(table.shape[1] >= page_end, "dkv_table", concat("entries of ", page_end, " pages"),
-         table.shape[1]);
   PageGradientReadParams params;
   params.shape = chunk.shape;
   params.dtype = chunk.dtype;
-  params.grads =
-      gradients_of(chunk, dkv_pool, dkv_unit_bytes, dkv_table,
-                   chunk.table_slice({chunk.shape.batch, Extents::kAny, 2}), dkv_dtype, 0);
+  params.grads = gradients_of(chunk, {dkv_pool, dkv_unit_bytes, dkv_num_units, dkv_table,
+                                      chunk.table_slice({chunk.shape.batch, Extents::kAny, 2}),
+                                      dkv_dtype, 0, page_begin, page_end});
+  if (page_begin == page_end) return;
   params.table_stride = table.strides[0] / 2;
   params.page_begin = page_begin;
   params.page_end = page_end;
@@ -110,10 +114,8 @@ void page_score(py::object q, py::object summary, py::object scores, const std::
   chunk.shape = {q_tensor.shape[0], q_tensor.shape[1], summary_tensor.shape[2],
                  q_tensor.shape[2], q_tensor.shape[3], page_size};
   const Shape& shape = chunk.shape;
-  expect(page_size > 0, "page_size", "a number above 0", page_size);
-  expect(num_past >= 0, "num_past", "0 or more tokens", num_past);
-  expect(shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0, "q",
-         concat("heads in groups for ", shape.kv_heads, " kv heads"), shape.query_heads);
+  check_shape(shape);
+  check_past(num_past);
   check(q_tensor, chunk.queries());
   check(summary_tensor, {{shape.batch, Extents::kAny, shape.kv_heads, shape.head_dim},
                          chunk.device,
@@ -167,7 +169,7 @@ void page_select(py::object scores, py::object selection, int64_t budget, int64_
       selection, "selection",
       {{sizes[0], sizes[1], sizes[2], budget}, scores_tensor.device, Element::kInt32, true});
   PageSelectParams params;
-  params.rows = sizes[0] * sizes[1] * sizes[2];
+  params.rows = checked_product("scores", sizes[0], sizes[1], sizes[2]);
   params.num_pages = sizes[3];
   params.budget = budget;
   params.sink_pages = sink_pages;
@@ -185,12 +187,13 @@ void bind_attention_pages(py::module_& module) {
   using py::arg;
   const py::none none;
   module.def("page_write", &page_write, py::kw_only(), arg("k"), arg("v"), arg("kv_pool"),
-             arg("kv_slot_bytes"), arg("slots"), arg("page_begin"), arg("page_end"),
-             arg("page_size"), arg("num_rows") = none, arg("summary") = none, arg("stream") = 0);
-  module.def("page_gradient_read", &page_gradient_read, py::kw_only(), arg("dk"), arg("dv"),
-             arg("dkv_pool"), arg("dkv_unit_bytes"), arg("dkv_table"), arg("dkv_dtype"),
-             arg("page_begin"), arg("page_end"), arg("page_size"), arg("scale") = 1.0,
+             arg("kv_slot_bytes"), arg("kv_num_slots"), arg("slots"), arg("page_begin"),
+             arg("page_end"), arg("page_size"), arg("num_rows") = none, arg("summary") = none,
              arg("stream") = 0);
+  module.def("page_gradient_read", &page_gradient_read, py::kw_only(), arg("dk"), arg("dv"),
+             arg("dkv_pool"), arg("dkv_unit_bytes"), arg("dkv_num_units"), arg("dkv_table"),
+             arg("dkv_dtype"), arg("page_begin"), arg("page_end"), arg("page_size"),
+             arg("scale") = 1.0, arg("stream") = 0);
   module.def("page_score", &page_score, py::kw_only(), arg("q"), arg("summary"), arg("scores"),
              arg("kind"), arg("num_past"), arg("page_size"), arg("first_key") = none,
              arg("num_keys") = none, arg("workspace") = none, arg("stream") = 0);

@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "memory/cuda/device_resource.h"
 #include "memory/cuda/pinned_memory.h"
+#include "memory/slot_pool.h"
 #include "offload/cuda/cuda_copy_engine.h"
 
 namespace py = pybind11;
@@ -26,7 +27,9 @@ class PageCopier {
  public:
   PageCopier(int device, int64_t slot_bytes, int64_t device_slots, int64_t host_slots,
              int64_t piece_bytes, bool huge_pages, bool batched, bool overlap_hint)
-      : device_(memory::make_device_resource(device, device_slots * slot_bytes)),
+      : device_slots_(checked(slot_bytes, device_slots, "device_slots")),
+        host_slots_(checked(slot_bytes, host_slots, "host_slots")),
+        device_(memory::make_device_resource(device, device_slots * slot_bytes)),
         host_(memory::make_pinned_memory(device, {.capacity = host_slots * slot_bytes,
                                                   .piece_bytes = piece_bytes,
                                                   .slot_bytes = slot_bytes,
@@ -57,6 +60,8 @@ class PageCopier {
   void copy(bool to_host, const SlotArray& device_slots, const SlotArray& host_slots) {
     expect(device_slots.size() == host_slots.size(), "host_slots",
            concat(device_slots.size(), " slots"), host_slots.size());
+    check_slots("device_slots", device_slots, device_slots_);
+    check_slots("host_slots", host_slots, host_slots_);
     std::vector<paging::PageCopy> pages;
     pages.reserve(static_cast<size_t>(device_slots.size()));
     for (py::ssize_t i = 0; i < device_slots.size(); ++i) {
@@ -72,6 +77,18 @@ class PageCopier {
   }
 
  private:
+  static int64_t checked(int64_t slot_bytes, int64_t slots, const char* name) {
+    memory::check_pool_size(slot_bytes, slots, name);
+    return slots;
+  }
+  static void check_slots(const char* name, const SlotArray& slots, int64_t count) {
+    for (py::ssize_t i = 0; i < slots.size(); ++i) {
+      const int32_t slot = slots.data()[i];
+      expect(slot >= 0 && slot < count, name, concat("slots below ", count), slot);
+    }
+  }
+
+  int64_t device_slots_, host_slots_;
   std::unique_ptr<memory::MemoryResource> device_;
   std::unique_ptr<memory::PinnedResource> host_;
   std::unique_ptr<paging::CopyEngine> engine_;

@@ -3,9 +3,11 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -161,14 +163,19 @@ py::object device_view(int32_t* data, int device, std::vector<int64_t> shape) {
 // device's belong to the manager.
 py::object table_view(SharedManager& manager, int64_t begin, std::vector<py::ssize_t> shape) {
   using Entries = std::shared_ptr<std::vector<int32_t>>;
+  // A call that could not begin has left no tables for its pages.
+  const int64_t entries =
+      std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies());
+  if (begin + entries > (*manager).tables().size())
+    throw Error("no call has begun on this page manager");
   if (manager.device() >= 0) {
     return device_view(const_cast<int32_t*>((*manager).device_tables()) + begin, manager.device(),
                        {shape.begin(), shape.end()});
   }
-  const Entries& entries = (*manager).tables().entries();
-  const py::capsule owner(new Entries(entries),
+  const Entries& tables = (*manager).tables().entries();
+  const py::capsule owner(new Entries(tables),
                           [](void* shared) { delete static_cast<Entries*>(shared); });
-  return py::array_t<int32_t>(std::move(shape), entries->data() + begin, owner);
+  return py::array_t<int32_t>(std::move(shape), tables->data() + begin, owner);
 }
 
 py::dict statistics_of(SharedManager& manager) {

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "bindings/dlpack.h"
+#include "common/checked.h"
 #include "common/error.h"
 
 namespace py = pybind11;
@@ -33,10 +34,16 @@ Tensor from_view(const dlpack::Tensor& view, const char* name, int ndim) {
                    view.device_type == dlpack::kCuda ? view.device_index : 0};
   tensor.element = element_of(view);
   tensor.ndim = ndim;
+  const int64_t bytes = std::max(1, view.type_bits / 8);
+  expect(reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) == 0, name,
+         concat("memory aligned to its elements of ", bytes, " bytes"), tensor.data);
+  // Without the zeros: a tensor of no elements may name sizes that no other could have.
+  int64_t elements = bytes;
   int64_t contiguous = 1;
   for (int i = ndim - 1; i >= 0; --i) {
     tensor.shape[i] = view.shape[i];
     tensor.strides[i] = view.strides != nullptr ? view.strides[i] : contiguous;
+    elements = checked_product(name, elements, std::max<int64_t>(view.shape[i], 1));
     contiguous *= view.shape[i];
   }
   return tensor;

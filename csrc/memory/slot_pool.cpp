@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <limits>
 #include <utility>
 
 #include "common/error.h"
@@ -10,14 +9,17 @@
 
 namespace oomb::memory {
 
+void check_pool_size(int64_t slot_bytes, int64_t slots, const char* setting) {
+  expect(slot_bytes > 0 && slot_bytes <= kMostSlotBytes, "slot_bytes", "1 .. 2^32", slot_bytes);
+  expect(slots >= 0 && slots <= kMostSlots, setting, concat("0 .. ", kMostSlots, " slots"), slots);
+}
+
 SlotPool::SlotPool(std::unique_ptr<MemoryResource> resource, const SlotPoolOptions& options)
     : resource_(std::move(resource)),
       options_(options),
       capacity_(options.max_slots),
       free_(make_free_slots(options.order, options.shuffle_seed)) {
-  expect(options_.slot_bytes > 0, "slot_bytes", "a positive size", options_.slot_bytes);
-  expect(options_.max_slots >= 0 && options_.max_slots < std::numeric_limits<Slot>::max() / 2,
-         "max_slots", "0 .. 2^30", options_.max_slots);
+  check_pool_size(options_.slot_bytes, options_.max_slots, "max_slots");
 }
 
 Slot SlotPool::take() {

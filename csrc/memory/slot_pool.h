@@ -11,6 +11,13 @@
 
 namespace oomb::memory {
 
+// Within these limits no number of bytes in a pool overflows.
+constexpr int64_t kMostSlots = (int64_t{1} << 30) - 1;
+constexpr int64_t kMostSlotBytes = int64_t{1} << 32;
+
+// Throws InvalidArgument about `setting`, which decides the number of slots.
+void check_pool_size(int64_t slot_bytes, int64_t slots, const char* setting);
+
 struct SlotPoolOptions {
   int64_t slot_bytes = 0;
   int64_t max_slots = 0;                  // hard cap

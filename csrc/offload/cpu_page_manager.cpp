@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "common/error.h"
 #include "memory/host_resource.h"
 #include "memory/limited_resource.h"
 #include "offload/tier_pool.h"
@@ -11,8 +10,7 @@ namespace oomb::offload {
 
 std::unique_ptr<paging::PageManager> make_cpu_page_manager(const CpuPageManagerOptions& options) {
   const auto pool = [&](int64_t slots, const char* setting, memory::SlotOrder order) {
-    expect(options.slot_bytes > 0, "slot_bytes", "a positive size", options.slot_bytes);
-    expect(slots >= 0, setting, "a number of slots", slots);
+    memory::check_pool_size(options.slot_bytes, slots, setting);
     const int64_t limit = slots * options.slot_bytes;
     return make_tier_pool(std::make_unique<memory::LimitedResource>(
                               std::make_unique<memory::HostResource>(limit), limit, setting),

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 
+#include "common/bytes.h"
+#include "common/checked.h"
 #include "common/error.h"
+#include "memory/head_room.h"
 
 namespace oomb::paging {
 
@@ -24,8 +27,37 @@ PageManager::~PageManager() {
 
 int64_t PageManager::smallest_device_slots(int64_t batch, int64_t grad_slots, bool backward,
                                            int64_t wave_pages) {
-  return wave_pages * batch * (backward ? 1 + grad_slots : 1);
+  expect(batch >= 0, "batch", "0 or more sequences", batch);
+  expect(grad_slots >= 0 && grad_slots <= 2, "grad_slots", "0 to 2", grad_slots);
+  expect(wave_pages > 0, "wave_pages", "at least 1", wave_pages);
+  return checked_product("wave_pages", wave_pages, batch, backward ? 1 + grad_slots : 1);
 }
+
+namespace {
+
+// What a call's tables, lists and records take at its start, whatever of it is used.
+int64_t bookkeeping_bytes(const PageSpace& space, int64_t slots) {
+  constexpr int64_t kPage = 2 * sizeof(PageRecord) + 3 * sizeof(int32_t);
+  constexpr int64_t kLayer = 512, kSlot = 64;
+  return checked_product("pages_per_sequence", space.num_layers(), space.positions(), kPage) +
+         kLayer * space.num_layers() + kSlot * slots;
+}
+
+// Such a table is not worth a look at the machine's memory.
+constexpr int64_t kSmallTables = 256 * kMiB;
+
+void require_bookkeeping(int64_t bytes, const PageSpace& space) {
+  if (bytes <= kSmallTables) return;
+  const int64_t available = memory::read_head_room().available;
+  if (bytes <= available) return;
+  throw OutOfMemory(
+      concat("tables of the call's pages: needed ", human_bytes(bytes), " (", bytes, " bytes) for ",
+             space.num_layers(), " layers of ", space.positions(), " pages, the machine has ",
+             human_bytes(available), " available; raise page_size or lower the number of tokens"),
+      bytes, available);
+}
+
+}  // namespace
 
 void PageManager::begin_call(CallPlan plan) {
   if (closed_) throw Error("the page manager is closed");
@@ -35,13 +67,19 @@ void PageManager::begin_call(CallPlan plan) {
   expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
          cap);
   const bool backward = plan.has_gradients();
-  space_ = PageSpace(plan.num_layers, std::move(plan.pages_per_sequence));
+  PageSpace space(plan.num_layers, std::move(plan.pages_per_sequence));
+  require_bookkeeping(bookkeeping_bytes(space, cap), space);
+  const int64_t smallest =
+      smallest_device_slots(space.batch(), plan.grad_slots, backward, plan.wave_pages);
+  expect(smallest <= memory::kMostSlots, "wave_pages",
+         concat("waves of at most ", memory::kMostSlots, " slots"), smallest);
+  space_ = std::move(space);
   schedule_ = {};  // before the next one takes its memory
   schedule_ = Schedule(space_, std::move(plan.visits));
   grad_slots_ = plan.grad_slots;
   wave_pages_ = plan.wave_pages;
   device_.pool->set_max_slots(cap);
-  smallest_slots_ = smallest_device_slots(space_.batch(), grad_slots_, backward, wave_pages_);
+  smallest_slots_ = smallest;
   if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);
   total_slots_ = 0;
   for (int64_t b = 0; b < space_.batch(); ++b) {

@@ -41,13 +41,12 @@ struct QuerySide {
 template <typename Storage>
 struct TileSide {
   using Real = RealOf<Storage>;
-  TileSide(TileReader<Storage> tile_reader, int64_t page_size, int64_t panel_rows,
-           int64_t padded_dim)
+  TileSide(TileReader<Storage> tile_reader, int64_t keys, int64_t panel_rows, int64_t padded_dim)
       : reader(std::move(tile_reader)),
-        p(page_size * panel_rows),
-        ds(page_size * panel_rows),
-        dk(page_size * padded_dim),
-        dv(page_size * padded_dim),
+        p(keys * panel_rows),
+        ds(keys * panel_rows),
+        dk(keys * padded_dim),
+        dv(keys * padded_dim),
         first(panel_rows),
         last(panel_rows) {}
   TileReader<Storage> reader;
@@ -89,7 +88,7 @@ class Backward {
     if (p_.first_wave) compute_delta();
     for (int64_t i = 0; i < threads_; ++i) {
       tile_sides_.emplace_back(TileReader<Storage>(shape_, wave_, source_, kernels_, p_.dtype),
-                               shape_.page_size, kernels_.panel_rows, padded_dim_);
+                               wave_.longest_tile(), kernels_.panel_rows, padded_dim_);
     }
     const int64_t pairs = shape_.batch * shape_.kv_heads;
     const bool whole_heads = ceil_div(pairs, threads_) * threads_ * 5 <= pairs * 7;

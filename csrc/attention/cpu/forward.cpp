@@ -67,7 +67,7 @@ class Forward {
       acc = Buffer<Real>(panels * f.shape_.head_dim * lanes);
       max = Buffer<Real>(panels * lanes);
       sum = Buffer<Real>(panels * lanes);
-      scores = Buffer<Real>(f.shape_.page_size * lanes);
+      scores = Buffer<Real>(f.wave_.longest_tile() * lanes);
       first = Buffer<Real>(lanes);
       last = Buffer<Real>(lanes);
     }

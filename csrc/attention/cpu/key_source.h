@@ -31,8 +31,8 @@ class TileReader {
              const TileKernels<Real>& kernels, DType dtype)
       : shape_(shape), wave_(wave), source_(source), kernels_(kernels), dtype_(dtype) {
     if constexpr (!kInPlace) {
-      k_ = Buffer<Real>(shape.page_size * shape.head_dim);
-      v_ = Buffer<Real>(shape.page_size * shape.head_dim);
+      k_ = Buffer<Real>(wave.longest_tile() * shape.head_dim);
+      v_ = Buffer<Real>(wave.longest_tile() * shape.head_dim);
     }
   }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -22,23 +23,25 @@ namespace {
 
 using Task = std::function<void(int64_t, int64_t)>;
 
+constexpr int64_t kMostThreads = 4096;  // more are a mistake: each takes address space for a stack
+
 // The calling thread is thread 0; the others sleep between calls.
 class ThreadPool {
  public:
   explicit ThreadPool(int64_t threads) : threads_(threads) {
-    for (int64_t thread = 1; thread < threads; ++thread) {
-      workers_.emplace_back([this, thread] { work(thread); });
+    try {
+      for (int64_t thread = 1; thread < threads; ++thread) {
+        workers_.emplace_back([this, thread] { work(thread); });
+      }
+    } catch (const std::system_error& error) {
+      const size_t made = workers_.size();
+      stop();
+      throw Error(concat("threads: the system gave ", made, " of ", threads - 1, ": ", error.what(),
+                         "; set fewer (OOMB_NUM_THREADS)"));
     }
   }
 
-  ~ThreadPool() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    started_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~ThreadPool() { stop(); }
 
   int64_t threads() const { return threads_; }
 
@@ -59,6 +62,15 @@ class ThreadPool {
   }
 
  private:
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    started_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   void work(int64_t thread) {
     int64_t seen = 0;
     std::unique_lock lock(mutex_);
@@ -106,7 +118,8 @@ int64_t initial_threads() {
   if (asked == nullptr) return usable_cores();
   char* end = nullptr;
   const int64_t count = std::strtoll(asked, &end, 10);
-  expect(*end == '\0' && count > 0, "OOMB_NUM_THREADS", "a number above 0", asked);
+  expect(*end == '\0' && count > 0 && count <= kMostThreads, "OOMB_NUM_THREADS",
+         concat("1 to ", kMostThreads), asked);
   return count;
 }
 
@@ -158,7 +171,7 @@ void parallel_for(int64_t units, int64_t threads, const Task& task) {
 }
 
 void set_num_threads(int64_t count) {
-  expect(count > 0, "count", "a number above 0", count);
+  expect(count > 0 && count <= kMostThreads, "count", concat("1 to ", kMostThreads), count);
   thread_count() = count;
 }
 

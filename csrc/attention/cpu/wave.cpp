@@ -45,6 +45,9 @@ Wave::Wave(const Shape& shape, const Visibility& visibility, const PastPages& pa
       const int64_t keys = std::min({page, past.num_tokens - begin, end - begin});
       if (keys > 0) tiles.push_back({begin, keys, p, 0, 0});
     }
+    for (const Tile& tile : tiles) {
+      longest_tile_ = std::max({longest_tile_, tile.keys, tile.own_tokens});
+    }
     if (past.page_begin == past.page_end) continue;
     for (int64_t block = 0; block < blocks_; ++block) {
       KeyInterval reach{std::numeric_limits<int64_t>::max(), 0};

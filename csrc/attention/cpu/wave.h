@@ -36,6 +36,7 @@ class Wave {
   Wave(const Shape& shape, const Visibility& visibility, const PastPages& past, bool own_chunk);
 
   const std::vector<Tile>& tiles(int64_t batch) const { return tiles_[static_cast<size_t>(batch)]; }
+  int64_t longest_tile() const { return longest_tile_; }  // in keys, of all sequences
   bool attends(int64_t batch, int64_t block, int64_t kv_head, const Tile& tile) const;
 
   // Byte offset of the page in the pool.
@@ -56,6 +57,7 @@ class Wave {
   const int64_t num_pages_;
   const int64_t blocks_;
   std::vector<std::vector<Tile>> tiles_;
+  int64_t longest_tile_ = 0;
   std::vector<uint8_t> listed_;  // [B, Q, selection_heads, pages of the wave]
 };
 

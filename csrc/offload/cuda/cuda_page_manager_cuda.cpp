@@ -8,9 +8,8 @@
 namespace oomb::offload {
 
 std::unique_ptr<paging::PageManager> make_cuda_page_manager(const CudaPageManagerOptions& options) {
-  expect(options.slot_bytes > 0, "slot_bytes", "a positive size", options.slot_bytes);
-  expect(options.device_slots >= 0, "device_memory", "a number of slots", options.device_slots);
-  expect(options.host_slots >= 0, "host_memory", "a number of slots", options.host_slots);
+  memory::check_pool_size(options.slot_bytes, options.device_slots, "device_memory");
+  memory::check_pool_size(options.slot_bytes, options.host_slots, "host_memory");
   const DeviceGuard guard(options.device);
   int unified = 0;
   check_cuda(cudaDeviceGetAttribute(&unified, cudaDevAttrUnifiedAddressing, options.device),

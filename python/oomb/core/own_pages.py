@@ -29,6 +29,7 @@ def write_own(pages: CallPages, layer: int, chunk: int, k: torch.Tensor, v: torc
             v=v,
             kv_pool=pages.manager.pool_address(),
             kv_slot_bytes=pages.layout.slot_bytes,
+            kv_num_slots=pages.manager.device_slots,
             slots=pages.tables[layer][:, first:last],
             page_begin=page - first,
             page_end=stop - first,
@@ -74,6 +75,7 @@ def gradient_arguments(pages: CallPages, layer: int) -> dict[str, Any]:
     return {
         "dkv_pool": pages.manager.pool_address(),
         "dkv_unit_bytes": pages.layout.slot_bytes // 2,
+        "dkv_num_units": 2 * pages.manager.device_slots,
         "dkv_table": pages.gradient_tables[layer],
         "dkv_dtype": str(pages.layout.grad_dtype).removeprefix("torch."),
     }

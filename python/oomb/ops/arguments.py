@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 
+MOST = 2**30  # tokens, pages: kernels count in 32 bits
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -52,12 +53,14 @@ def check_indices(
     check_tensor(argument, value, shape, dtypes=(torch.int32,), device=device)
 
 
-def check_int(argument: str, value: object, least: int) -> int:
-    """A whole number, not less than ``least``, as Python's own."""
+def check_int(argument: str, value: object, least: int, most: int = MOST) -> int:
+    """A whole number in [least, most], as Python's own."""
     if isinstance(value, torch.SymInt):  # while a program is traced
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         refuse(argument, f"an int >= {least}", repr(value))
+    if value > most:
+        refuse(argument, f"an int <= {most}", repr(value))
     return int(value)
 
 

@@ -93,6 +93,7 @@ def _paged_attention_backward(
         gradients = {
             "dkv_pool": dkv_pages.data_ptr(),
             "dkv_unit_bytes": slot_bytes(dkv_pages) // 2,
+            "dkv_num_units": 2 * dkv_pages.shape[0],
             "dkv_table": slots.masked_fill(table[..., None] < 0, -1).contiguous(),
             "dkv_dtype": str(dkv_pages.dtype).removeprefix("torch."),
         }
@@ -216,7 +217,7 @@ def paged_attention(
         refuse("dkv_table", str(list(block_table.shape)), list(dkv_table.shape))
     num_past = block_table.shape[1] * page_size if num_past is None else num_past
     num_past = check_int("num_past", num_past, 0)
-    window = check_int("window", window, 0)
+    window = check_int("window", window, 0, 2**63 - 1)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     elif not isinstance(scale, Real) or not math.isfinite(scale):
@@ -251,6 +252,8 @@ def paged_attention(
 def _check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     check_tensor("q", q, ("batch", "heads", "tokens", "head_dim"), dtypes=FLOATS)
     batch, heads, tokens, head_dim = q.shape
+    if head_dim == 0:
+        refuse("q", "a head_dim >= 1", 0)
     shape = (batch, "kv_heads", tokens, head_dim)
     check_tensor("k", k, shape, dtypes=(q.dtype,), device=q.device)
     check_tensor("v", v, tuple(k.shape), dtypes=(q.dtype,), device=q.device)

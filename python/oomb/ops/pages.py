@@ -50,7 +50,13 @@ def pages_like(
 
 
 def slot_bytes(pages: torch.Tensor) -> int:
-    """Of one slot of a pool, which may have none."""
+    """Of one slot of a pool, which may have none.
+
+    Raises:
+        ValueError: the pool is not contiguous, so that its slots do not lie one behind the other.
+    """
+    if not pages.is_contiguous():
+        refuse("kv_pages, dkv_pages", "contiguous tensors", f"strides {pages.stride()}")
     return math.prod(pages.shape[1:]) * pages.element_size()
 
 
@@ -68,6 +74,7 @@ def _page_write(
         v=v,
         kv_pool=kv_pages.data_ptr(),
         kv_slot_bytes=slot_bytes(kv_pages),
+        kv_num_slots=kv_pages.shape[0],
         slots=slots,
         page_begin=0,
         page_end=-(-k.shape[2] // kv_pages.shape[3]),
@@ -133,6 +140,56 @@ def page_write(
     _page_write(k.detach(), v.detach(), kv_pages, slots, num_rows, summary)
 
 
+@torch.library.custom_op("oomb::page_scores", mutates_args=())
+def _page_scores(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    num_past: int,
+    page_size: int,
+    score: str,
+    share: str,
+    first_key: torch.Tensor | None,
+    num_keys: torch.Tensor | None,
+) -> torch.Tensor:
+    scores = _empty_scores(q, summary, num_past, page_size, share)
+    _C.page_score(
+        q=q,
+        summary=summary,
+        scores=scores,
+        kind=score,
+        num_past=num_past,
+        page_size=page_size,
+        first_key=first_key,
+        num_keys=num_keys,
+        workspace=workspace_on(q.device),
+        stream=stream_of(q.device),
+    )
+    return scores
+
+
+@_page_scores.register_fake
+def _(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    num_past: int,
+    page_size: int,
+    score: str,
+    share: str,
+    first_key: torch.Tensor | None,
+    num_keys: torch.Tensor | None,
+) -> torch.Tensor:
+    return _empty_scores(q, summary, num_past, page_size, share)
+
+
+def _empty_scores(
+    q: torch.Tensor, summary: torch.Tensor, num_past: int, page_size: int, share: str
+) -> torch.Tensor:
+    heads = 1 if share == "all_heads" else summary.shape[2]
+    blocks, pages = -(-q.shape[2] // page_size), -(-num_past // page_size)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((q.shape[0], blocks, heads, pages), dtype=dtype)
+
+
 def page_scores(
     q: torch.Tensor,
     summary: torch.Tensor,
@@ -165,32 +222,47 @@ def page_scores(
         ValueError: an argument does not fit.
     """
     check_tensor("q", q, ("batch", "heads", "tokens", "head_dim"), dtypes=FLOATS)
-    check_int("num_past", num_past, 0)
-    check_int("page_size", page_size, 1)
+    num_past = check_int("num_past", num_past, 0)
+    page_size = check_int("page_size", page_size, 1)
     shape = (q.shape[0], "pages", "kv_heads", q.shape[3])
-    check_tensor("summary", summary, shape, dtypes=FLOATS, device=q.device)
+    check_tensor("summary", summary, shape, dtypes=(q.dtype,), device=q.device)
+    pages = -(-num_past // page_size)
+    if summary.shape[1] < pages:
+        refuse("summary", f"rows of {pages} pages", summary.shape[1])
     _check_counts(q, first_key, num_keys)
     if score not in ("block_mean", "token_softmax"):
         refuse("score", "'block_mean' or 'token_softmax'", repr(score))
     if share not in ("all_heads", "kv_head"):
         refuse("share", "'all_heads' or 'kv_head'", repr(share))
-    heads = 1 if share == "all_heads" else summary.shape[2]
-    blocks, pages = -(-q.shape[2] // page_size), -(-num_past // page_size)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.empty(q.shape[0], blocks, heads, pages, dtype=dtype, device=q.device)
-    _C.page_score(
-        q=q.detach(),
-        summary=summary,
-        scores=scores,
-        kind=score,
-        num_past=num_past,
-        page_size=page_size,
-        first_key=first_key,
-        num_keys=num_keys,
-        workspace=workspace_on(q.device),
-        stream=stream_of(q.device),
+    out: torch.Tensor = _page_scores(
+        q.detach(), summary.detach(), num_past, page_size, score, share, first_key, num_keys
     )
-    return scores
+    return out
+
+
+@torch.library.custom_op("oomb::page_select", mutates_args=())
+def _page_select(
+    scores: torch.Tensor, budget: int, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
+    selection = _empty_selection(scores, budget)
+    _C.page_select(
+        scores=scores,
+        selection=selection,
+        budget=budget,
+        sink_pages=sink_pages,
+        recent_pages=recent_pages,
+        stream=stream_of(scores.device),
+    )
+    return selection
+
+
+@_page_select.register_fake
+def _(scores: torch.Tensor, budget: int, sink_pages: int, recent_pages: int) -> torch.Tensor:
+    return _empty_selection(scores, budget)
+
+
+def _empty_selection(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    return scores.new_empty((*scores.shape[:3], budget), dtype=torch.int32)
 
 
 def page_select(
@@ -212,21 +284,13 @@ def page_select(
     """
     dtypes = (torch.float32, torch.float64)
     check_tensor("scores", scores, ("batch", "blocks", "heads", "pages"), dtypes=dtypes)
-    check_int("budget", budget, 1)
-    check_int("sink_pages", sink_pages, 0)
-    check_int("recent_pages", recent_pages, 0)
+    budget = check_int("budget", budget, 1)
+    sink_pages = check_int("sink_pages", sink_pages, 0)
+    recent_pages = check_int("recent_pages", recent_pages, 0)
     if sink_pages + recent_pages > budget:
         refuse("sink_pages + recent_pages", f"<= budget {budget}", sink_pages + recent_pages)
-    selection = torch.empty(*scores.shape[:3], budget, dtype=torch.int32, device=scores.device)
-    _C.page_select(
-        scores=scores,
-        selection=selection,
-        budget=budget,
-        sink_pages=sink_pages,
-        recent_pages=recent_pages,
-        stream=stream_of(scores.device),
-    )
-    return selection
+    out: torch.Tensor = _page_select(scores.detach(), budget, sink_pages, recent_pages)
+    return out
 
 
 def check_pages(

@@ -308,6 +308,7 @@ class Problem:
                 dv=dv,
                 dkv_pool=self.dkv_pool.data_ptr(),
                 dkv_unit_bytes=self.dkv_pool[0].numel() * self.dkv_pool.element_size(),
+                dkv_num_units=len(self.dkv_pool),
                 dkv_table=self.dkv_table if c.pages else None,
                 dkv_dtype=NAMES[c.dkv_dtype],
                 rounding_seed=rounding_seed,

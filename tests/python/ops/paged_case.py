@@ -178,6 +178,7 @@ class Problem:
                 dq=dq, dk=dk, dv=dv, delta=delta, **self._past(begin, end),
                 own_chunk=first, first_wave=first, last_wave=last, dq_acc=dq_acc,
                 dkv_pool=self.dkv_pool.data_ptr(), dkv_unit_bytes=self.dkv_pool[0].nbytes,
+                dkv_num_units=len(self.dkv_pool),
                 dkv_table=self.dkv_table, dkv_dtype=str(case.dkv_dtype).removeprefix("torch."),
                 rounding_seed=seed,
             )  # fmt: skip

@@ -55,6 +55,9 @@ ATTENTION: list[tuple[Changes, str]] = [
     ({"q": lambda x: x.transpose(1, 2)}, r"k: expected \[2, kv_heads, 4, 16\], got"),
     ({"q": lambda x: x[:1]}, r"k: expected \[1, kv_heads, 24, 16\], got"),
     ({"q": lambda x: x[:, :3]}, "q: expected heads in groups for 2 kv heads, got 3"),
+    ({"q": lambda x: x[..., :0]}, "q: expected a head_dim >= 1, got 0"),
+    ({"num_past": 2**63 - 1}, "num_past: expected an int <= 1073741824, got 9223372036854775807"),
+    ({"window": 2**63}, "window: expected an int <= 9223372036854775807, got"),
     ({"q": lambda x: x.to("meta")}, "k: expected device meta, got cpu"),
     ({"k": lambda x: x[0]}, r"k: expected \[2, kv_heads, 24, 16\], got \[2, 24, 16\]"),
     ({"k": lambda x: x.repeat(1, 1, 2, 1)}, r"k: expected .*, got \[2, 2, 48, 16\]"),
@@ -267,7 +270,31 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: ops.page_scores(ROWS[0], SUMMARY, 24, 8), r"q: expected \[batch, heads, tokens"),
     (lambda: ops.page_scores(ROWS, SUMMARY[0], 24, 8), r"summary: expected \[2, pages, kv_heads"),
-    (lambda: ops.page_scores(ROWS, SUMMARY.double(), 24, 8), "summary: expected float32, got"),
+    (
+        lambda: ops.page_scores(ROWS, SUMMARY.double(), 24, 8),
+        "summary: expected torch.float32, got",
+    ),
+    (lambda: ops.page_scores(ROWS, SUMMARY, 2**62, 1), "num_past: expected an int <= 1073741824"),
+    (lambda: ops.page_scores(ROWS, SUMMARY, 24, 2**62), "page_size: expected an int <= 1073741824"),
+    # A page of the summary without elements once divided by zero, which ends a process.
+    (
+        lambda: ops.page_scores(ROWS, SUMMARY[:, :, :0], 24, 8),
+        "k: expected at least 1 kv head, got",
+    ),
+    (
+        lambda: ops.page_scores(ROWS[..., :0], SUMMARY[..., :0], 24, 8),
+        "head_dim: expected at least 1, got 0",
+    ),
+    (
+        lambda: ops.page_write(
+            ROWS[..., :0],
+            ROWS[..., :0],
+            ops.pages_like(ROWS[..., :0], 6, 8),
+            table([0, 1, 2], [3, 4, 5]),
+            summary=torch.zeros(2, 3, ROWS.shape[1], 0),
+        ),
+        "head_dim: expected at least 1, got 0",
+    ),
     (lambda: ops.page_scores(ROWS, SUMMARY, 25, 8), "summary: expected rows of 4 pages, got 3"),
     (lambda: ops.page_scores(ROWS, SUMMARY, -24, 8), "num_past: expected an int >= 0, got -24"),
     (lambda: ops.page_scores(ROWS, SUMMARY, 24, 0), "page_size: expected an int >= 1, got 0"),

@@ -177,7 +177,8 @@ def test_page_write_round_trip() -> None:
     summary = torch.full((2, 3, case.kv_heads, case.head_dim), 9.0).double()
     arguments = {
         "k": problem.k, "v": problem.v, "kv_pool": pool.data_ptr(), "summary": summary,
-        "kv_slot_bytes": pool[0].nbytes, "slots": slots, "page_size": 16, "num_rows": num_rows,
+        "kv_slot_bytes": pool[0].nbytes, "kv_num_slots": len(pool), "slots": slots,
+        "page_size": 16, "num_rows": num_rows,
     }  # fmt: skip
     _C.page_write(page_begin=0, page_end=2, **arguments)
     assert torch.equal(pool[6], before[6])
@@ -209,8 +210,8 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
             gradient = pool[table[b, page, kind], :, : rows.stop - rows.start].float()
             expected[kind][b, :, rows] += 2.5 * gradient
     _C.page_gradient_read(
-        dk=dk, dv=dv, dkv_pool=pool.data_ptr(), dkv_unit_bytes=pool[0].nbytes, dkv_table=table,
-        dkv_dtype=str(dkv_dtype).removeprefix("torch."), page_begin=1, page_end=3, page_size=16,
+        dk=dk, dv=dv, dkv_pool=pool.data_ptr(), dkv_unit_bytes=pool[0].nbytes,
+        dkv_num_units=len(pool), dkv_table=table, dkv_dtype=str(dkv_dtype).removeprefix("torch."), page_begin=1, page_end=3, page_size=16,
         scale=2.5,
     )  # fmt: skip
     for got, want in zip((dk, dv), expected, strict=True):
@@ -364,7 +365,7 @@ def test_arguments_are_checked() -> None:
     )
     assert message(q=q[:, :3]) == "q: expected heads in groups for 2 kv heads, got 3"
     assert message(lse=torch.empty(1, 4, 40)) == "lse: expected float64, got float32"
-    assert message(page_size=0) == "page_size: expected a number above 0, got 0"
+    assert message(page_size=0) == "page_size: expected 1 to 2^30 tokens, got 0"
     assert message(page_end=4).startswith("page_begin, page_end: expected a range within 3")
     assert message(block_table=problem.block_table.long()) == (
         "block_table: expected int32, got another type"

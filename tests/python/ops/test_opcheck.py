@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from oomb.ops import page_write, pages_like
+from oomb.ops import page_scores, page_select, page_write, paged_attention, pages_like
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, CHUNK, HEAD_DIM, PAGE, PAST = 6, 2, 150, 64, 64, 3 * 64 + 17
@@ -62,3 +62,47 @@ def test_page_write(device: str) -> None:
     num_rows = torch.tensor([PAST - 5], dtype=torch.int32, device=device)
     arguments = (i.past_k, i.past_v, i.pages, i.table, num_rows, summary)
     torch.library.opcheck(torch.ops.oomb.page_write.default, arguments)
+
+
+@pytest.mark.parametrize("share", ["all_heads", "kv_head"])
+@pytest.mark.parametrize("score", ["block_mean", "token_softmax"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_page_scores(device: str, score: str, share: str) -> None:
+    i = Inputs(device, listed=False)
+    summary = torch.randn(1, 4, KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    num_keys = torch.tensor([PAST + CHUNK - 9], dtype=torch.int32, device=device)
+    arguments = (i.q, summary, PAST, PAGE, score, share, None, num_keys)
+    torch.library.opcheck(torch.ops.oomb.page_scores.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_page_select(device: str) -> None:
+    scores = torch.randn(2, 3, KV_HEADS, 20, device=device)
+    torch.library.opcheck(torch.ops.oomb.page_select.default, (scores, 4, 1, 2))
+
+
+def _choose_and_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: list[torch.Tensor], table: torch.Tensor
+) -> torch.Tensor:
+    """All operators of oomb.ops in one program."""
+    pages = pages_like(k, 6, PAGE)
+    summary = k.new_zeros(1, 4, KV_HEADS, HEAD_DIM)
+    page_write(*past, pages, table, summary=summary, check=False)
+    scores = page_scores(q, summary, PAST, PAGE, share="kv_head")
+    selection = page_select(scores, 2, sink_pages=1)
+    o, _ = paged_attention(
+        q, k, v, pages, None, table, num_past=PAST, selection=selection, check=False
+    )
+    return o
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph_of_all_of_them(device: str, dynamic: bool) -> None:
+    i = Inputs(device, listed=False)
+    past = [i.past_k, i.past_v]
+    eager = _choose_and_attend(i.q, i.k, i.v, past, i.table)
+    compiled = torch.compile(
+        _choose_and_attend, fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    assert torch.equal(compiled(i.q, i.k, i.v, past, i.table), eager)
