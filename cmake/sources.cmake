@@ -4,7 +4,8 @@
 # File names decide how a unit is compiled:
 #   *_avx2.cpp, *_avx512.cpp   with that instruction set; only on x86-64, called after a CPU check
 #   *_cuda.cpp                 only when CUDA is built; may include <cuda_runtime.h>. So are all
-#                              files in attention/{sm90,sm80,plain,pages,device}
+#                              files in attention/{sm90,sm80,plain,pages,device}, but for their
+#                              kernels.cpp, which say what there is
 #   *.cu                       only when CUDA is built; in attention/sm90 for sm_90a, else portable
 # OOMB_WITH_CUDA is 1 or 0 in every unit.
 
@@ -23,7 +24,10 @@ target_compile_definitions(oomb_options INTERFACE OOMB_WITH_CUDA=$<BOOL:${OOMB_W
 function(oomb_add_layer name)
   oomb_glob(sources ${ARGN})
   if(NOT OOMB_WITH_CUDA)
+    set(declarations "${sources}")
+    list(FILTER declarations INCLUDE REGEX "/attention/[a-z0-9]+/kernels\\.cpp$")
     list(FILTER sources EXCLUDE REGEX "_cuda\\.cpp$|/attention/(sm90|sm80|plain|pages|device)/")
+    list(APPEND sources ${declarations})
   endif()
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
     list(FILTER sources EXCLUDE REGEX "_avx(2|512)\\.cpp$")

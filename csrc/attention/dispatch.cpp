@@ -5,23 +5,30 @@
 #include <iostream>
 #include <mutex>
 
+#include "attention/kernels.h"
+#include "attention/plain/kernels.h"
+#include "attention/sm80/kernels.h"
+#include "attention/sm90/kernels.h"
 #include "common/error.h"
 
 #if OOMB_WITH_CUDA
 #include "attention/pages/pages.h"
-#include "attention/plain/plain.h"
-#include "attention/sm80/sm80.h"
-#include "attention/sm90/backward.h"
-#include "attention/sm90/forward.h"
 #include "common/cuda_check.h"
 #endif
 
 namespace oomb::attention::cuda {
 namespace {
 
+// The first that take a call run it.
+constexpr const Kernels* kPreference[] = {
+    &sm90::kKernels,
+    &sm80::kKernels,
+    &plain::kKernels,
+};
+
 struct Settings {
   std::mutex mutex;
-  std::optional<Implementation> forced;
+  const Kernels* forced = nullptr;
   std::function<void(const std::string&)> warning_hook = [](const std::string& text) {
     std::cerr << "oomb: " << text << '\n';
   };
@@ -30,7 +37,7 @@ struct Settings {
 
   Settings() {
     const char* name = std::getenv("OOMB_ATTENTION");
-    if (name != nullptr && *name != '\0') forced = implementation_from(name);
+    if (name != nullptr && *name != '\0') forced = &kernels_named(kPreference, name);
   }
 };
 
@@ -41,32 +48,13 @@ Settings& settings() {
 
 }  // namespace
 
-const char* name_of(Implementation implementation) {
-  switch (implementation) {
-    case Implementation::kSm90: return "sm90";
-    case Implementation::kSm80: return "sm80";
-    case Implementation::kPlain: return "plain";
-  }
-  return "unknown";
-}
-
-Implementation implementation_from(const std::string& name) {
-  for (const auto candidate :
-       {Implementation::kSm90, Implementation::kSm80, Implementation::kPlain}) {
-    if (name == name_of(candidate)) return candidate;
-  }
-  throw InvalidArgument(concat("OOMB_ATTENTION: expected sm90, sm80 or plain, got ", name));
-}
-
-void force(std::optional<Implementation> implementation) {
+void force(const std::optional<std::string>& name) {
+  const Kernels* kernels = name ? &kernels_named(kPreference, *name) : nullptr;
   const std::lock_guard lock(settings().mutex);
-  settings().forced = implementation;
+  settings().forced = kernels;
 }
 
-std::optional<Implementation> forced() {
-  const std::lock_guard lock(settings().mutex);
-  return settings().forced;
-}
+int64_t key_tile() { return common_key_tile(kPreference); }
 
 void set_warning_hook(std::function<void(const std::string&)> hook) {
   const std::lock_guard lock(settings().mutex);
@@ -112,11 +100,6 @@ void check_shape(const Shape& shape) {
          concat("a multiple of the ", shape.kv_heads, " kv heads"), shape.query_heads);
 }
 
-std::string describe(const Shape& shape, DType dtype) {
-  return concat(oomb::name_of(dtype), ", head dim ", shape.head_dim, ", pages of ", shape.page_size,
-                " tokens");
-}
-
 void warn_once(const Shape& shape, DType dtype) {
   if (!settings().warnings || settings().warned.exchange(true)) return;
   std::function<void(const std::string&)> hook;
@@ -133,42 +116,33 @@ void warn_once(const Shape& shape, DType dtype) {
   }
 }
 
-bool takes(Implementation implementation, const ForwardParams& params, int capability) {
-  switch (implementation) {
-    case Implementation::kSm90: return capability / 10 == 9 && sm90::forward_supported(params);
-    case Implementation::kSm80: return sm80::forward_supported(params);
-    case Implementation::kPlain: return true;
-  }
-  return false;
-}
-
-bool takes(Implementation implementation, const BackwardParams& params, int capability) {
-  switch (implementation) {
-    case Implementation::kSm90: return capability / 10 == 9 && sm90::backward_supported(params);
-    case Implementation::kSm80: return sm80::backward_supported(params);
-    case Implementation::kPlain: return true;
-  }
-  return false;
-}
-
 template <typename Params>
-Implementation choose(const Params& params, bool warn) {
+const Kernels& choose(const Params& params, bool warn) {
   check_shape(params.shape);
   const int device = device_of(params.q);
   check_device(device);
-  const int capability = compute_capability(device);
-  if (const auto wanted = forced()) {
-    expect(takes(*wanted, params, capability), "OOMB_ATTENTION",
-           concat("an implementation that takes ", describe(params.shape, params.dtype),
-                  " on compute capability ", capability / 10, ".", capability % 10),
-           name_of(*wanted));
-    return *wanted;
+  const Kernels* forced = nullptr;
+  {
+    const std::lock_guard lock(settings().mutex);
+    forced = settings().forced;
   }
-  for (const auto candidate : {Implementation::kSm90, Implementation::kSm80}) {
-    if (takes(candidate, params, capability)) return candidate;
-  }
-  if (warn) warn_once(params.shape, params.dtype);
-  return Implementation::kPlain;
+  const Kernels& chosen = choose_kernels(kPreference, params, compute_capability(device), forced);
+  if (warn && chosen.slow && forced == nullptr) warn_once(params.shape, params.dtype);
+  return chosen;
+}
+
+template <typename Params>
+void run(const Params& params) {
+  const Kernels& kernels = choose(params, true);
+  const DeviceGuard guard(device_of(params.q));
+  kernels.run(params);
+}
+
+template <typename Params>
+int64_t workspace_bytes(const Params& params) {
+  const Kernels& kernels = choose(params, false);
+  const DeviceGuard guard(device_of(params.q));
+  return kernels.workspace_bytes(params);
 }
 
 // Runs a page operation on the device that holds `pointer`.
@@ -182,45 +156,10 @@ void on_device_of(const void* pointer, void (*operation)(const Params&), const P
 
 }  // namespace
 
-Implementation implementation_of(const ForwardParams& params) { return choose(params, false); }
-Implementation implementation_of(const BackwardParams& params) { return choose(params, false); }
-
-void forward(const ForwardParams& params) {
-  const Implementation implementation = choose(params, true);
-  const DeviceGuard guard(device_of(params.q));
-  switch (implementation) {
-    case Implementation::kSm90: return sm90::forward(params);
-    case Implementation::kSm80: return sm80::forward(params);
-    case Implementation::kPlain: return plain::forward(params);
-  }
-}
-
-void backward(const BackwardParams& params) {
-  const Implementation implementation = choose(params, true);
-  const DeviceGuard guard(device_of(params.q));
-  switch (implementation) {
-    case Implementation::kSm90: return sm90::backward(params);
-    case Implementation::kSm80: return sm80::backward(params);
-    case Implementation::kPlain: return plain::backward(params);
-  }
-}
-
-int64_t forward_workspace_bytes(const ForwardParams& params) {
-  if (choose(params, false) != Implementation::kSm80) return 0;
-  const DeviceGuard guard(device_of(params.q));
-  return sm80::forward_workspace_bytes(params);
-}
-
-int64_t backward_workspace_bytes(const BackwardParams& params) {
-  const Implementation implementation = choose(params, false);
-  const DeviceGuard guard(device_of(params.q));
-  switch (implementation) {
-    case Implementation::kSm90: return sm90::backward_workspace_bytes(params);
-    case Implementation::kSm80: return sm80::backward_workspace_bytes(params);
-    case Implementation::kPlain: return plain::backward_workspace_bytes(params);
-  }
-  return 0;
-}
+void forward(const ForwardParams& params) { run(params); }
+void backward(const BackwardParams& params) { run(params); }
+int64_t forward_workspace_bytes(const ForwardParams& params) { return workspace_bytes(params); }
+int64_t backward_workspace_bytes(const BackwardParams& params) { return workspace_bytes(params); }
 
 void page_write(const PageWriteParams& params) {
   check_shape(params.shape);
@@ -257,8 +196,6 @@ namespace {
 
 }  // namespace
 
-Implementation implementation_of(const ForwardParams&) { no_cuda(); }
-Implementation implementation_of(const BackwardParams&) { no_cuda(); }
 void forward(const ForwardParams&) { no_cuda(); }
 void backward(const BackwardParams&) { no_cuda(); }
 int64_t forward_workspace_bytes(const ForwardParams&) { no_cuda(); }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Attention on a CUDA device: picks the implementation at run time.
+// Attention on a CUDA device: picks the kernels at run time, the first of these that take a call.
 //
 //   sm90    compute capability 9.x, bfloat16, head dim 64 or 128, pages of 64 or 128 tokens
 //   sm80    8.0 and newer, bfloat16 or float16, head dim 64, 96 or 128, pages of 64 or 128
@@ -8,7 +8,7 @@
 //   plain   8.0 and newer, everything else: correct and slow, announced by one warning
 //
 // force() or the environment variable OOMB_ATTENTION=sm90|sm80|plain overrides the choice; forcing
-// one that cannot take a call is an error. In a build without CUDA every operation throws.
+// those that cannot take a call is an error. In a build without CUDA every operation throws.
 
 #include <cstdint>
 #include <functional>
@@ -19,14 +19,12 @@
 
 namespace oomb::attention::cuda {
 
-enum class Implementation { kSm90, kSm80, kPlain };
+// By name; throws InvalidArgument for an unknown one. Empty: choose freely, whatever OOMB_ATTENTION
+// says.
+void force(const std::optional<std::string>& name);
 
-const char* name_of(Implementation implementation);
-Implementation implementation_from(const std::string& name);  // throws InvalidArgument
-
-// Empty: choose freely, whatever OOMB_ATTENTION says.
-void force(std::optional<Implementation> implementation);
-std::optional<Implementation> forced();
+// Tokens at whose multiples waves of pages must end, so that where they end changes no bit.
+int64_t key_tile();
 
 // Called with a text, once per process, when a call falls through to the plain kernels without
 // being forced to. The default prints to standard error. It may be called from any thread, without
@@ -35,10 +33,6 @@ void set_warning_hook(std::function<void(const std::string&)> hook);
 
 // Whether a call that falls through is worth that warning; one that only checks something is not.
 void set_warnings(bool wanted);
-
-// What forward() and backward() would run.
-Implementation implementation_of(const ForwardParams& params);
-Implementation implementation_of(const BackwardParams& params);
 
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);

@@ -165,13 +165,11 @@ void bind_attention(py::module_& module) {
              arg("workspace") = none, arg("stream") = 0);
   bind_attention_pages(module);
   cuda::set_warning_hook(warn);
-  module.def(
-      "force_attention",
-      [](const std::optional<std::string>& name) {
-        cuda::force(name ? std::optional(cuda::implementation_from(*name)) : std::nullopt);
-      },
-      arg("implementation"),
-      "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
+  module.def("force_attention", &cuda::force, arg("implementation"),
+             "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
+  module.def("attention_key_tile", &cuda::key_tile,
+             "Tokens at whose multiples waves of pages must end on a GPU, so that where they end "
+             "changes no bit of a result.");
   module.def("set_attention_warnings", &cuda::set_warnings, arg("wanted"),
              "Whether a call without a fast kernel warns, once per process.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));

@@ -14,7 +14,6 @@ from oomb.errors import OutOfMemoryError
 from oomb.units import bytes_text
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-_GPU_KEY_TILE = 128
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 _ENOUGH = 0.8  # a pool of this share of what could be had is used again
 
@@ -183,9 +182,9 @@ def _cgroup_head_room() -> int:
 def wave_pages(device: torch.device, page_size: int) -> int:
     """Pages that a wave must not part, so that its end changes no bit of the result.
 
-    Kernels on a GPU take keys in tiles of 128 tokens; on the CPU in tiles of one page.
+    Kernels on a GPU say how many keys they take at a time; on the CPU that is one page.
     """
-    return max(1, _GPU_KEY_TILE // page_size) if device.type == "cuda" else 1
+    return max(1, _C.attention_key_tile() // page_size) if device.type == "cuda" else 1
 
 
 def page_manager(

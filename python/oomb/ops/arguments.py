@@ -31,19 +31,22 @@ def check_tensor(
         shape: sizes; a name stands for any size.
         device: None: any.
     """
-    sizes = f"[{', '.join(map(str, shape))}]"
     if not isinstance(value, torch.Tensor):
-        refuse(argument, f"a tensor {sizes}", type(value).__name__)
+        refuse(argument, f"a tensor {_text(shape)}", type(value).__name__)
     fits = value.ndim == len(shape) and all(
         isinstance(size, str) or size == there
         for size, there in zip(shape, value.shape, strict=True)
     )
     if not fits:
-        refuse(argument, sizes, list(value.shape))
+        refuse(argument, _text(shape), list(value.shape))
     if value.dtype not in dtypes:
         refuse(argument, " or ".join(map(str, dtypes)), value.dtype)
     if device is not None and value.device != device:
         refuse(argument, f"device {device}", value.device)
+
+
+def _text(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def check_indices(

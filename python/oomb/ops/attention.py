@@ -293,7 +293,7 @@ def _check_indices(
     if selection is not None:
         blocks = -(-tokens // page_size)
         check_indices("selection", selection, (batch, blocks, "heads", "budget"), q.device)
-        if selection.shape[2] not in (1, k.shape[1]):
+        if selection.shape[2] != 1 and selection.shape[2] != k.shape[1]:  # `in` is not traced
             refuse("selection", f"1 or {k.shape[1]} heads", selection.shape[2])
     if first_key is not None:
         check_indices("first_key", first_key, (batch, tokens), q.device)

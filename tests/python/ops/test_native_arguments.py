@@ -187,13 +187,17 @@ def sanitized() -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", ["calls", "manager", "ops"])
 def test_random_arguments_under_the_sanitizers(surface: str, tmp_path: Path) -> None:
-    library = subprocess.run(
-        ["c++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    # Both must be there before the first exception is thrown, which python itself never does.
+    libraries = [
+        subprocess.run(
+            ["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     trace = tmp_path / "trace"
     script = Path(__file__).with_name("native_fuzz.py")
     environment = os.environ | {
-        "LD_PRELOAD": library,
+        "LD_PRELOAD": " ".join(libraries),
         # Python and torch keep what they have until the end; a size that cannot be is refused.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096",
         "UBSAN_OPTIONS": "print_stacktrace=1",

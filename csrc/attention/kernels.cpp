@@ -1,0 +1,58 @@
+#include "attention/kernels.h"
+
+#include <numeric>
+
+#include "common/error.h"
+
+namespace oomb::attention {
+namespace {
+
+template <typename Params>
+const Kernels& choose(Preference all, const Params& params, int capability, const Kernels* forced) {
+  if (forced != nullptr) {
+    expect(forced->takes(params, capability), "OOMB_ATTENTION",
+           concat("an implementation that takes ", describe(params.shape, params.dtype),
+                  " on compute capability ", capability / 10, ".", capability % 10),
+           forced->name);
+    return *forced;
+  }
+  for (const Kernels* kernels : all) {
+    if (kernels->takes(params, capability)) return *kernels;
+  }
+  throw InvalidArgument(
+      concat("q: expected what some kernels take, got ", describe(params.shape, params.dtype)));
+}
+
+}  // namespace
+
+std::string describe(const Shape& shape, DType dtype) {
+  return concat(name_of(dtype), ", head dim ", shape.head_dim, ", pages of ", shape.page_size,
+                " tokens");
+}
+
+const Kernels& kernels_named(Preference all, const std::string& name) {
+  std::string names;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (name == all[i]->name) return *all[i];
+    names += concat(i == 0 ? "" : i + 1 == all.size() ? " or " : ", ", all[i]->name);
+  }
+  throw InvalidArgument(concat("OOMB_ATTENTION: expected ", names, ", got ", name));
+}
+
+int64_t common_key_tile(Preference all) {
+  int64_t tile = 1;
+  for (const Kernels* kernels : all) tile = std::lcm(tile, kernels->key_tile);
+  return tile;
+}
+
+const Kernels& choose_kernels(Preference all, const ForwardParams& params, int capability,
+                              const Kernels* forced) {
+  return choose(all, params, capability, forced);
+}
+
+const Kernels& choose_kernels(Preference all, const BackwardParams& params, int capability,
+                              const Kernels* forced) {
+  return choose(all, params, capability, forced);
+}
+
+}  // namespace oomb::attention

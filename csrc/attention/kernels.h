@@ -1,0 +1,71 @@
+#pragma once
+
+// What a folder of attention kernels for CUDA devices declares, and the choice among them.
+//
+// A folder has one declaration, `const Kernels kKernels`, in its kernels.cpp; dispatch.cpp lists
+// the folders in order of preference. Kernels for another GPU are a folder and a line there.
+//
+// A build for the CPU has the declarations without the functions, so that it can plan for a GPU.
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "attention/params.h"
+
+namespace oomb::attention {
+
+struct Kernels {
+  const char* name;  // as OOMB_ATTENTION has it
+
+  // Keys of the past that one step of the kernels takes, in tokens. Waves end at multiples of it,
+  // so that where they end changes no bit. Steps that end with each page need no more than 1.
+  int64_t key_tile;
+
+  // Whether they run such a call on a GPU of this compute capability (90 for 9.0).
+  bool (*takes_forward)(const ForwardParams& params, int capability) = nullptr;
+  bool (*takes_backward)(const BackwardParams& params, int capability) = nullptr;
+
+  void (*forward)(const ForwardParams& params) = nullptr;
+  void (*backward)(const BackwardParams& params) = nullptr;
+
+  // Bytes of params.workspace; null: none.
+  int64_t (*forward_workspace_bytes)(const ForwardParams& params) = nullptr;
+  int64_t (*backward_workspace_bytes)(const BackwardParams& params) = nullptr;
+
+  bool slow = false;  // worth a warning where they are chosen without being asked for
+
+  bool takes(const ForwardParams& params, int capability) const {
+    return takes_forward(params, capability);
+  }
+  bool takes(const BackwardParams& params, int capability) const {
+    return takes_backward(params, capability);
+  }
+  void run(const ForwardParams& params) const { forward(params); }
+  void run(const BackwardParams& params) const { backward(params); }
+  int64_t workspace_bytes(const ForwardParams& params) const {
+    return forward_workspace_bytes == nullptr ? 0 : forward_workspace_bytes(params);
+  }
+  int64_t workspace_bytes(const BackwardParams& params) const {
+    return backward_workspace_bytes == nullptr ? 0 : backward_workspace_bytes(params);
+  }
+};
+
+using Preference = std::span<const Kernels* const>;  // the first that takes a call runs it
+
+// Those of that name; throws InvalidArgument, naming all there are.
+const Kernels& kernels_named(Preference all, const std::string& name);
+
+// The key tile that suits all of them: whichever run a call, waves part none of their steps.
+int64_t common_key_tile(Preference all);
+
+// Those that run a call. `forced` run it or throw InvalidArgument; null: the first that take it.
+const Kernels& choose_kernels(Preference all, const ForwardParams& params, int capability,
+                              const Kernels* forced);
+const Kernels& choose_kernels(Preference all, const BackwardParams& params, int capability,
+                              const Kernels* forced);
+
+// "bfloat16, head dim 80, pages of 64 tokens"
+std::string describe(const Shape& shape, DType dtype);
+
+}  // namespace oomb::attention

@@ -1,0 +1,30 @@
+// What these kernels declare; see attention/kernels.h.
+
+#include "attention/sm90/kernels.h"
+
+#if OOMB_WITH_CUDA
+#include "attention/sm90/backward.h"
+#include "attention/sm90/forward.h"
+#endif
+
+namespace oomb::attention::sm90 {
+
+constinit const Kernels kKernels = {
+    .name = "sm90",
+    .key_tile = 128,  // two pages of 64
+#if OOMB_WITH_CUDA
+    .takes_forward =
+        [](const ForwardParams& params, int capability) {
+          return capability / 10 == 9 && forward_supported(params);
+        },
+    .takes_backward =
+        [](const BackwardParams& params, int capability) {
+          return capability / 10 == 9 && backward_supported(params);
+        },
+    .forward = forward,
+    .backward = backward,
+    .backward_workspace_bytes = backward_workspace_bytes,
+#endif
+};
+
+}  // namespace oomb::attention::sm90
