@@ -49,13 +49,20 @@ test-cpp: dev ## GoogleTest
 test-py: dev ## pytest
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
+# One of them runs the extension of the preset asan, which test-asan has compiled where it ran before.
 test-slow: dev ## the long property and mutation tests
+	$(call sanitized_build,asan,--target _C)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# $(call sanitized_build,preset,options of the build)
+define sanitized_build
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --preset $(1) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(BIN)/cmake --build build/$(1) $(2)
+endef
 
 # $(call sanitized,preset)
 define sanitized
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --preset $(1) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	$(BIN)/cmake --build build/$(1)
+	$(call sanitized_build,$(1))
 	$(BIN)/ctest --test-dir build/$(1) --output-on-failure --parallel 2 --no-tests=error
 endef
 

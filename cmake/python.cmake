@@ -23,11 +23,4 @@ target_compile_definitions(_C PRIVATE
   OOMB_BUILD_TYPE="${CMAKE_BUILD_TYPE}"
   OOMB_CUDA_COMPILER="${CMAKE_CUDA_COMPILER_VERSION}"
   OOMB_CUDA_ARCHITECTURES="${architectures}")
-# A domain is bound once its file has landed.
-foreach(domain attention paging)
-  if(EXISTS "${PROJECT_SOURCE_DIR}/csrc/bindings/${domain}.cpp")
-    string(TOUPPER "${domain}" upper)
-    target_compile_definitions(_C PRIVATE OOMB_BIND_${upper})
-  endif()
-endforeach()
 set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${OOMB_PYTHON_OUTPUT_DIR}")

@@ -72,20 +72,8 @@ if(OOMB_WITH_CUDA)
     if(OOMB_PTXAS_VERBOSE)
       target_compile_options(${name} PRIVATE -Xptxas=-v)
     endif()
-    if(OOMB_CUTLASS_INCLUDE)
-      target_include_directories(${name} SYSTEM PRIVATE "${OOMB_CUTLASS_INCLUDE}")
-    endif()
     target_sources(${library} PRIVATE $<TARGET_OBJECTS:${name}>)
   endfunction()
-
-  oomb_ask_toolkit(needs_cutlass needs_cutlass)
-  if(needs_cutlass)
-    oomb_ask_toolkit(OOMB_CUTLASS_INCLUDE cutlass_include)
-    if(NOT OOMB_CUTLASS_INCLUDE)
-      message(FATAL_ERROR "oomb: no CUTLASS headers: pip install --no-deps nvidia-cutlass==4.2.0.0, "
-        "or set CUTLASS_HOME")
-    endif()
-  endif()
 
   # sm_90a code (wgmma, TMA) has no forward compatibility, hence a library of its own. Portable
   # kernels run from sm_80 on, newer devices through PTX; the page operations are on every device's

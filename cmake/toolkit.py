@@ -58,34 +58,13 @@ def library_dir(nvcc_path: str) -> str:
     return str(root / "lib") if (root / "lib" / "libcudart_static.a").exists() else ""
 
 
-def needs_cutlass() -> bool:
-    """Whether any kernel includes a CUTLASS or CuTe header."""
-    pattern = re.compile(r'^\s*#include\s*[<"](?:cute|cutlass)/', re.MULTILINE)
-    return any(
-        pattern.search(path.read_text())
-        for path in (ROOT / "csrc").rglob("*")
-        if path.suffix in {".cu", ".cuh", ".h"}
-    )
-
-
-def first_existing(folders: list[Path], file: str) -> str:
-    return next((str(folder) for folder in folders if (folder / file).exists()), "")
-
-
-def cutlass_include() -> str:
-    """$CUTLASS_HOME, then the PyPI package nvidia-cutlass (importing it would run a generator)."""
-    folders = [folder / "source" / "include" for folder in package_folders("cutlass_library")]
-    if home := os.environ.get("CUTLASS_HOME"):
-        folders.insert(0, Path(home) / "include")
-    return first_existing(folders, "cute/tensor.hpp")
-
-
 def pybind11_include() -> str:
     """The package pybind11, else the copy inside torch: enough where there is no network."""
     folders = [
         folder / "include" for name in ("pybind11", "torch") for folder in package_folders(name)
     ]
-    return first_existing(folders, "pybind11/pybind11.h")
+    header = "pybind11/pybind11.h"
+    return next((str(folder) for folder in folders if (folder / header).exists()), "")
 
 
 def available_bytes() -> int:
@@ -109,8 +88,6 @@ if __name__ == "__main__":
     commands = {
         "nvcc": nvcc,
         "library_dir": library_dir,
-        "needs_cutlass": lambda: "ON" if needs_cutlass() else "OFF",
-        "cutlass_include": cutlass_include,
         "pybind11_include": pybind11_include,
         "jobs": jobs,
     }

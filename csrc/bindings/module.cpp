@@ -14,11 +14,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Native core of oomb: kernels, page manager, copy engine.";
   oomb::bindings::bind_exceptions(module);
   oomb::bindings::bind_build_info(module);
-#ifdef OOMB_BIND_ATTENTION
   oomb::bindings::bind_attention(module);
-#endif
-#ifdef OOMB_BIND_PAGING
   oomb::bindings::bind_paging(module);
-#endif
   oomb::bindings::bind_sums(module);
 }

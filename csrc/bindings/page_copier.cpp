@@ -97,7 +97,12 @@ class PageCopier {
 }  // namespace
 
 void bind_page_copier(py::module_& module) {
-  py::class_<PageCopier>(module, "PageCopier")
+  py::class_<PageCopier>(
+      module, "PageCopier",
+      "Copies slots between a device tier and a pinned host tier, without a page manager: what\n"
+      "bench/page_copy.py measures. Slots of both tiers are numbered from 0; ``copy`` moves\n"
+      "device_slots[i] to or from host_slots[i], and ``drain`` waits for all copies. Host memory\n"
+      "comes with ``commit_host``, in the background after ``prepare_host``.")
       .def(py::init<int, int64_t, int64_t, int64_t, int64_t, bool, bool, bool>(), py::kw_only(),
            py::arg("device"), py::arg("slot_bytes"), py::arg("device_slots"), py::arg("host_slots"),
            py::arg("piece_bytes") = int64_t{1} << 30, py::arg("huge_pages") = true,

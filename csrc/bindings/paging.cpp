@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/dlpack.h"
+#include "bindings/paging_docs.h"
 #include "common/error.h"
 #include "offload/cpu_page_manager.h"
 #include "paging/page_manager.h"
@@ -241,7 +242,7 @@ void bind_paging(py::module_& module) {
       py::arg("stream"));
 #endif
 
-  py::class_<SharedManager>(module, "PageManager")
+  py::class_<SharedManager>(module, "PageManager", kPageManagerDoc)
       .def(py::init(&make_manager), py::kw_only(), py::arg("device"), py::arg("slot_bytes"),
            py::arg("device_slots"), py::arg("host_slots"), py::arg("copy_delay_seed") = py::none(),
            py::arg("shuffle_seed") = py::none(), py::arg("disabled_wait") = py::none(),
@@ -263,7 +264,7 @@ void bind_paging(py::module_& module) {
           },
           py::kw_only(), py::arg("num_layers"), py::arg("pages_per_sequence"),
           py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true,
-          py::arg("wave_pages") = 1, py::arg("device_slots") = py::none())
+          py::arg("wave_pages") = 1, py::arg("device_slots") = py::none(), kBeginCallDoc)
       .def(
           "set_visit_pages",
           [](SharedManager& self, int32_t visit, const Int64Array& pages) {
@@ -271,11 +272,17 @@ void bind_paging(py::module_& module) {
             self.with(
                 [&](PageManager& manager) { manager.set_visit_pages(visit, std::move(list)); });
           },
-          py::arg("visit"), py::arg("pages"))
-      .def("end_call", [](SharedManager& self) { self.with([](PageManager& m) { m.end_call(); }); })
-      .def("close", [](SharedManager& self) { self.with([](PageManager& m) { m.close(); }); })
-      .def("pool_address",
-           [](SharedManager& self) { return reinterpret_cast<uintptr_t>((*self).pool_address()); })
+          py::arg("visit"), py::arg("pages"), kSetVisitPagesDoc)
+      .def(
+          "end_call", [](SharedManager& self) { self.with([](PageManager& m) { m.end_call(); }); },
+          kEndCallDoc)
+      .def(
+          "close", [](SharedManager& self) { self.with([](PageManager& m) { m.close(); }); },
+          kCloseDoc)
+      .def(
+          "pool_address",
+          [](SharedManager& self) { return reinterpret_cast<uintptr_t>((*self).pool_address()); },
+          kPoolAddressDoc)
       .def_property_readonly("slot_bytes", [](SharedManager& self) { return (*self).slot_bytes(); })
       .def_property_readonly("device_slots",
                              [](SharedManager& self) { return (*self).device_slots(); })
@@ -291,7 +298,7 @@ void bind_paging(py::module_& module) {
             return table_view(self, (*self).tables().kv_entry(layer),
                               {space.batch(), space.max_pages()});
           },
-          py::arg("layer"))
+          py::arg("layer"), kBlockTableDoc)
       .def(
           "gradient_table",
           [](SharedManager& self, int64_t layer) {
@@ -300,62 +307,65 @@ void bind_paging(py::module_& module) {
             return table_view(self, (*self).tables().gradient_entry(layer),
                               {space.batch(), space.max_pages(), 2});
           },
-          py::arg("layer"))
+          py::arg("layer"), kGradientTableDoc)
       .def(
           "max_create", [](SharedManager& self, int32_t) { return (*self).max_create(); },
-          py::arg("layer") = 0)
+          py::arg("layer") = 0, kMaxCreateDoc)
       .def(
           "max_gradients", [](SharedManager& self, int32_t) { return (*self).max_gradients(); },
-          py::arg("layer") = 0)
+          py::arg("layer") = 0, kMaxGradientsDoc)
       .def(
           "create",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
             self.with([&](PageManager& m) { m.create(layer, begin, end, as_stream(stream)); });
           },
-          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0,
+          kCreateDoc)
       .def(
           "commit",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
             self.with([&](PageManager& m) { m.commit(layer, begin, end, as_stream(stream)); });
           },
-          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0,
+          kCommitDoc)
       .def(
           "create_gradients",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end) {
             self.with([&](PageManager& m) { m.create_gradients(layer, begin, end); });
           },
-          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"))
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), kCreateGradientsDoc)
       .def(
           "waves",
           [](SharedManager& self, int32_t visit) {
             return self.with([&](PageManager& m) { return m.waves(visit); });
           },
-          py::arg("visit"))
+          py::arg("visit"), kWavesDoc)
       .def(
           "own_alone",
           [](SharedManager& self, int32_t visit, int64_t begin, int64_t end) {
             return self.with([&](PageManager& m) { return m.own_alone(visit, begin, end); });
           },
-          py::arg("visit"), py::arg("begin"), py::arg("end"))
+          py::arg("visit"), py::arg("begin"), py::arg("end"), kOwnAloneDoc)
       .def(
           "acquire",
           [](SharedManager& self, int32_t visit, int64_t begin, int64_t end, uintptr_t stream) {
             self.with([&](PageManager& m) { m.acquire(visit, begin, end, as_stream(stream)); });
           },
-          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0)
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0, kAcquireDoc)
       .def(
           "release",
           [](SharedManager& self, int32_t visit, int64_t begin, int64_t end, uintptr_t stream) {
             self.with([&](PageManager& m) { m.release(visit, begin, end, as_stream(stream)); });
           },
-          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0)
+          py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("stream") = 0, kReleaseDoc)
       .def(
           "acquire_gradients",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {
             self.with(
                 [&](PageManager& m) { m.acquire_gradients(layer, begin, end, as_stream(stream)); });
           },
-          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0)
+          py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("stream") = 0,
+          kAcquireGradientsDoc)
       .def(
           "drop",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, bool kv, bool grads,
@@ -364,16 +374,21 @@ void bind_paging(py::module_& module) {
                 [&](PageManager& m) { m.drop(layer, begin, end, kv, grads, as_stream(stream)); });
           },
           py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("kv") = true,
-          py::arg("grads") = true, py::arg("stream") = 0)
-      .def("stats", &statistics_of)
-      .def("waits", &waits_of)
-      .def("snapshot",
-           [](SharedManager& self) {
-             return self.with([](PageManager& manager) { return manager.snapshot(); });
-           })
-      .def("check_integrity", [](SharedManager& self) {
-        self.with([](PageManager& manager) { manager.check_integrity(); });
-      });
+          py::arg("grads") = true, py::arg("stream") = 0, kDropDoc)
+      .def("stats", &statistics_of, kStatsDoc)
+      .def("waits", &waits_of, kWaitsDoc)
+      .def(
+          "snapshot",
+          [](SharedManager& self) {
+            return self.with([](PageManager& manager) { return manager.snapshot(); });
+          },
+          kSnapshotDoc)
+      .def(
+          "check_integrity",
+          [](SharedManager& self) {
+            self.with([](PageManager& manager) { manager.check_integrity(); });
+          },
+          kCheckIntegrityDoc);
 }
 
 }  // namespace oomb::bindings

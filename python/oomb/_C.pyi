@@ -1,4 +1,15 @@
-"""Typed surface of the native core; the functions are defined in csrc/bindings."""
+"""Typed surface of the native core; ``help(oomb._C.PageManager)`` shows its page manager at work.
+
+Sizes, types, layouts and devices of all tensors are checked, and on the CPU every entry of a
+table that is used (slots, block_table, dkv_table, selection): what does not fit is a
+``ValueError`` that names the argument, and no memory is touched. Trusted is what the host cannot see:
+
+- addresses: a pool of ``kv_num_slots`` slots of ``kv_slot_bytes`` lies at ``kv_pool``, one of
+  ``dkv_num_units`` units of ``dkv_unit_bytes`` at ``dkv_pool``, and both live until the kernels end;
+- on a GPU the entries of tables, as reading them would wait for it, and ``stream``, a handle of one;
+- that a place that is written or added to is named once, and that nobody else uses tensors and
+  pages at the same time.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
@@ -48,7 +59,11 @@ class PageStatistics(TypedDict):
     misses: int
 
 class PageManager:
-    """Keeps a call's KV and gradient pages in two tiers; see csrc/paging/page_manager.h."""
+    """Keeps the pages of a call in two tiers; help() has the steps of a call and an example.
+
+    Used from one thread at a time. Ranges, visits and steps out of order are refused; ``stream`` is
+    trusted to be a handle of the device's, and tables are not to be written to.
+    """
 
     def __init__(
         self,
@@ -183,6 +198,7 @@ def attention_backward(
     last_wave: bool = True,
     dkv_pool: int = 0,
     dkv_unit_bytes: int = 0,
+    dkv_num_units: int = 0,
     dkv_table: Tensor | None = None,
     dkv_dtype: str = "float32",
     rounding_seed: int = 0,
@@ -197,6 +213,7 @@ def page_write(
     v: Tensor,
     kv_pool: int,
     kv_slot_bytes: int,
+    kv_num_slots: int,
     slots: Tensor,
     page_begin: int,
     page_end: int,
@@ -211,6 +228,7 @@ def page_gradient_read(
     dv: Tensor,
     dkv_pool: int,
     dkv_unit_bytes: int,
+    dkv_num_units: int,
     dkv_table: Tensor,
     dkv_dtype: str,
     page_begin: int,

@@ -141,7 +141,6 @@ class TestBuildRequirements:
     def requirements(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
         monkeypatch.syspath_prepend(str(ROOT / "cmake"))
         backend = load("cmake/build_backend.py")
-        monkeypatch.setattr(backend.toolkit, "needs_cutlass", lambda: False)
 
         def ask(mode: str, nvcc: str) -> str:
             monkeypatch.setenv("OOMB_CUDA", mode)
@@ -162,12 +161,3 @@ class TestBuildRequirements:
 
     def test_a_compiler_where_it_has_none(self, requirements: Callable[[str, str], str]) -> None:
         assert "nvidia-cuda-nvcc==13.0.*" in requirements("on", "")
-
-    def test_cutlass_only_where_a_kernel_includes_it(
-        self, requirements: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv("CUTLASS_HOME", raising=False)
-        monkeypatch.setattr(sys.modules["toolkit"], "needs_cutlass", lambda: True)
-        assert "nvidia-cutlass" in requirements("auto", "/bin/nvcc")
-        monkeypatch.setenv("CUTLASS_HOME", "/somewhere")
-        assert requirements("auto", "/bin/nvcc") == ""

@@ -276,13 +276,13 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: ops.page_scores(ROWS, SUMMARY, 2**62, 1), "num_past: expected an int <= 1073741824"),
     (lambda: ops.page_scores(ROWS, SUMMARY, 24, 2**62), "page_size: expected an int <= 1073741824"),
-    # A page of the summary without elements once divided by zero, which ends a process.
     (
         lambda: ops.page_scores(ROWS, SUMMARY[:, :, :0], 24, 8),
         "k: expected at least 1 kv head, got",
     ),
+    # A division by zero, which ended the process.
     (
-        lambda: ops.page_scores(ROWS[..., :0], SUMMARY[..., :0], 24, 8),
+        lambda: ops.page_scores(ROWS[:, :1, :8, :0], SUMMARY[:, :1, :1, :0], 8, 8),
         "head_dim: expected at least 1, got 0",
     ),
     (

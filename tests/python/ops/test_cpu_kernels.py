@@ -211,7 +211,8 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
             expected[kind][b, :, rows] += 2.5 * gradient
     _C.page_gradient_read(
         dk=dk, dv=dv, dkv_pool=pool.data_ptr(), dkv_unit_bytes=pool[0].nbytes,
-        dkv_num_units=len(pool), dkv_table=table, dkv_dtype=str(dkv_dtype).removeprefix("torch."), page_begin=1, page_end=3, page_size=16,
+        dkv_num_units=len(pool), dkv_table=table,
+        dkv_dtype=str(dkv_dtype).removeprefix("torch."), page_begin=1, page_end=3, page_size=16,
         scale=2.5,
     )  # fmt: skip
     for got, want in zip((dk, dv), expected, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import io
 import os
 import subprocess
 import sys
@@ -176,6 +178,26 @@ class TestPageManager:
             manager.block_table(0)
         self.begin(manager)
         assert np.asarray(manager.block_table(0)).tolist() == [[-1, -1]]
+
+
+def test_the_page_managers_example() -> None:
+    """Its docstring is all that one needs to use it alone, so it must run."""
+    documentation = _C.PageManager.__doc__
+    assert documentation is not None
+    test = doctest.DocTestParser().get_doctest(documentation, {}, "PageManager", None, 0)
+    assert len(test.examples) > 10
+    failures = io.StringIO()
+    torch.manual_seed(0)
+    results = doctest.DocTestRunner(verbose=False).run(test, out=failures.write)
+    assert results.failed == 0, failures.getvalue()
+
+
+def test_every_method_of_the_page_manager_says_what_it_does() -> None:
+    for name, member in vars(_C.PageManager).items():
+        if name.startswith("_") or isinstance(member, property):
+            continue
+        signature, *text = (member.__doc__ or "").strip().split("\n\n")
+        assert any(line.strip() for line in text), f"{signature}: no docstring"
 
 
 def sanitized() -> Path:
