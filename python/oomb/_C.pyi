@@ -1,12 +1,13 @@
 """Typed surface of the native core; ``help(oomb._C.PageManager)`` shows its page manager at work.
 
-Sizes, types, layouts and devices of all tensors are checked, and on the CPU every entry of a
+Checked are sizes, types, layouts and devices of all tensors, and on the CPU every entry of a
 table that is used (slots, block_table, dkv_table, selection): what does not fit is a
-``ValueError`` that names the argument, and no memory is touched. Trusted is what the host cannot see:
+``ValueError`` that names the argument, and no memory is touched. Trusted is what the host
+cannot see:
 
 - addresses: a pool of ``kv_num_slots`` slots of ``kv_slot_bytes`` lies at ``kv_pool``, one of
-  ``dkv_num_units`` units of ``dkv_unit_bytes`` at ``dkv_pool``, and both live until the kernels end;
-- on a GPU the entries of tables, as reading them would wait for it, and ``stream``, a handle of one;
+  ``dkv_num_units`` units of ``dkv_unit_bytes`` at ``dkv_pool``; both live until kernels end;
+- on a GPU the entries of tables, as reading them would wait for it, and ``stream``, a handle;
 - that a place that is written or added to is named once, and that nobody else uses tensors and
   pages at the same time.
 """

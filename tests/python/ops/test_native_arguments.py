@@ -137,6 +137,13 @@ def test_more_threads_than_there_can_be() -> None:
         _C.set_num_threads(2**40)
 
 
+def test_kernels_are_known_by_name_and_by_their_steps() -> None:
+    """In a build without CUDA too, which may plan for a GPU."""
+    with pytest.raises(ValueError, match="^OOMB_ATTENTION: expected sm90, sm80 or plain, got fast"):
+        _C.force_attention("fast")
+    assert _C.attention_key_tile() == 128
+
+
 class TestPageManager:
     good = {"device": "cpu", "slot_bytes": 64, "device_slots": 8, "host_slots": 8}  # noqa: RUF012
 
