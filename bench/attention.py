@@ -91,6 +91,7 @@ def backward(inputs: Inputs, gradients: Gradients, deterministic: bool) -> Call:
             delta=g.delta,
             dkv_pool=g.pool.data_ptr(),
             dkv_unit_bytes=g.pool[0].numel() * g.pool.element_size(),
+            dkv_num_units=len(g.pool),
             dkv_table=g.table if inputs.shape.pages else None,
             dkv_dtype="float32" if g.pool.dtype == torch.float32 else "bfloat16",
             deterministic=deterministic,

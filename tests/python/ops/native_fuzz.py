@@ -287,9 +287,8 @@ class Manager(Cases):
 
     def run(self, extension: Any) -> None:
         r = self.random
-        extension.smallest_device_slots(
-            **self.spoil({"batch": 1, "grad_slots": 1, "backward": True, "wave_pages": 1})
-        ) if r.random() < 0.1 else None
+        smallest = {"batch": 1, "grad_slots": 1, "backward": True, "wave_pages": 1}
+        self.attempt(extension.smallest_device_slots, **smallest)
         manager = extension.PageManager(
             **self.spoil(
                 {

@@ -233,7 +233,7 @@ def test_random_arguments_under_the_sanitizers(surface: str, tmp_path: Path) -> 
         "OMP_NUM_THREADS": "1",
     }
     seed = {"calls": 0, "manager": 10**6, "ops": 2 * 10**6}[surface]
-    command = [sys.executable, str(script), str(sanitized()), surface, "25", str(seed), str(trace)]
+    command = [sys.executable, str(script), str(sanitized()), surface, "20", str(seed), str(trace)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     report = f"{trace.read_text()}\n{run.stdout[-1000:]}\n{run.stderr[-6000:]}"
     assert run.returncode == 0, report
