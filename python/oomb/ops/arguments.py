@@ -62,9 +62,10 @@ def check_int(argument: str, value: object, least: int, most: int = MOST) -> int
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         refuse(argument, f"an int >= {least}", repr(value))
-    if value > most:
-        refuse(argument, f"an int <= {most}", repr(value))
-    return int(value)
+    number = int(value)
+    if number > most:
+        refuse(argument, f"an int <= {most}", number)
+    return number
 
 
 def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) -> None:
