@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace oomb::memory {
 
@@ -11,5 +12,9 @@ struct HeadRoom {
 };
 
 HeadRoom read_head_room();
+
+// Read from these places. A container may hide `meminfo`: then the system is asked, which counts no
+// file cache as available.
+HeadRoom head_room_of(const std::string& meminfo, const std::string& cgroup);
 
 }  // namespace oomb::memory

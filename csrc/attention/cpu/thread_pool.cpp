@@ -1,7 +1,7 @@
 #include "attention/cpu/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -123,36 +123,37 @@ int64_t initial_threads() {
   return count;
 }
 
-// One pool per process. A child of fork() has the object but not its threads: it leaves the
-// parent's pool alone, which nothing can join, and makes its own.
+// One pool per process, for calls that come one at a time.
 class SharedPool {
  public:
-  ~SharedPool() { leave_parents_pool(); }
-
   void run(int64_t units, int64_t threads, const Task& task) {
     std::lock_guard lock(mutex_);
-    leave_parents_pool();
     if (!pool_ || pool_->threads() != threads) {
       pool_.reset();
       pool_ = std::make_unique<ThreadPool>(threads);
-      owner_ = getpid();
     }
     pool_->run(units, task);
   }
 
  private:
-  void leave_parents_pool() {
-    if (pool_ && owner_ != getpid()) static_cast<void>(pool_.release());
-  }
-
   std::mutex mutex_;
-  pid_t owner_ = 0;
   std::unique_ptr<ThreadPool> pool_;
 };
 
+// A child of fork() has the object but not its threads, and maybe a lock that one of them held: it
+// leaves the parent's pool alone, which nothing can join, and makes its own. So does whoever ends
+// the process while another thread is in a call.
+std::atomic<SharedPool*> pool_of_process = nullptr;
+
+void make_pool() { pool_of_process = std::make_unique<SharedPool>().release(); }
+
 SharedPool& shared_pool() {
-  static SharedPool pool;
-  return pool;
+  static const bool made = [] {
+    make_pool();
+    return pthread_atfork(nullptr, nullptr, make_pool) == 0;
+  }();
+  static_cast<void>(made);
+  return *pool_of_process;
 }
 
 std::atomic<int64_t>& thread_count() {

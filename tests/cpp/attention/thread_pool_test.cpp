@@ -1,6 +1,8 @@
 #include "attention/cpu/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -64,6 +66,48 @@ TEST(ThreadPoolTest, AChildOfForkHasItsOwnThreadsAndEnds) {
   };
   EXPECT_EXIT(child(), ::testing::ExitedWithCode(0), "");
   EXPECT_EXIT(std::exit(0), ::testing::ExitedWithCode(0), "") << "without a call in the child";
+}
+
+// The child has a copy of a lock that nobody will ever give back.
+TEST(ThreadPoolTest, AChildForkedDuringACallOfAnotherThreadHasItsOwnThreads) {
+  std::atomic<int64_t> inside = 0;
+  std::atomic<bool> over = false;
+  std::thread caller([&] {
+    parallel_for(2, 2, [&](int64_t, int64_t) {
+      ++inside;
+      while (!over) std::this_thread::yield();
+    });
+  });
+  while (inside < 2) std::this_thread::yield();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::atomic<int64_t> count = 0;
+    parallel_for(4, 2, [&](int64_t, int64_t) { ++count; });
+    _exit(count == 4 ? 0 : 1);
+  }
+  over = true;
+  caller.join();
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+// Its threads go with the process; nobody waits for a task that does not end.
+TEST(ThreadPoolTest, AProcessEndsWhileAnotherThreadIsInACall) {
+  const auto end = [] {
+    alarm(20);
+    std::atomic<int64_t> inside = 0;
+    std::thread([&] {
+      parallel_for(2, 2, [&](int64_t, int64_t) {
+        ++inside;
+        pause();
+      });
+    }).detach();
+    while (inside < 2) std::this_thread::yield();
+    std::exit(0);
+  };
+  EXPECT_EXIT(end(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace
