@@ -6,10 +6,10 @@ import contextvars
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
 from greenlet import getcurrent, greenlet
 
-_DEVICES = ("cpu", "cuda")
+from oomb.model.modes import kept_modes
+from oomb.model.swap import Swaps
 
 
 class Alternation:
@@ -32,7 +32,7 @@ class Alternation:
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both to their end. ``first`` starts; an error in either ends both and is raised."""
-        restore = _kept_state()
+        restore = kept_modes()
         ended = False
 
         def second_in_state_of_caller() -> None:
@@ -41,50 +41,33 @@ class Alternation:
             second()
             ended = True
 
-        self._first, self._second = getcurrent(), greenlet(second_in_state_of_caller)
-        self._second.gr_context = contextvars.copy_context()
-        try:
+        with Swaps() as swaps:
+            swaps.afterwards(restore)
+            swaps.afterwards(self._end)
+            self._first, self._second = getcurrent(), greenlet(second_in_state_of_caller)
+            self._second.gr_context = contextvars.copy_context()
             first()
             self._first = None  # nobody is left to pass it on to
             if not self._second.dead:
                 self._second.switch()
             if not ended:  # its error was caught on the way, or is one that ends a greenlet quietly
                 raise RuntimeError("the second piece of work did not come to its end")
-        except BaseException:
-            self._first = None
-            if not self._second.dead:
-                with suppress(BaseException):  # of two errors the first one counts
-                    self._second.throw()  # GreenletExit: it leaves its contexts
-            raise
-        finally:
-            self._first = self._second = None
-            restore()
+
+    def _end(self) -> None:
+        """Of both; nothing is left to do where they came to their ends."""
+        self._first = None
+        if self._second is not None and not self._second.dead:
+            with suppress(BaseException):  # of two errors the first one counts
+                self._second.throw()  # GreenletExit: it leaves its contexts
+        self._second = None
 
     def pass_on(self) -> None:
         """Let the other one run until it passes on or ends."""
         other = self._first if getcurrent() is self._second else self._second
         if other is None or other.dead:
             return
-        restore = _kept_state()
+        restore = kept_modes()
         try:
             other.switch()
         finally:
             restore()
-
-
-def _kept_state() -> Callable[[], None]:
-    """Grad mode and autocast, which torch keeps per thread, as they are now; to be set again."""
-    grad = torch.is_grad_enabled()
-    autocast = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _DEVICES
-    ]
-    cached = torch.is_autocast_cache_enabled()
-
-    def restore() -> None:
-        torch.set_grad_enabled(grad)
-        for kind, dtype, enabled in autocast:
-            torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_cache_enabled(cached)
-
-    return restore

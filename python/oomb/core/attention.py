@@ -15,6 +15,7 @@ from oomb.core.finite import expect_finite
 from oomb.core.own_pages import end_own, gradient_arguments, write_own
 from oomb.core.rounding import seed_of_chunk
 from oomb.core.waves import launches, resident
+from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 
 
@@ -39,12 +40,9 @@ class ChunkAttention:
         self.phase = "fill"
         self.stop_at_last = False
 
-    def __enter__(self) -> ChunkAttention:
-        self.active[self.id] = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self.active[self.id]
+    def activated(self) -> Swaps:
+        """While active, the operation that autograd sees finds it by its ``id``."""
+        return Swaps(lambda swaps: swaps.replace_item(self.active, self.id, self))
 
     @contextmanager
     def on(self, chunk: int) -> Iterator[None]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from oomb.model.swap import Swaps, swapping
 
 SHARE = 1 / 400  # of the calls' time, for full collections
 
@@ -38,17 +38,13 @@ class FullCollections:
 _full = FullCollections()
 
 
-@contextmanager
-def older_objects_aside() -> Iterator[None]:
+@swapping
+def older_objects_aside(swaps: Swaps) -> None:
     """For the time of a call; unless somebody else has set objects aside, or collects himself."""
     if not gc.isenabled() or gc.get_freeze_count() > 0:
-        yield
         return
     gc.collect(1)  # young ones would grow old unseen
     began = time.perf_counter()
-    try:
-        gc.freeze()
-        yield
-    finally:
-        gc.unfreeze()
-        _full.after(time.perf_counter() - began)
+    swaps.afterwards(lambda: _full.after(time.perf_counter() - began))
+    swaps.afterwards(gc.unfreeze)
+    gc.freeze()

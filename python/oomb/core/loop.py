@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +20,7 @@ from oomb.core.recompute import LayerRunner
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
 from oomb.model.linear import WeightSums
+from oomb.model.swap import Swaps
 from oomb.results import Progress
 
 OnProgress = Callable[[Progress], None]
@@ -58,9 +58,12 @@ class ChunkLoop:
         self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The model's attention, layers, angles and head belong to this loop."""
+    def running(self) -> Swaps:
+        """While active, the model's attention, layers, angles and head belong to this loop."""
+        return Swaps(self._take_model)
+
+    def _take_model(self, swaps: Swaps) -> None:
+        swaps.also(self._attention.activated())
         session = self._model.session(
             self._attend,
             self._runner,
@@ -68,8 +71,7 @@ class ChunkLoop:
             rope_angles=self._rope_angles,
             sums=self._sums,
         )
-        with self._attention, session:
-            yield
+        swaps.also(session)
 
     def fill(self, num_chunks: int) -> float:
         """Keys and values of chunks [0, num_chunks). Returns seconds."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from oomb.errors import UnsupportedModelError
+from oomb.held_signals import with_signals_held
 from oomb.model.embedding import sum_by_row
 from oomb.model.linear import can_sum_product
+from oomb.model.swap import Swaps
 
 
 class MainGrads:
@@ -24,26 +24,27 @@ class MainGrads:
 
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._left: list[Any] | None = None  # parameters that commit() has still to reach
+        self._keep = self._zeros = False
 
-    @contextmanager
-    def collecting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Collect what backward leaves on the parameters; on success add it to ``param.grad``."""
-        self._sums = {}
+    def collecting(self, parameters: list[nn.Parameter]) -> Swaps:
+        """While active, what backward leaves on the parameters is added to the sums."""
+        return Swaps(partial(self._begin, parameters))
+
+    def _begin(self, parameters: list[nn.Parameter], swaps: Swaps) -> None:
+        self.clear()
         _refuse_foreign_hooks(parameters)
-        before = {parameter: parameter.grad for parameter in parameters}
-        hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            yield
-        except BaseException:
-            self._sums = {}
-            raise
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for parameter, grad in before.items():
-                parameter.grad = grad
+        for parameter in parameters:
+            swaps.afterwards(partial(self._let_go, parameter, parameter.grad))
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _let_go(self, parameter: Any, grad: torch.Tensor | None) -> None:
+        parameter.grad = grad
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook == self._collect]:
+            del hooks[key]
 
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -103,26 +104,43 @@ class MainGrads:
         Args:
             zeros: give parameters that nothing reached a zero gradient (an empty draw of chunks).
         """
-        with _interrupts_deferred():
-            for parameter in parameters:
-                total = self._sums.get(parameter) if keep else self._sums.pop(parameter, None)
-                if total is None and not zeros:
-                    continue
-                if parameter.grad is not None:
-                    if total is not None:
-                        parameter.grad.add_(total.to(parameter.dtype))
-                elif total is not None:
-                    grad = total.to(parameter.dtype)
-                    parameter.grad = grad.clone() if keep and grad is total else grad
-                else:
-                    parameter.grad = torch.zeros_like(parameter)
+        self._keep, self._zeros, self._left = keep, zeros, list(parameters)
+        with_signals_held(self.settle)
+
+    def settle(self) -> bool:
+        """End the call: what :meth:`commit` has begun is done, all else is dropped.
+
+        Returns:
+            Whether all parameters have their gradients; else all are as they were.
+        """
+        if self._left is None:
+            self._sums = {}
+            return False
+        while self._left:
+            parameter = self._left[-1]
+            total = self._sums.get(parameter)
+            addend = None if total is None else total.to(parameter.dtype)
+            if addend is not None and addend is total and self._keep:
+                addend = addend.clone()
+            elif addend is None and self._zeros and parameter.grad is None:
+                addend = torch.zeros_like(parameter)
+            # Done and noted as done in one line: an interrupt comes before or after.
+            if addend is None:
+                self._left.pop()
+            elif parameter.grad is None:
+                self._left.pop().grad = addend
+            else:
+                self._left.pop().grad.add_(addend)
+            if not self._keep:
+                self._sums.pop(parameter, None)
+        return True
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum kept from the last call."""
         return self._sums.get(parameter)
 
     def clear(self) -> None:
-        self._sums = {}
+        self._sums, self._left = {}, None
 
 
 def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:
@@ -132,19 +150,3 @@ def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:
                 "a parameter has a post-accumulate-grad hook (an optimizer fused into backward?); "
                 "it would see the gradient of one chunk; remove it"
             )
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back while gradients are written: all of them or none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if pending:
-            signal.raise_signal(signal.SIGINT)

@@ -15,6 +15,7 @@ from oomb.core.demand import Demand
 from oomb.core.shortage import expect_room, leave_to_driver, refused
 from oomb.core.tiers import Caps, Held, PageLayout, page_manager
 from oomb.errors import Error
+from oomb.model.swap import Swaps
 
 
 class Pools:
@@ -36,9 +37,9 @@ class Pools:
 
     def close(self) -> None:
         """Give all memory back. The next call makes new pools."""
-        if self.manager is not None:
-            self.manager.close()
-        self.manager = None
+        manager, self.manager = self.manager, None
+        if manager is not None:
+            manager.close()
 
     def snapshot(self) -> dict[str, Any]:
         """Where every page is: slots by state, residency per layer, copies in flight."""
@@ -47,20 +48,35 @@ class Pools:
         snapshot: dict[str, Any] = json.loads(self.manager.snapshot())
         return snapshot
 
-    @contextmanager
-    def call(self, demand: Demand, others: int, rounding_seed: int) -> Iterator[CallPages]:
-        """Pages of one call; afterwards all of them are dead, whatever happened.
+    def call(self, swaps: Swaps, demand: Demand, others: int, rounding_seed: int) -> CallPages:
+        """Pages of one call; with ``swaps`` all of them die, whatever happened.
 
         Args:
             others: bytes that the call needs on the device besides its pages.
 
         Raises:
-            OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
+            OutOfMemoryError: the pages do not fit both tiers.
+        """
+        swaps.afterwards(self._end_call)
+        caps = self._caps_with_room(demand, others)
+        manager = self._manager_for(demand, caps)
+        return begin_pages(demand, manager, caps, rounding_seed)
+
+    def _end_call(self) -> None:
+        if self.manager is not None:
+            self.manager.end_call()
+            if self.manager.keeps_device_memory:  # nobody else could have it
+                self.close()
+
+    @contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """Errors of a call inside say where its pages were.
+
+        Raises:
+            OutOfMemoryError: torch found no memory within.
         """
         try:
-            caps = self._caps_with_room(demand, others)
-            manager = self._manager_for(demand, caps)
-            yield begin_pages(demand, manager, caps, rounding_seed)
+            yield
         except Error as error:
             error.snapshot = self.snapshot()
             raise
@@ -71,11 +87,6 @@ class Pools:
                 raise
             shortage.snapshot = snapshot
             raise shortage from error
-        finally:
-            if self.manager is not None:
-                self.manager.end_call()
-                if self.manager.keeps_device_memory:  # nobody else could have it
-                    self.close()
 
     def _caps_with_room(self, demand: Demand, others: int) -> Caps:
         """Sizes of the tiers; the device has what they and the rest of the call take of it."""
@@ -125,6 +136,7 @@ class Pools:
             assert self.manager is not None
             return self.manager
         self.close()
+        self._key = self._key_of(demand.layout)
         self.manager = page_manager(
             self._device,
             demand.layout,
@@ -132,7 +144,6 @@ class Pools:
             explicit_host_memory=demand.config.host_memory is not None,
             **self.test_switches,
         )
-        self._key = self._key_of(demand.layout)
         return self.manager
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from oomb.core.tiers import PageLayout, free_memory
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.probe import key_dtype
+from oomb.model.swap import Swaps, swapping
 from oomb.results import Selection, Stats, Step
 
 
@@ -71,9 +73,20 @@ class Call:
         )
 
 
-def current_gpu(device: torch.device) -> AbstractContextManager[object]:
+@swapping
+def current_gpu(swaps: Swaps, device: torch.device) -> None:
     """Makes a model's GPU the current one, which Triton's kernels need; nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type == "cuda":
+        swaps.afterwards(partial(torch.cuda.set_device, torch.cuda.current_device()))
+        torch.cuda.set_device(device)
+
+
+@swapping
+def kept_generators(swaps: Swaps, gpus: Sequence[torch.device]) -> None:
+    """torch's generators, of the CPU and some GPUs, go on afterwards from where they are now."""
+    swaps.afterwards(partial(torch.set_rng_state, torch.get_rng_state()))
+    for gpu in gpus:
+        swaps.afterwards(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(gpu), gpu))
 
 
 class Calls:
@@ -130,11 +143,11 @@ class Calls:
         if swept is not None:
             others = activation_bytes(model, inputs.batch, tokens, recompute)
             others += gradient_bytes(model)
-        with ExitStack() as stack:
-            stack.enter_context(older_objects_aside())
-            stack.enter_context(current_gpu(model.device))
-            seed = self._dropout_seed(stack)
-            pages = stack.enter_context(self._pools.call(demand, others, seed_of_call(step)))
+        with Swaps() as swaps, self._pools.told_of_errors():
+            swaps.also(older_objects_aside())
+            swaps.also(current_gpu(model.device))
+            seed = self._dropout_seed(swaps)
+            pages = self._pools.call(swaps, demand, others, seed_of_call(step))
             attention = ChunkAttention(pages)
             loop = ChunkLoop(
                 model,
@@ -173,10 +186,10 @@ class Calls:
             self._recompute[batch, tokens] = too_much
         return self._recompute[batch, tokens]
 
-    def _dropout_seed(self, stack: ExitStack) -> int | None:
+    def _dropout_seed(self, swaps: Swaps) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""
         if not self._model.causal.training:
             return None
         seed = int(torch.randint(2**62, ()))
-        stack.enter_context(torch.random.fork_rng(devices=self._model.rng_devices()))
+        swaps.also(kept_generators(self._model.rng_devices()))
         return seed

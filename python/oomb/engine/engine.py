@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from oomb import _C
 from oomb.config import AllChunks, Config, SampledChunks
 from oomb.core.arguments import check_callable, expect, kind_of
 from oomb.core.inputs import CallInputs, check_inputs
@@ -25,6 +28,7 @@ from oomb.model.rope import (
     warn_of_unknown_positions,
 )
 from oomb.model.structure import checked_shapes
+from oomb.model.swap import Swaps, as_before_afterwards
 from oomb.results import Stats, Step
 
 
@@ -32,7 +36,8 @@ class Engine:
     """Trains a Hugging Face causal language model chunk by chunk, exactly (SeCO; OOMB).
 
     Args:
-        model: a transformers causal language model, or one with peft adapters. It is not changed.
+        model: a transformers causal language model, or one with peft adapters. It is patched for
+            the length of a call; afterwards it is as it was.
         config: settings; None: the defaults, which are exact.
 
     Looks at the model in a few short forwards: do its tokens meet in attention alone, and is that
@@ -49,18 +54,25 @@ class Engine:
         expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
-        with current_gpu(self._model.device):
-            self._shapes = checked_shapes(self._model)
-        if self.config.rope_angles == "float64":
-            check_float64_angles(self._model.decoder)
         self._grads = MainGrads()
         self._pools = Pools(self._model.device)
-        self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
+        self._process = os.getpid()
         self._step = 0
         self._closed = False
         self._warned_of_positions = False
         self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
+        as_before_afterwards(self._check_model)
+
+    def _check_model(self) -> None:
+        with Swaps() as swaps:
+            for module in self._model.causal.modules():  # some of it runs in eval mode
+                swaps.keep_item(vars(module), "training")
+            swaps.also(current_gpu(self._model.device))
+            self._shapes = checked_shapes(self._model)
+            if self.config.rope_angles == "float64":
+                check_float64_angles(self._model.decoder)
+            self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -103,8 +115,9 @@ class Engine:
             ValueError: an argument does not fit, or nothing is trained; nothing was allocated.
             OutOfMemoryError: the pages do not fit both tiers, or torch got no memory.
             UnsupportedModelError: attention dropout in training mode.
-            Error: the engine is closed, runs already, or is inside ``torch.inference_mode()``; with
-                ``check_finite`` a value that is not finite.
+            Error: the engine is closed, runs already, belongs to the process that this one was
+                forked from, or is inside ``torch.inference_mode()``; with ``check_finite`` a value
+                that is not finite.
 
         After any of them gradients are as they were, and the next call works.
         """
@@ -135,17 +148,24 @@ class Engine:
             )
         if not swept:
             return self._empty_draw(inputs, parameters)
-        with self._calls.under_way(
-            self.config, inputs, swept, step=self._step, on_progress=on_progress
-        ) as call:
-            with self._grads.collecting(parameters), call.loop.running():
-                fill_seconds = call.loop.fill(swept[-1])
-                sweep_seconds = call.loop.sweep(swept, loss_factor)
-            step = call.result(fill_seconds, sweep_seconds)
-        self._grads.commit(parameters, self.config.keep_main_grad, zeros=False)
-        self._step += 1
-        self._seconds_per_shape[inputs.num_given, inputs.batch] = fill_seconds + sweep_seconds
-        return step
+
+        def run() -> Step:
+            with Swaps() as swaps:
+                with self._calls.under_way(
+                    self.config, inputs, swept, step=self._step, on_progress=on_progress
+                ) as call:
+                    self._grads.clear()
+                    swaps.afterwards(partial(self._settle, self._step))
+                    with self._grads.collecting(parameters), call.loop.running():
+                        fill_seconds = call.loop.fill(swept[-1])
+                        sweep_seconds = call.loop.sweep(swept, loss_factor)
+                    step = call.result(fill_seconds, sweep_seconds)
+                self._grads.commit(parameters, self.config.keep_main_grad, zeros=False)
+                seconds = fill_seconds + sweep_seconds
+                self._seconds_per_shape[inputs.num_given, inputs.batch] = seconds
+                return step
+
+        return as_before_afterwards(run)
 
     def evaluate(
         self,
@@ -188,12 +208,16 @@ class Engine:
         )
         check_callable("on_progress", on_progress)
         check_callable("on_logits", on_logits)
-        with self._calls.under_way(
-            self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
-        ) as call:
-            with call.loop.running():
-                seconds = call.loop.evaluate(on_logits)
-            return call.result(seconds)
+
+        def run() -> Step:
+            with self._calls.under_way(
+                self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
+            ) as call:
+                with call.loop.running():
+                    seconds = call.loop.evaluate(on_logits)
+                return call.result(seconds)
+
+        return as_before_afterwards(run)
 
     @property
     def layer_windows(self) -> list[int]:
@@ -215,12 +239,17 @@ class Engine:
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
-        tokens = counted_tokens(self.config, num_tokens - 1)
-        recompute = self._calls.recomputes(self.config, batch_size, tokens)
-        layout = self._calls.layout(self.config)
-        plan = plan_call(
-            self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute
-        )
+        self._expect_own_process()
+
+        def run() -> Plan:
+            tokens = counted_tokens(self.config, num_tokens - 1)
+            recompute = self._calls.recomputes(self.config, batch_size, tokens)
+            layout = self._calls.layout(self.config)
+            return plan_call(
+                self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute
+            )
+
+        plan = as_before_afterwards(run)
         seconds = self._seconds_per_shape.get((num_tokens, batch_size))
         return Plan(**{**vars(plan), "seconds": seconds})
 
@@ -273,9 +302,12 @@ class Engine:
         self._step = state["step"]
 
     def close(self) -> None:
-        """Give the pools back. The engine cannot be used afterwards; the model can."""
-        self._pools.close()
+        """Give the pools back. The engine cannot be used afterwards; the model can.
+
+        In a process forked from the engine's own nothing is given back, and nothing waited for.
+        """
         self._closed = True
+        self._pools.close()
         self._grads.clear()
 
     def __enter__(self) -> Engine:
@@ -287,6 +319,7 @@ class Engine:
     # Parts of a call ------------------------------------------------------------------------------
 
     def _checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
+        self._expect_own_process()
         if self._closed:
             raise Error("engine: expected an open engine, got one that was closed")
         inputs = check_inputs(
@@ -303,6 +336,13 @@ class Engine:
             self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
+    def _expect_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise Error(
+                f"engine: expected a call in process {self._process}, which made the engine, got "
+                f"one in process {os.getpid()}, forked from it; make an engine of its own there"
+            )
+
     def _drawn(self, rule: AllChunks | SampledChunks, num_chunks: int) -> list[int]:
         drawn = list(rule.draw(num_chunks, self._step))
         if drawn != sorted(set(drawn)) or not all(0 <= chunk < num_chunks for chunk in drawn):
@@ -311,10 +351,20 @@ class Engine:
             )
         return drawn
 
+    def _settle(self, step: int) -> None:
+        """End call number ``step``: it counts if its gradients are written, all or none of them."""
+        if self._grads.settle():
+            self._step = step + 1
+
     def _empty_draw(self, inputs: CallInputs, parameters: list[nn.Parameter]) -> Step:
         """No chunk was drawn: the estimate is 0, and zero is added to the gradients."""
-        self._grads.clear()
-        self._grads.commit(parameters, keep=False, zeros=True)
-        self._step += 1
+
+        def run() -> None:
+            with Swaps() as swaps:
+                self._grads.clear()
+                swaps.afterwards(partial(self._settle, self._step))
+                self._grads.commit(parameters, keep=False, zeros=True)
+
+        as_before_afterwards(run)
         zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
         return Step(loss=zero, num_valid_tokens=inputs.num_valid, stats=Stats())

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from oomb.held_signals import restore_handlers
+
 
 class Interrupted(SystemExit):
     """Training ended early on SIGTERM or SIGINT. Uncaught, the process ends with exit code 0.
@@ -38,7 +40,8 @@ class SignalWatch:
     """While active, the first SIGTERM or SIGINT is only remembered; :meth:`check` raises it.
 
     A second SIGINT raises KeyboardInterrupt at once. Outside the main thread, where Python allows
-    no handlers, signals act as they did.
+    no handlers, signals act as they did; so does one whose handler is not Python's, in a program
+    that embeds it, since nobody could set it again.
     """
 
     def __init__(self) -> None:
@@ -53,8 +56,14 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         self.received = None
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._receive)
+            before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+            self._previous = {n: handler for n, handler in before.items() if handler is not None}
+            try:
+                for number in self._previous:
+                    signal.signal(number, self._receive)
+            except BaseException:  # a signal that came between the two
+                self.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(
@@ -63,8 +72,7 @@ class SignalWatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self._previous)
         self._previous, self.received = {}, None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from oomb.model.interface import Handler, attention_handler, placeholder_mask
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.rope import angles_of_call
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
+from oomb.model.swap import Swaps
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
 LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -111,7 +111,6 @@ class CausalModel:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    @contextmanager
     def session(
         self,
         handler: Handler,
@@ -120,38 +119,31 @@ class CausalModel:
         largest_position: int,
         rope_angles: str,
         sums: WeightSums | None = None,
-    ) -> Iterator[None]:
+    ) -> Swaps:
         """Give attention, layers, angles and head to the engine; afterwards all is as before.
 
         Args:
             sums: takes the weight gradients of linear layers; None: autograd's usual way.
         """
-        with ExitStack() as stack:
-            stack.enter_context(attention_handler(self.decoder, handler))
-            stack.enter_context(_without_checkpointing(self.causal))
-            stack.enter_context(replaced_forwards(self._fused))
-            stack.enter_context(replaced_rotation(self._rotating, self._rotation))
-            if sums is not None:
-                stack.enter_context(replaced_forwards(summed_forwards(self.causal, sums)))
-                stack.enter_context(replaced_forwards(summed_embedding(self.causal, sums)))
-            stack.enter_context(angles_of_call(self.decoder, largest_position, rope_angles))
-            if run_layer is not None:
-                stack.enter_context(self._layers_through(run_layer))
-            stack.enter_context(self.head.attached())
-            yield
 
-    @contextmanager
-    def _layers_through(self, run_layer: LayerRunner) -> Iterator[None]:
-        saved = [layer.__dict__.get("forward") for layer in self.layers]
-        try:
-            for index, layer in enumerate(self.layers):
-                layer.forward = _routed(index, layer.forward, run_layer)
-            yield
-        finally:
-            for layer, forward in zip(self.layers, saved, strict=True):
-                layer.__dict__.pop("forward", None)
-                if forward is not None:
-                    layer.forward = forward
+        def begin(swaps: Swaps) -> None:
+            swaps.also(attention_handler(self.decoder, handler))
+            for module in self.causal.modules():
+                # Hugging Face's own checkpointing would run every layer's attention again.
+                if getattr(module, "gradient_checkpointing", False):
+                    swaps.replace(module, "gradient_checkpointing", False)
+            swaps.also(replaced_forwards(self._fused))
+            swaps.also(replaced_rotation(self._rotating, self._rotation))
+            if sums is not None:
+                swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))
+                swaps.also(replaced_forwards(summed_embedding(self.causal, sums)))
+            swaps.also(angles_of_call(self.decoder, largest_position, rope_angles))
+            if run_layer is not None:
+                for index, layer in enumerate(self.layers):
+                    swaps.replace(layer, "forward", _routed(index, layer.forward, run_layer))
+            swaps.also(self.head.attached())
+
+        return Swaps(begin)
 
 
 def _routed(index: int, forward: Callable[..., Any], run_layer: LayerRunner) -> Callable[..., Any]:
@@ -311,17 +303,3 @@ def _decoder_layers(decoder: Any) -> list[nn.Module]:
 def _names(decoder: nn.Module, layers: list[nn.Module]) -> list[str]:
     names = {id(module): name for name, module in decoder.named_modules()}
     return [f"{names[id(layer)]} ({type(layer).__name__})" for layer in layers]
-
-
-@contextmanager
-def _without_checkpointing(causal: nn.Module) -> Iterator[None]:
-    """Hugging Face's own gradient checkpointing would run every layer's attention a second time."""
-    modules: list[Any] = list(causal.modules())
-    switched = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
-    try:
-        for module in switched:
-            module.gradient_checkpointing = False
-        yield
-    finally:
-        for module in switched:
-            module.gradient_checkpointing = True

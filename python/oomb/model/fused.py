@@ -7,13 +7,14 @@ construction compares the result with the stock forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from oomb.model.swap import Swaps, swapping
 
 # Classes whose forward is weight * x / rms(x), cast to the input's dtype before the weight.
 _NORMS = frozenset(
@@ -75,13 +76,8 @@ def _is_silu_gate(module: Any) -> bool:
     return module.act_fn is F.silu or type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
-@contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+@swapping
+def replaced_forwards(swaps: Swaps, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
     """Run modules through the given forwards; afterwards all is as before."""
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
+    for module, forward in forwards.items():
+        swaps.replace(module, "forward", forward)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from oomb.model.swap import Swaps
 
 # Causal models whose forward multiplies the decoder's output by its head's weight and ends there.
 _PLAIN = frozenset(
@@ -88,24 +88,20 @@ class Head:
             logits = self.logits(rows)
         return torch.equal(logits, F.linear(rows[None], weight)[0].to(logits.dtype))
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> Swaps:
         """While active, calls of the causal model see the hidden states given to ``logits``."""
+        return Swaps(self._attach)
+
+    def _attach(self, swaps: Swaps) -> None:
         decoder_forward = self._decoder.forward
-        own = self._decoder.__dict__.get("forward")
 
         def forward(*args: Any, **keywords: Any) -> Any:
             if self._hidden is None:
                 return decoder_forward(*args, **keywords)
             return _DecoderOutput(last_hidden_state=self._hidden)
 
-        self._decoder.forward = forward
-        try:
-            yield
-        finally:
-            self._decoder.__dict__.pop("forward", None)
-            if own is not None:
-                self._decoder.forward = own
+        swaps.keep_item(vars(self), "_hidden")
+        swaps.replace(self._decoder, "forward", forward)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] logits of hidden states [rows, hidden_size]."""

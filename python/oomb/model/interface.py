@@ -1,13 +1,14 @@
 """Attention of Hugging Face models, handed to the engine while it runs a call.
 
-The model is not patched: its config names the attention implementation ``"oomb"`` for the length of
-a call, and transformers' registry leads from there to the active handler.
+For the length of a call the model's config names the attention implementation ``"oomb"``, and
+transformers' registry leads from there to the active handler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from oomb.errors import Error, UnsupportedModelError
+from oomb.model.swap import Swaps, swapping
 
 NAME = "oomb"
 
@@ -56,6 +58,7 @@ Handler = Callable[[AttentionCall], torch.Tensor]
 _handler: Handler | None = None
 _observer: Callable[[AttentionCall], None] | None = None
 _mask_probe: Callable[..., torch.Tensor] | None = None
+_THIS = sys.modules[__name__]
 
 
 def placeholder_mask(device: torch.device) -> torch.Tensor:
@@ -148,47 +151,41 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-@contextmanager
-def attention_handler(decoder: nn.Module, handler: Handler) -> Iterator[None]:
+def _forget_calls() -> None:
+    """In a forked process: a call of another thread stays with the parent."""
+    global _handler, _observer, _mask_probe
+    _handler = _observer = _mask_probe = None
+
+
+os.register_at_fork(after_in_child=_forget_calls)
+
+
+@swapping
+def attention_handler(swaps: Swaps, decoder: nn.Module, handler: Handler) -> None:
     """Route the decoder's attention to ``handler``; outside, the model behaves as before."""
-    global _handler
     if _handler is not None:
         raise Error("engine: expected one call at a time, got a call inside another")
-    given = (getattr(module, "config", None) for module in decoder.modules())
-    # Other libraries' layers, such as torchao's, have configs of another kind.
-    configs: dict[int, Any] = {id(c): c for c in given if isinstance(c, PretrainedConfig)}
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
-    _handler = handler
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        _handler = None
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+    swaps.replace(_THIS, "_handler", handler)
+    configs = {id(m.config): m.config for m in decoder.modules() if _names_attention(m)}
+    for config in configs.values():
+        swaps.replace(config, "_attn_implementation_internal", NAME)
 
 
-@contextmanager
-def observed_attention(observer: Callable[[AttentionCall], None]) -> Iterator[None]:
+def _names_attention(module: nn.Module) -> bool:
+    """Its config is a model's, not one of quantisation."""
+    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
+
+
+@swapping
+def observed_attention(swaps: Swaps, observer: Callable[[AttentionCall], None]) -> None:
     """Show ``observer`` each call of attention behind its handler, where that did not raise."""
-    global _observer
-    _observer = observer
-    try:
-        yield
-    finally:
-        _observer = None
+    swaps.replace(_THIS, "_observer", observer)
 
 
-@contextmanager
-def recorded_masks() -> Iterator[None]:
+@swapping
+def recorded_masks(swaps: Swaps) -> None:
     """Make each mask a [1, 1, 1, 1] tensor that holds its window: 0 unlimited, -1 unknown shape."""
-    global _mask_probe
-    _mask_probe = _window_of_mask
-    try:
-        yield
-    finally:
-        _mask_probe = None
+    swaps.replace(_THIS, "_mask_probe", _window_of_mask)
 
 
 def _window_of_mask(*_: Any, mask_function: Callable[..., Any], **keywords: Any) -> torch.Tensor:

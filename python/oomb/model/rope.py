@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from oomb.errors import UnsupportedModelError
+from oomb.model.swap import Swaps, swapping
 
 _CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,8 +24,8 @@ def rotary_modules(decoder: nn.Module) -> list[nn.Module]:
     return [m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")]
 
 
-@contextmanager
-def angles_of_call(decoder: nn.Module, largest_position: int, precision: str) -> Iterator[None]:
+@swapping
+def angles_of_call(swaps: Swaps, decoder: nn.Module, largest_position: int, precision: str) -> None:
     """Compute angles as for a call whose largest position is given.
 
     Dynamic and long variants choose their frequencies by the largest position they are shown: it
@@ -34,17 +34,10 @@ def angles_of_call(decoder: nn.Module, largest_position: int, precision: str) ->
     Args:
         precision: ``"model"``, or ``"float64"`` for the product of position and frequency in fp64.
     """
-    modules = rotary_modules(decoder)
-    saved = [m.__dict__.get("forward") for m in modules]
-    try:
-        for module in modules:
-            module.forward = _with_largest(module, module.forward, largest_position, precision)
-        yield
-    finally:
-        for module, forward in zip(modules, saved, strict=True):
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.forward = forward
+    for module in rotary_modules(decoder):
+        forward: Any = module.forward
+        angles = _with_largest(module, forward, largest_position, precision)
+        swaps.replace(module, "forward", angles)
 
 
 def _with_largest(

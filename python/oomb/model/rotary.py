@@ -6,14 +6,15 @@ transformers' own keeps four tensors of the queries' size for backward and takes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+from oomb.model.swap import Swaps, swapping
 
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -46,18 +47,14 @@ def fused_rotation(device: torch.device) -> Rotation | None:
     return rotate
 
 
-@contextmanager
-def replaced_rotation(files: Sequence[ModuleType], rotation: Rotation | None) -> Iterator[None]:
+@swapping
+def replaced_rotation(swaps: Swaps, files: Sequence[ModuleType], rotation: Rotation | None) -> None:
     """Rotate by ``rotation`` in these modeling files; afterwards all is as before."""
-    before = [getattr(file, _NAME) for file in files]
-    try:
-        if rotation is not None:
-            for file, plain in zip(files, before, strict=True):
-                setattr(file, _NAME, _where_whole_heads_rotate(rotation, plain))
-        yield
-    finally:
-        for file, plain in zip(files, before, strict=True):
-            setattr(file, _NAME, plain)
+    if rotation is None:
+        return
+    for file in files:
+        plain = getattr(file, _NAME)
+        swaps.replace(file, _NAME, _where_whole_heads_rotate(rotation, plain))
 
 
 def _where_whole_heads_rotate(rotation: Rotation, plain: Rotation) -> Rotation:

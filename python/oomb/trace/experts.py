@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.integrations import moe
+
+from oomb.model.swap import Swaps, swapping
 
 # FLOP per row, column of the rows and column of the result; the last two are transformers' own.
 PRODUCTS = {
@@ -17,8 +17,8 @@ PRODUCTS = {
 }
 
 
-@contextmanager
-def experts_of_any_dtype() -> Iterator[None]:
+@swapping
+def experts_of_any_dtype(swaps: Swaps) -> None:
     """Lead products that are not in bf16 to transformers' own operation, which tells its shapes."""
     module: Any = moe
     usual = module._can_use_grouped_mm
@@ -26,11 +26,7 @@ def experts_of_any_dtype() -> Iterator[None]:
     def known(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
         return weight.dtype == torch.bfloat16 and bool(usual(rows, weight, offs))
 
-    module._can_use_grouped_mm = known
-    try:
-        yield
-    finally:
-        module._can_use_grouped_mm = usual
+    swaps.replace(module, "_can_use_grouped_mm", known)
 
 
 def product_flops(name: str, rows: torch.Tensor, weight: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ counted as it is. Only attention's kernels and the page pools are left out; they
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
+from oomb.model.swap import entered
 from oomb.trace.bare import shapes_only
 from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
@@ -149,7 +150,7 @@ class Tracer:
             causal._rotation = rotate_on_shapes
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
         tokens = _TRACED * setting.tokens
-        with self._mode:
+        with entered(self._mode):
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
@@ -179,12 +180,15 @@ class Tracer:
             None,
             grads,
         )
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(experts_of_any_dtype())
-            stack.enter_context(_autocast_of_device(self._device_type))
-            for context in (self._mode, grads.collecting(parameters), meter, loop.running()):
-                stack.enter_context(context)
+        with entered(
+            torch.random.fork_rng(devices=[]),
+            experts_of_any_dtype(),
+            _autocast_of_device(self._device_type),
+            self._mode,
+            grads.collecting(parameters),
+            meter,
+            loop.running(),
+        ):
             try:
                 with meter.stretch() as fill:
                     loop.fill(1)
