@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomb import _C
 from oomb.config import AllChunks, Config, SampledChunks
 from oomb.core.arguments import check_callable, expect, kind_of
 from oomb.core.inputs import CallInputs, check_inputs
@@ -66,8 +65,6 @@ class Engine:
 
     def _check_model(self) -> None:
         with Swaps() as swaps:
-            for module in self._model.causal.modules():  # some of it runs in eval mode
-                swaps.keep_item(vars(module), "training")
             swaps.also(current_gpu(self._model.device))
             self._shapes = checked_shapes(self._model)
             if self.config.rope_angles == "float64":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from oomb.errors import Error, UnsupportedModelError
 from oomb.model.swap import Swaps, swapping
