@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ class ChunkAttention:
 
     Attributes:
         stop_at_last: the fill ends at the last layer's keys and values.
+        begun: of each layer, chunks of the fill whose keys and values it has taken.
     """
 
     _ids: ClassVar = itertools.count()
@@ -39,6 +41,7 @@ class ChunkAttention:
         self.chunk = 0
         self.phase = "fill"
         self.stop_at_last = False
+        self.begun: Counter[int] = Counter()
 
     def activated(self) -> Swaps:
         """While active, the operation that autograd sees finds it by its ``id``."""
@@ -61,8 +64,11 @@ class ChunkAttention:
             FillComplete: in a fill that ends here.
         """
         pages, chunk = self.pages, self.chunk
-        if self.phase == "fill" and chunk < pages.filled:
-            write_own(pages, layer, chunk, k, v)
+        if self.phase == "fill":
+            assert self.begun[layer] == chunk  # else a choice would miss pages of its past
+            self.begun[layer] += 1
+            if chunk < pages.filled:
+                write_own(pages, layer, chunk, k, v)
         ends = self.phase == "fill" and self.stop_at_last and layer == pages.num_layers - 1
         if pages.choice is not None:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep

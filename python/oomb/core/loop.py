@@ -170,6 +170,9 @@ class ChunkLoop:
         q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
+            while self._turns is not None and self._attention.begun[layer] < self._attention.chunk:
+                self._let_the_other_run(self._turns)
             self._attention.begin(layer, q, k, v)
             if self._turns is not None:
                 self._let_the_other_run(self._turns)

@@ -90,7 +90,10 @@ def make(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> PreT
     """A model of ``ARCHITECTURES`` in eval mode, its norms in its own dtype if that is fp64."""
     prefix, own = ARCHITECTURES[name]
     config_class = getattr(transformers, f"{prefix}Config")
-    config = config_class(**{**_SIZES, **own, **settings})
+    sizes = {**_SIZES, **own, **settings}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
+    config = config_class(**sizes)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
     if prefix == "GptOss":  # sinks need eager attention; other experts kernels know no fp64
         model.set_attn_implementation("eager")

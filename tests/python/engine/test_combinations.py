@@ -12,7 +12,7 @@ import oomb
 
 from .dense_mask import Visible, dense_attention
 from .models import make
-from .reference import EXACT, assert_equal, ordinary, random_ids, relative_error
+from .reference import EXACT, assert_equal, assert_identical, ordinary, random_ids, relative_error
 from .tiers import smallest_slots, wanted_slots, with_slots
 
 
@@ -48,7 +48,7 @@ def check(seed: int) -> None:
     tokens, batch = choose.randint(3, 90), choose.randint(1, 3)
     model = make(
         choose.choice(["llama", "qwen2-tied", "qwen3", "mistral", "gpt-oss", "cohere", "granite"]),
-        num_hidden_layers=3,
+        num_hidden_layers=choose.randint(1, 3),
         **({} if choose.random() < 0.5 else {"num_attention_heads": 4, "num_key_value_heads": 4}),
     )
     ids = random_ids(batch, tokens, seed)
@@ -102,6 +102,8 @@ def check(seed: int) -> None:
 
     result = with_slots(model, settings, slots, ids, labels, **arguments)
     assert result.step is not None
+    if slots is not None:
+        assert_identical(result, with_slots(model, settings, None, ids, labels, **arguments))
     visible = Visible(batch, tokens, chunk, page, result.step.selection, lengths, document_start)
     with dense_attention(model, visible):
         expected = ordinary(

@@ -54,6 +54,13 @@ CONFIGURATIONS: dict[str, tuple[str, torch.dtype, dict[str, Any], Inputs]] = {
     "documents": ("llama", torch.float32, {}, documents()),
     "windows": ("mistral", torch.float32, {"recompute": "layer"}, plain()),
     "sparse": ("llama", torch.float32, {"attention": oomb.TopKPages(budget=3)}, plain()),
+    # Two chunks that take turns have no layer in front of the last one to pass on in.
+    "sparse, one layer": (
+        "llama",
+        torch.float32,
+        {"attention": oomb.TopKPages(budget=3)},
+        plain(300),
+    ),
     "sparse, padded": (
         "llama",
         torch.float32,
@@ -72,7 +79,8 @@ class Case:
 
     def __init__(self, name: str) -> None:
         architecture, dtype, settings, (ids, labels, arguments) = CONFIGURATIONS[name]
-        self.model = make(architecture, dtype, num_hidden_layers=2 if dtype != torch.float64 else 3)
+        layers = 1 if "one layer" in name else 3 if dtype == torch.float64 else 2
+        self.model = make(architecture, dtype, num_hidden_layers=layers)
         self.settings = {"chunk_size": CHUNK, "page_size": PAGE, **settings}
         self.inputs = ids, labels
         self.arguments = arguments
