@@ -50,6 +50,9 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
     )
+    parser.add_argument(
+        "--keep-outputs", default="none", help="auto, none, all or a share: Config(keep_outputs=…)"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -65,7 +68,9 @@ def main() -> None:
     ordinary_model = make_model(arguments.tokens)
     ordinary_model.gradient_checkpointing_enable({"use_reentrant": False})
     ordinary_model.train()
-    config = oomb.Config(chunk_size=arguments.chunk)
+    keep = arguments.keep_outputs
+    keep = keep if keep in ("auto", "none", "all") else float(keep)
+    config = oomb.Config(chunk_size=arguments.chunk, keep_outputs=keep)
     times: dict[str, list[float]] = {"ordinary": [], "chunked": []}
     losses: dict[str, float] = {}
     with oomb.Engine(model, config) as engine:
@@ -91,6 +96,7 @@ def main() -> None:
         record = {
             "tokens": arguments.tokens,
             "chunk": arguments.chunk,
+            "keep_outputs": keep,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "clock": "cpu" if arguments.cpu_time else "wall",

@@ -280,11 +280,12 @@ void bind_paging(py::module_& module) {
           "begin_call",
           [](SharedManager& self, int64_t num_layers, std::vector<int32_t> pages_per_sequence,
              int grad_slots, const Int32Array& visits, bool exact, int64_t wave_pages,
-             std::optional<int64_t> device_slots) {
+             std::optional<int64_t> device_slots, int64_t outputs) {
             paging::CallPlan plan{.num_layers = num_layers,
                                   .pages_per_sequence = std::move(pages_per_sequence),
                                   .grad_slots = grad_slots,
                                   .visits = to_visits(visits),
+                                  .outputs = outputs,
                                   .exact = exact,
                                   .wave_pages = wave_pages,
                                   .device_slots = device_slots};
@@ -292,7 +293,8 @@ void bind_paging(py::module_& module) {
           },
           py::kw_only(), py::arg("num_layers"), py::arg("pages_per_sequence"),
           py::arg("grad_slots"), py::arg("visits"), py::arg("exact") = true,
-          py::arg("wave_pages") = 1, py::arg("device_slots") = py::none(), kBeginCallDoc)
+          py::arg("wave_pages") = 1, py::arg("device_slots") = py::none(), py::arg("outputs") = 0,
+          kBeginCallDoc)
       .def(
           "set_visit_pages",
           [](SharedManager& self, int32_t visit, const Int64Array& pages) {
@@ -340,6 +342,32 @@ void bind_paging(py::module_& module) {
       .def(
           "max_gradients", [](SharedManager& self, int32_t) { return (*self).max_gradients(); },
           py::arg("layer") = 0, kMaxGradientsDoc)
+      .def(
+          "max_outputs", [](SharedManager& self) { return (*self).max_outputs(); }, kMaxOutputsDoc)
+      .def(
+          "write_output",
+          [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t source,
+             int64_t num_bytes, uintptr_t stream) {
+            expect(source != 0, "source", "the address of an output", source);
+            self.with([&](PageManager& m) {
+              m.write_output(layer, begin, end, reinterpret_cast<const std::byte*>(source),
+                             num_bytes, as_stream(stream));
+            });
+          },
+          py::kw_only(), py::arg("layer"), py::arg("begin"), py::arg("end"), py::arg("source"),
+          py::arg("num_bytes"), py::arg("stream") = 0, kWriteOutputDoc)
+      .def(
+          "read_output",
+          [](SharedManager& self, int32_t visit, int64_t begin, int64_t end, uintptr_t target,
+             int64_t num_bytes, uintptr_t stream) {
+            expect(target != 0, "target", "the address of an output", target);
+            self.with([&](PageManager& m) {
+              m.read_output(visit, begin, end, reinterpret_cast<std::byte*>(target), num_bytes,
+                            as_stream(stream));
+            });
+          },
+          py::kw_only(), py::arg("visit"), py::arg("begin"), py::arg("end"), py::arg("target"),
+          py::arg("num_bytes"), py::arg("stream") = 0, kReadOutputDoc)
       .def(
           "create",
           [](SharedManager& self, int32_t layer, int64_t begin, int64_t end, uintptr_t stream) {

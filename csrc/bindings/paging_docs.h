@@ -104,6 +104,30 @@ constexpr const char* kGradientTableDoc =
     "Places of each page's dK and dV, int32 [batch, most pages, 2], in units of half a slot; -1: "
     "none. As block_table.";
 constexpr const char* kMaxCreateDoc = "Pages per sequence that can be created at once, at least 1.";
+constexpr const char* kMaxOutputsDoc = R"doc(
+Pieces of kept outputs that one ``write_output`` or ``read_output`` may take.
+)doc";
+
+constexpr const char* kWriteOutputDoc = R"doc(
+Keep an output: copy it into slots of its own, behind what the stream holds.
+
+Args:
+    layer: whose attention made it.
+    begin, end: pieces, numbered through the call; each holds ``slot_bytes``, the last may be short.
+    source: address of the first piece's bytes, contiguous, on the device.
+    num_bytes: of all pieces.
+)doc";
+
+constexpr const char* kReadOutputDoc = R"doc(
+Take a kept output back: copy its pieces out, after which they are dead.
+
+Args:
+    visit: the entry of the access order that reads them.
+    begin, end: pieces, as they were written.
+    target: address of the first piece's bytes, contiguous, on the device.
+    num_bytes: of all pieces.
+)doc";
+
 constexpr const char* kMaxGradientsDoc =
     "Gradient pages per sequence that can be acquired at once, at least 1.";
 constexpr const char* kCreateDoc =

@@ -1,5 +1,6 @@
 #include "offload/host_copy_engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -12,6 +13,23 @@ namespace oomb::offload {
 
 using paging::Lane;
 using paging::Ticket;
+
+namespace {
+
+// For each of the slots that `bytes` bytes fill: offset in the pool, offset in the data, bytes.
+template <typename Copy>
+void in_pieces(const std::vector<memory::Slot>& slots, int64_t bytes, int64_t slot_bytes,
+               Copy copy) {
+  int64_t done = 0;
+  for (const memory::Slot slot : slots) {
+    const int64_t size = std::min(slot_bytes, bytes - done);
+    if (size <= 0) return;
+    copy(slot * slot_bytes, done, static_cast<size_t>(size));
+    done += size;
+  }
+}
+
+}  // namespace
 
 HostCopyEngine::HostCopyEngine(const HostCopyOptions& options)
     : options_(options), random_(options.delay_seed.value_or(0)) {}
@@ -43,15 +61,36 @@ Ticket HostCopyEngine::copy(Lane which, std::span<const paging::PageCopy> pages)
 }
 
 Ticket HostCopyEngine::fill(std::span<const memory::Slot> slots, uint8_t value) {
-  if (options_.dry) return ++compute_ticket_;
-  const auto set = [this, value, list = std::vector<memory::Slot>(slots.begin(), slots.end())] {
+  return compute([this, value, list = std::vector<memory::Slot>(slots.begin(), slots.end())] {
     for (const memory::Slot slot : list) {
       std::memset(options_.device_base + slot * options_.slot_bytes, value,
                   static_cast<size_t>(options_.slot_bytes));
     }
-  };
-  if (options_.asynchronous_compute) return lane(Lane::kCompute).enqueue(set);
-  set();
+  });
+}
+
+Ticket HostCopyEngine::pack(std::span<const memory::Slot> slots, const std::byte* source,
+                            int64_t bytes) {
+  return compute([this, source, bytes, list = std::vector(slots.begin(), slots.end())] {
+    in_pieces(list, bytes, options_.slot_bytes, [&](int64_t slot, int64_t from, size_t size) {
+      std::memcpy(options_.device_base + slot, source + from, size);
+    });
+  });
+}
+
+Ticket HostCopyEngine::unpack(std::span<const memory::Slot> slots, std::byte* target,
+                              int64_t bytes) {
+  return compute([this, target, bytes, list = std::vector(slots.begin(), slots.end())] {
+    in_pieces(list, bytes, options_.slot_bytes, [&](int64_t slot, int64_t to, size_t size) {
+      std::memcpy(target + to, options_.device_base + slot, size);
+    });
+  });
+}
+
+Ticket HostCopyEngine::compute(std::function<void()> task) {
+  if (options_.dry) return ++compute_ticket_;
+  if (options_.asynchronous_compute) return lane(Lane::kCompute).enqueue(std::move(task));
+  task();
   return ++compute_ticket_;
 }
 

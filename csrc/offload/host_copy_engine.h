@@ -34,6 +34,10 @@ class HostCopyEngine final : public paging::CopyEngine {
   void set_compute_stream(void*) override {}
   paging::Ticket copy(paging::Lane lane, std::span<const paging::PageCopy> pages) override;
   paging::Ticket fill(std::span<const memory::Slot> slots, uint8_t value) override;
+  paging::Ticket pack(std::span<const memory::Slot> slots, const std::byte* source,
+                      int64_t bytes) override;
+  paging::Ticket unpack(std::span<const memory::Slot> slots, std::byte* target,
+                        int64_t bytes) override;
   void update_tables(std::span<const paging::TableChange>) override {}
   paging::Ticket mark_compute() override;
   void wait(paging::Lane waiter, paging::Lane lane, paging::Ticket ticket) override;
@@ -48,6 +52,8 @@ class HostCopyEngine final : public paging::CopyEngine {
   bool on_caller(paging::Lane lane) const {
     return lane == paging::Lane::kCompute && !options_.asynchronous_compute;
   }
+  // Work of the compute lane.
+  paging::Ticket compute(std::function<void()> task);
   void block_on(paging::Lane awaited, paging::Ticket ticket);
 
   HostCopyOptions options_;

@@ -13,6 +13,7 @@ namespace oomb::paging {
 // What kernels read to find a page, one array of int32:
 //     KV        [layers][batch][max_pages]      slot, -1: not on the device
 //     gradients [layers][batch][max_pages][2]   half slots of dK and dV, -1: none
+// Kept outputs have no entries: the host knows their slots when it launches what copies them.
 // A gradient page in one slot s has the halves 2s and 2s + 1; in two slots a, b it has 2a and 2b.
 class BlockTables {
  public:
@@ -28,6 +29,7 @@ class BlockTables {
       write(index, first);
       return;
     }
+    if (index >= 2 * gradients_begin_) return;
     const int64_t entry = gradients_begin_ + 2 * (index - gradients_begin_);
     const bool shared = second == memory::kNoSlot;
     write(entry, first < 0 ? -1 : 2 * first);

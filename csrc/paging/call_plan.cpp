@@ -18,20 +18,30 @@ void CallPlan::check() const {
   for (const int32_t pages : pages_per_sequence) {
     expect(pages >= 0, "pages_per_sequence", "0 or more pages", pages);
   }
+  expect(outputs >= 0 && outputs <= kMost, "outputs", "0 to 2^31 - 1", outputs);
   const int32_t max_pages = *std::max_element(pages_per_sequence.begin(), pages_per_sequence.end());
   for (const Visit& visit : visits) {
     expect(visit.layer >= 0 && visit.layer < num_layers, "visits", "a layer of the model",
            visit.layer);
-    expect(visit.kind >= VisitKind::kRead && visit.kind <= VisitKind::kReadGradient, "visits",
-           "kind 0, 1 or 2", static_cast<int>(visit.kind));
-    expect(0 <= visit.first && visit.first <= visit.last && visit.last <= max_pages, "visits",
-           concat("pages within 0 .. ", max_pages), concat(visit.first, " .. ", visit.last));
+    expect(visit.kind >= VisitKind::kRead && visit.kind <= VisitKind::kReadOutput, "visits",
+           "kind 0, 1, 2 or 3", static_cast<int>(visit.kind));
+    const int64_t limit = visit.kind == VisitKind::kReadOutput ? outputs : max_pages;
+    expect(0 <= visit.first && visit.first <= visit.last && visit.last <= limit, "visits",
+           concat("pages within 0 .. ", limit), concat(visit.first, " .. ", visit.last));
   }
 }
 
 bool CallPlan::has_gradients() const {
   return std::any_of(visits.begin(), visits.end(),
-                     [](const Visit& visit) { return visit.kind != VisitKind::kRead; });
+                     [](const Visit& visit) { return visit.touches(PageKind::kGradient); });
+}
+
+int64_t CallPlan::kept_outputs() const {
+  int64_t pieces = 0;
+  for (const Visit& visit : visits) {
+    if (visit.kind == VisitKind::kReadOutput) pieces += visit.last - visit.first;
+  }
+  return pieces;
 }
 
 }  // namespace oomb::paging

@@ -14,6 +14,7 @@ struct CallPlan {
   std::vector<int32_t> pages_per_sequence;
   int grad_slots = 1;         // slots of one gradient page
   std::vector<Visit> visits;  // the access order
+  int64_t outputs = 0;        // pieces of kept outputs of a layer
   bool exact = true;       // ranges say what is used; false: an upper bound until set_visit_pages
   int64_t wave_pages = 1;  // waves end at multiples of this: kernels take so many pages at once
   std::optional<int64_t> device_slots = std::nullopt;  // a lower cap of the device tier
@@ -21,6 +22,7 @@ struct CallPlan {
   // Throws InvalidArgument.
   void check() const;
   bool has_gradients() const;
+  int64_t kept_outputs() const;  // pieces that are read
 };
 
 }  // namespace oomb::paging

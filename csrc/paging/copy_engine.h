@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -37,6 +38,12 @@ class CopyEngine {
 
   // Sets every byte of the slots, in the compute lane.
   virtual Ticket fill(std::span<const memory::Slot> slots, uint8_t value) = 0;
+
+  // Copies memory that kernels see into the slots, one after the other, or back, in the compute
+  // lane. `bytes` may end within the last slot.
+  virtual Ticket pack(std::span<const memory::Slot> slots, const std::byte* source,
+                      int64_t bytes) = 0;
+  virtual Ticket unpack(std::span<const memory::Slot> slots, std::byte* target, int64_t bytes) = 0;
 
   // Where kernels cannot read the tables of the host: a copy of this many entries, all -1, kept up
   // to date in the compute lane by update_tables.

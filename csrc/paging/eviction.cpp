@@ -19,12 +19,8 @@ constexpr int32_t kAny = -1;
 }  // namespace
 
 int32_t Tiers::next_use(PageIndex index, int32_t now) const {
-  const bool gradient = is_gradient(index);
-  const int64_t row = index / space_->positions();
-  const int64_t position = index - row * space_->positions();
-  const int64_t layer = row - (gradient ? space_->num_layers() : 0);
-  const PageKind kind = gradient ? PageKind::kGradient : PageKind::kKeyValue;
-  return schedule_->next_use(kind, static_cast<int32_t>(layer), position, now);
+  return schedule_->next_use(space_->kind(index), static_cast<int32_t>(space_->layer(index)),
+                             space_->position(index), now);
 }
 
 // The visit under which a page is filed that is needed next in visit `next`.
@@ -40,7 +36,7 @@ int32_t Tiers::next_use(PageIndex index, int32_t now) const {
 // So a page counts as up to twice as far as it is, by its place in the sequence: of every layer the
 // same share stays. About as many pages are loaded in all.
 int32_t Tiers::filed(PageIndex index, int32_t now, int32_t next) const {
-  if (next >= schedule_->size() || !(exact_ || schedule_->has_pages(next))) return next;
+  if (next >= schedule_->size() || !(exact_ || schedule_->is_exact(next))) return next;
   // Multiples of the golden ratio fall evenly into 0 .. 1, whatever pages there are.
   const auto page = static_cast<uint32_t>(space_->page(index));
   const double place = static_cast<double>(page * 2654435769U) * 0x1p-32;
@@ -48,7 +44,7 @@ int32_t Tiers::filed(PageIndex index, int32_t now, int32_t next) const {
 }
 
 int32_t Tiers::key_at(int32_t visit, PageKind kind) {
-  // Of two pages needed at the same time the KV page goes first: it need not be stored again.
+  // Of two pages needed at the same time the gradient goes last: others need not be stored again.
   return 2 * visit + (kind == PageKind::kGradient ? 0 : 1);
 }
 
@@ -57,8 +53,7 @@ void Tiers::enqueue(PageIndex index, int32_t now) {
   const int32_t next = next_use(index, now);
   const int32_t visit = filed(index, now, next);
   record.due = visit > next ? next : kAsFiled;
-  victims_.insert(record.device[0],
-                  key_at(visit, is_gradient(index) ? PageKind::kGradient : PageKind::kKeyValue));
+  victims_.insert(record.device[0], key_at(visit, space_->kind(index)));
 }
 
 void Tiers::requeue(PageIndex index, int32_t now) {

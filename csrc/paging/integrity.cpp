@@ -84,7 +84,8 @@ void Tiers::check_integrity() const {
       if (in_queue) ++queued;
       if (in_queue == (record.pins > 0)) complain("pinned and evictable, or neither");
     }
-    const int64_t kv_pages = space_->size() / 2;
+    if (space_->kind(index) == PageKind::kOutput) continue;  // no table knows it
+    const int64_t kv_pages = space_->num_layers() * space_->positions();
     const int32_t entry = tables_[index < kv_pages ? index : kv_pages + 2 * (index - kv_pages)];
     const int32_t first = record.device[0];
     if (entry != (index < kv_pages || first < 0 ? first : 2 * first)) complain("wrong table entry");

@@ -67,7 +67,8 @@ void PageManager::begin_call(CallPlan plan) {
   expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
          cap);
   const bool backward = plan.has_gradients();
-  PageSpace space(plan.num_layers, std::move(plan.pages_per_sequence));
+  total_slots_ = plan.kept_outputs();
+  PageSpace space(plan.num_layers, std::move(plan.pages_per_sequence), plan.outputs);
   require_bookkeeping(bookkeeping_bytes(space, cap), space);
   const int64_t smallest =
       smallest_device_slots(space.batch(), plan.grad_slots, backward, plan.wave_pages);
@@ -81,7 +82,6 @@ void PageManager::begin_call(CallPlan plan) {
   device_.pool->set_max_slots(cap);
   smallest_slots_ = smallest;
   if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);
-  total_slots_ = 0;
   for (int64_t b = 0; b < space_.batch(); ++b) {
     total_slots_ += space_.num_layers() * space_.pages_of(b);
   }
@@ -142,6 +142,7 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
 
 void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
   check_visit(visit);
+  expect(schedule_[visit].kind != VisitKind::kReadOutput, "visit", "one that reads pages", visit);
   // Made once: for each of a list's pages it would take longer than all the rest.
   const std::string known = concat("sequence * max_pages + page below ", space_.positions());
   for (const int64_t position : positions) {

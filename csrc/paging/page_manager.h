@@ -48,7 +48,9 @@ struct PageStatistics {
 // Keeps the pages of a call where they are needed. Used from one thread.
 //
 //     begin_call ─▶ create, commit              a chunk's KV pages are written
+//                 ─▶ write_output               attention's output of a chunk is kept
 //                 ─▶ waves; acquire, release    pages of one visit, wave by wave
+//                 ─▶ waves; read_output         a kept output comes back, and is dead
 //                 ─▶ acquire_gradients, drop    a chunk's gradients are read, its pages die
 //                ─▶ end_call
 class PageManager {
@@ -73,6 +75,7 @@ class PageManager {
   // that fits, asking for it says why.
   int64_t max_create() const;
   int64_t max_gradients() const;
+  int64_t max_outputs() const;  // pieces of kept outputs
 
   void create(int32_t layer, int64_t begin, int64_t end, void* stream);
   void commit(int32_t layer, int64_t begin, int64_t end, void* stream);
@@ -87,6 +90,13 @@ class PageManager {
   bool own_alone(int32_t visit, int64_t begin, int64_t end);
   void acquire(int32_t visit, int64_t begin, int64_t end, void* stream);
   void release(int32_t visit, int64_t begin, int64_t end, void* stream);
+
+  // Keeps `bytes` bytes as the pieces [begin, end) of a layer's outputs, or gives back those of a
+  // visit. Kernels see `source` and `target`; in between, the compute stream copies.
+  void write_output(int32_t layer, int64_t begin, int64_t end, const std::byte* source,
+                    int64_t bytes, void* stream);
+  void read_output(int32_t visit, int64_t begin, int64_t end, std::byte* target, int64_t bytes,
+                   void* stream);
 
   void acquire_gradients(int32_t layer, int64_t begin, int64_t end, void* stream);
   void drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads, void* stream);
@@ -118,6 +128,8 @@ class PageManager {
   void check_call() const;
   void check_visit(int32_t visit) const;
   void check_range(int32_t layer, int64_t begin, int64_t end) const;
+  void check_outputs(int32_t layer, int64_t begin, int64_t end, int64_t bytes) const;
+  std::vector<memory::Slot> slots_of_outputs(int32_t layer, int64_t begin, int64_t end) const;
   void use(void* stream);
   void advance(int32_t visit);
   void acquire_gathered(bool will_write);

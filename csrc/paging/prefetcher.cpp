@@ -50,7 +50,7 @@ void Prefetcher::run(int32_t now, int64_t page) {
 // Goes on with the visit at the cursor. False when it must stop before the visit's end.
 bool Prefetcher::load_visit() {
   const Visit& visit = (*schedule_)[visit_];
-  if (!exact_ && !schedule_->has_pages(visit_)) return true;  // a guess is not worth a copy
+  if (!exact_ && !schedule_->is_exact(visit_)) return true;  // a guess is not worth a copy
   missing_.clear();
   const int64_t budget = window_ - tiers_.ahead_slots();
   int64_t slots = 0;
@@ -67,7 +67,8 @@ bool Prefetcher::load_visit() {
   };
   const int64_t first = std::max<int64_t>(visit.first, page_);
   bool whole = schedule_->for_each_position(visit_, first, visit.last, [&](int64_t position) {
-    return consider(PageKind::kKeyValue, position) && consider(PageKind::kGradient, position);
+    return consider(PageKind::kKeyValue, position) && consider(PageKind::kGradient, position) &&
+           consider(PageKind::kOutput, position);
   });
   const int64_t room = tiers_.make_room_ahead(slots, visit_);
   for (; slots > room; missing_.pop_back()) {

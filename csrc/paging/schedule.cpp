@@ -29,9 +29,13 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
   for (Layer& layer : layers_) {
     layer.ranged = layer.visits;
     layer.uses = UseBits(space.positions(), std::ssize(layer.visits));
+    layer.output_reads.assign(static_cast<size_t>(space.outputs()), -1);
   }
   for (int32_t i = 0; i < size(); ++i) {
     const Visit& visit = (*this)[i];
+    if (visit.kind == VisitKind::kReadOutput) {
+      std::fill_n(layer_of(i).output_reads.begin() + visit.first, visit.last - visit.first, i);
+    }
     if (visit.kind != VisitKind::kReadGradient) continue;
     std::vector<int64_t> positions;
     space.for_each_position(visit.first, visit.last,
@@ -111,6 +115,11 @@ std::span<const int64_t> Schedule::pages_between(std::span<const int64_t> positi
 }
 
 int32_t Schedule::next_use(PageKind kind, int32_t layer, int64_t position, int32_t after) const {
+  if (kind == PageKind::kOutput) {
+    const auto& reads = layers_[static_cast<size_t>(layer)].output_reads;
+    const int32_t visit = reads[static_cast<size_t>(position)];
+    return visit > after ? visit : size();
+  }
   const auto page = static_cast<int32_t>(position % max_pages_);
   const int32_t ranged = next_in_ranges(kind, layer, page, after);
   const int32_t next = next_in_lists(kind, layer, position, after, ranged);

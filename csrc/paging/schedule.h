@@ -11,13 +11,15 @@
 namespace oomb::paging {
 
 enum class VisitKind : int32_t {
-  kRead = 0,         // reads KV pages
-  kAccumulate = 1,   // reads KV pages, adds to their gradient pages
-  kReadGradient = 2  // reads gradient pages, after which they are dead
+  kRead = 0,          // reads KV pages
+  kAccumulate = 1,    // reads KV pages, adds to their gradient pages
+  kReadGradient = 2,  // reads gradient pages, after which they are dead
+  kReadOutput = 3     // reads a kept output, after which it is dead
 };
 
 // One step of the access order: a layer's pages [first, last) of every sequence, or the exact list
-// set for it. A kReadGradient has its list from the start.
+// set for it. A kReadGradient has its list from the start; a kReadOutput reads the layer's pieces
+// of outputs [first, last), each of which no other visit reads.
 struct Visit {
   int32_t layer = 0;
   VisitKind kind = VisitKind::kRead;
@@ -25,8 +27,13 @@ struct Visit {
   int32_t last = 0;
 
   bool touches(PageKind page) const {
-    return page == PageKind::kKeyValue ? kind != VisitKind::kReadGradient
-                                       : kind != VisitKind::kRead;
+    switch (page) {
+      case PageKind::kKeyValue: return kind == VisitKind::kRead || kind == VisitKind::kAccumulate;
+      case PageKind::kGradient:
+        return kind == VisitKind::kAccumulate || kind == VisitKind::kReadGradient;
+      case PageKind::kOutput: return kind == VisitKind::kReadOutput;
+    }
+    return false;
   }
 };
 
@@ -45,6 +52,10 @@ class Schedule {
   // ordered by page, then sequence: the order of waves.
   void set_pages(int32_t visit, std::vector<int64_t> positions);
   bool has_pages(int32_t visit) const { return listed_[static_cast<size_t>(visit)]; }
+  // Whether it is known what a visit touches, where ranges of KV pages are an upper bound.
+  bool is_exact(int32_t visit) const {
+    return has_pages(visit) || (*this)[visit].kind == VisitKind::kReadOutput;
+  }
   std::span<const int64_t> pages(int32_t visit) const { return lists_[static_cast<size_t>(visit)]; }
 
   // By page, then sequence, each once.
@@ -57,6 +68,12 @@ class Schedule {
   // What a visit touches of pages [begin, end), as PageSpace::for_each_position.
   template <typename Visitor>
   bool for_each_position(int32_t visit, int64_t begin, int64_t end, Visitor visitor) const {
+    if ((*this)[visit].kind == VisitKind::kReadOutput) {
+      for (int64_t position = begin; position < end; ++position) {
+        if (!PageSpace::visit(visitor, position)) return false;
+      }
+      return true;
+    }
     if (!has_pages(visit)) return space_.for_each_position(begin, end, visitor);
     for (const int64_t position : pages_between(pages(visit), begin, end)) {
       if (!PageSpace::visit(visitor, position)) return false;
@@ -91,6 +108,7 @@ class Schedule {
     UseBits uses;                                      // those with one
     std::array<std::vector<uint64_t>, 2> touching;     // per kind of page: bits of visits
     std::vector<std::vector<int32_t>> gradient_reads;  // per position: visits, ascending
+    std::vector<int32_t> output_reads;                 // per piece of an output: its visit or -1
     mutable Found next, next_ranged;
   };
   void use(int32_t visit, std::span<const int64_t> positions, bool used);

@@ -41,11 +41,12 @@ std::string PageManager::snapshot() const {
     return out.str();
   }
   const int64_t layers = space_.num_layers();
-  std::vector<StateCounts> per_layer(static_cast<size_t>(2 * layers), StateCounts{});
+  std::vector<StateCounts> per_layer(static_cast<size_t>(3 * layers), StateCounts{});
   StateCounts all{};
   for (PageIndex index = 0; index < space_.size(); ++index) {
     const auto state = static_cast<size_t>(tiers_[index].state);
-    ++per_layer[static_cast<size_t>(index / space_.positions())][state];
+    const int64_t kind = static_cast<int64_t>(space_.kind(index));
+    ++per_layer[static_cast<size_t>(kind * layers + space_.layer(index))][state];
     ++all[state];
   }
   out << ", \"visit\": " << now_ << ", \"visits\": " << schedule_.size()
@@ -61,16 +62,18 @@ std::string PageManager::snapshot() const {
     write_states(out, per_layer[static_cast<size_t>(layer)]);
     out << ", \"gradients\": ";
     write_states(out, per_layer[static_cast<size_t>(layers + layer)]);
+    out << ", \"outputs\": ";
+    write_states(out, per_layer[static_cast<size_t>(2 * layers + layer)]);
     out << "}";
   }
   out << "], \"transitions\": [";
   bool first = true;
   for (const Transition& transition : tiers_.log().last(kTransitions)) {
     const PageId id = space_.id(transition.index);
-    out << (first ? "" : ", ") << "{\"kind\": \""
-        << (id.kind == PageKind::kGradient ? "gradient" : "kv") << "\", \"layer\": " << id.layer
-        << ", \"sequence\": " << id.sequence << ", \"page\": " << id.page << ", \"from\": \""
-        << name_of(transition.from) << "\", \"to\": \"" << name_of(transition.to) << "\"}";
+    out << (first ? "" : ", ") << "{\"kind\": \"" << name_of(id.kind)
+        << "\", \"layer\": " << id.layer << ", \"sequence\": " << id.sequence
+        << ", \"page\": " << id.page << ", \"from\": \"" << name_of(transition.from)
+        << "\", \"to\": \"" << name_of(transition.to) << "\"}";
     first = false;
   }
   out << "]}";

@@ -61,8 +61,8 @@ void Tiers::move(PageIndex index, Residency to) {
   if (!is_legal(state, to)) {
     const PageId id = space_->id(index);
     throw Error(concat("illegal transition of page (layer ", id.layer, ", sequence ", id.sequence,
-                       ", page ", id.page, id.kind == PageKind::kGradient ? ", gradient" : "",
-                       "): ", name_of(state), " to ", name_of(to)));
+                       ", page ", id.page, ", ", name_of(id.kind), "): ", name_of(state), " to ",
+                       name_of(to)));
   }
   log_.add({index, state, to});
   state = to;

@@ -60,7 +60,7 @@ class Tiers {
 
   const PageRecord& operator[](PageIndex index) const { return records_[at(index)]; }
   int64_t slots_of(PageIndex index) const { return is_gradient(index) ? grad_slots_ : 1; }
-  bool is_gradient(PageIndex index) const { return index >= space_->size() / 2; }
+  bool is_gradient(PageIndex index) const { return space_->kind(index) == PageKind::kGradient; }
   void want(PageIndex index) { records_[at(index)].wanted = true; }
 
   // A pinned page is never evicted. Pinning hands the page to compute: before its kernels run they

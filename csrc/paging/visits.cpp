@@ -14,7 +14,12 @@ using Growth = memory::SlotPool::Growth;
 void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
   check_visit(visit);
   const Visit& what = schedule_[visit];
-  check_range(what.layer, begin, end);
+  const bool output = what.kind == VisitKind::kReadOutput;
+  if (output) {
+    check_outputs(what.layer, begin, end, 0);
+  } else {
+    check_range(what.layer, begin, end);
+  }
   gathered_.clear();
   schedule_.for_each_position(visit, begin, end, [&](int64_t position) {
     if (what.touches(PageKind::kKeyValue)) {
@@ -24,6 +29,7 @@ void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
       const PageIndex index = space_.index(PageKind::kGradient, what.layer, position);
       if (tiers_[index].wanted) gathered_.push_back(index);
     }
+    if (output) gathered_.push_back(space_.index(PageKind::kOutput, what.layer, position));
   });
 }
 

@@ -285,6 +285,10 @@ class Config:
             fp64 models keep fp64.
         recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
             attention, ``"auto"`` decides once by what fits. Changes no bit of the result.
+        keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
+            does not compute them again then: ``"none"``, ``"all"``, a share in [0, 1] of them (the
+            most worthwhile first), or ``"auto"``: those that save more time than their copies take,
+            as far as pages leave room. Changes no bit of the result.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the higher-precision sum of each gradient for ``engine.main_grad``.
@@ -300,6 +304,7 @@ class Config:
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
+    keep_outputs: Literal["auto", "none", "all"] | float = "none"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False
@@ -334,6 +339,14 @@ class Config:
         object.__setattr__(self, "host_memory", parse_size("host_memory", self.host_memory))
         _expect_one_of("kv_grad_dtype", self.kv_grad_dtype, ("float32", "bfloat16"))
         _expect_one_of("recompute", self.recompute, ("auto", "none", "layer"))
+        keep = self.keep_outputs
+        share = isinstance(keep, (int, float)) and not isinstance(keep, bool) and 0 <= keep <= 1
+        _expect(
+            share or (isinstance(keep, str) and keep in ("auto", "none", "all")),
+            "keep_outputs",
+            "'auto', 'none', 'all' or a share in [0, 1]",
+            keep,
+        )
         _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
         for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
             _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))

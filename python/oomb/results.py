@@ -23,6 +23,11 @@ class Stats:
             GPU's calls keep for the next.
         exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
             each pass: "fill", "forward" and "backward" of the sweep.
+        kept_output_share: of attention's outputs that could be kept for the sweep, those that were.
+        kept_output_bytes: memory of both tiers that they took.
+        kept_output_seconds: that the fill took to compute them; the sweep did not do it again.
+        reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
+            these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
     """
 
@@ -39,6 +44,10 @@ class Stats:
     d2h_seconds: float = 0.0
     exposed_by_chunk: dict[str, list[float]] = field(default_factory=dict)
     exposed_by_layer: dict[str, list[float]] = field(default_factory=dict)
+    kept_output_share: float = 0.0
+    kept_output_bytes: int = 0
+    kept_output_seconds: float = 0.0
+    reserved_ratio: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,25 @@ class CudaCopyEngine final : public paging::CopyEngine {
     return compute_.mark();
   }
 
+  Ticket pack(std::span<const memory::Slot> slots, const std::byte* source,
+              int64_t bytes) override {
+    cuda_call("copy_slots", [&] {
+      launch_pack(options_.device_base, options_.slot_bytes, slots, source, bytes,
+                  compute_.stream());
+      return cudaSuccess;
+    });
+    return compute_.mark();
+  }
+
+  Ticket unpack(std::span<const memory::Slot> slots, std::byte* target, int64_t bytes) override {
+    cuda_call("copy_slots", [&] {
+      launch_unpack(options_.device_base, options_.slot_bytes, slots, target, bytes,
+                    compute_.stream());
+      return cudaSuccess;
+    });
+    return compute_.mark();
+  }
+
   void reset_tables(int64_t entries) override {
     if (entries > table_capacity_) {
       int32_t* larger = nullptr;

@@ -37,6 +37,54 @@ __global__ void fill_slots(std::byte* pool, int64_t slot_bytes,
   }
 }
 
+// Block (x, y) copies a part of what slot y holds of the memory's bytes.
+template <bool kToSlots, typename Pool, typename Memory>
+__global__ void copy_slots(Pool* pool, int64_t slot_bytes, const __grid_constant__ SlotList list,
+                           Memory* memory, int64_t bytes) {
+  const int64_t offset = blockIdx.y * slot_bytes;
+  const int64_t size = min(slot_bytes, bytes - offset);
+  Pool* slot = pool + list.slot[blockIdx.y] * slot_bytes;
+  Memory* piece = memory + offset;
+  const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const bool wide =
+      (reinterpret_cast<uintptr_t>(slot) | reinterpret_cast<uintptr_t>(piece)) % 16 == 0;
+  const int64_t words = wide ? size / 16 : 0;
+  for (int64_t i = first; i < words; i += stride) {
+    if constexpr (kToSlots) {
+      reinterpret_cast<uint4*>(slot)[i] = reinterpret_cast<const uint4*>(piece)[i];
+    } else {
+      reinterpret_cast<uint4*>(piece)[i] = reinterpret_cast<const uint4*>(slot)[i];
+    }
+  }
+  for (int64_t i = 16 * words + first; i < size; i += stride) {
+    if constexpr (kToSlots) {
+      slot[i] = piece[i];
+    } else {
+      piece[i] = slot[i];
+    }
+  }
+}
+
+template <bool kToSlots, typename Pool, typename Memory>
+void launch_copy_slots(Pool* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
+                       Memory* memory, int64_t bytes, cudaStream_t stream) {
+  while (!slots.empty() && bytes > 0) {
+    const auto part = slots.first(std::min<size_t>(kSlotsPerLaunch, slots.size()));
+    SlotList list;
+    std::copy(part.begin(), part.end(), list.slot);
+    const int64_t size = std::min(bytes, static_cast<int64_t>(part.size()) * slot_bytes);
+    const auto filled = static_cast<unsigned>(ceil_div(size, slot_bytes));
+    const auto parts = static_cast<unsigned>(std::clamp<int64_t>(slot_bytes / 16384, 1, 64));
+    copy_slots<kToSlots>
+        <<<dim3(parts, filled), 256, 0, stream>>>(pool, slot_bytes, list, memory, size);
+    check_launch("copy_slots");
+    slots = slots.subspan(part.size());
+    memory += size;
+    bytes -= size;
+  }
+}
+
 __global__ void update_entries(int32_t* tables, const __grid_constant__ ChangeList list,
                                int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -81,6 +129,16 @@ void launch_fill(std::byte* pool, int64_t slot_bytes, std::span<const memory::Sl
                                                                               list, word);
     check_launch("fill_slots");
   }
+}
+
+void launch_pack(std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
+                 const std::byte* source, int64_t bytes, cudaStream_t stream) {
+  launch_copy_slots<true>(pool, slot_bytes, slots, source, bytes, stream);
+}
+
+void launch_unpack(const std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
+                   std::byte* target, int64_t bytes, cudaStream_t stream) {
+  launch_copy_slots<false>(pool, slot_bytes, slots, target, bytes, stream);
 }
 
 void launch_table_update(int32_t* tables, std::span<const paging::TableChange> changes,

@@ -16,6 +16,12 @@ namespace oomb::offload {
 void launch_fill(std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
                  uint8_t value, cudaStream_t stream);
 
+// Copies `bytes` bytes between memory and slots, as CopyEngine::pack and unpack.
+void launch_pack(std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
+                 const std::byte* source, int64_t bytes, cudaStream_t stream);
+void launch_unpack(const std::byte* pool, int64_t slot_bytes, std::span<const memory::Slot> slots,
+                   std::byte* target, int64_t bytes, cudaStream_t stream);
+
 void launch_table_update(int32_t* tables, std::span<const paging::TableChange> changes,
                          cudaStream_t stream);
 

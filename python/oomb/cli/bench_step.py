@@ -13,6 +13,7 @@ import torch
 from oomb import Config, Engine, PageRule, TopKPages
 from oomb.cli.bench_selection import SyntheticPages, UniformPages
 from oomb.core.layout import Chunks
+from oomb.core.tiers import reserved_ratio
 from oomb.plan.gpus import gpu_of_device
 from oomb.results import Step
 from oomb.trace.shapes import ModelShape
@@ -97,7 +98,11 @@ def memory_since(device: torch.device, before: int) -> Row:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    return {"torch_peak_bytes": peak, "driver_used_bytes": total - free}
+    return {
+        "torch_peak_bytes": peak,
+        "driver_used_bytes": total - free,
+        "reserved_ratio": reserved_ratio(device),
+    }
 
 
 def with_selection(config: Config, selection: str, layers: int) -> Config:

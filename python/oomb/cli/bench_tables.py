@@ -46,6 +46,9 @@ def print_steps(rows: list[Row]) -> None:
     console = Console()
     console.print(time)
     console.print(memory)
+    for row in rows:
+        for line in _more(row):
+            console.print(f"{row['tokens']:,} tokens: {line}", highlight=False)
 
 
 def _table(*columns: str) -> Table:
@@ -53,6 +56,20 @@ def _table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     return table
+
+
+def _more(row: Row) -> list[str]:
+    """What is not said of every step."""
+    lines = []
+    if row.get("kept_output_share"):
+        lines.append(
+            f"{row['kept_output_share']:.0%} of attention's outputs were kept for the sweep, "
+            f"{row['kept_output_bytes'] / 2**30:.2f} GiB; "
+            f"{row['kept_output_seconds']:.2f} s of attention were not computed again"
+        )
+    if _on_gpu(row):
+        lines.append(f"torch reserved {row['reserved_ratio']:.3f} x what it allocated, at the peak")
+    return lines
 
 
 def print_rivals(rivals: list[Row], fastest: dict[int, Row]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +13,10 @@ import torch
 from oomb import _C
 from oomb.core.call_pages import CallPages
 from oomb.core.finite import expect_finite
+from oomb.core.output_pages import keep_output, take_output
 from oomb.core.own_pages import end_own, gradient_arguments, write_own
 from oomb.core.rounding import seed_of_chunk
+from oomb.core.stopwatch import Stopwatch
 from oomb.core.waves import launches, resident
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
@@ -29,6 +31,7 @@ class ChunkAttention:
 
     Attributes:
         stop_at_last: the fill ends at the last layer's keys and values.
+        kept_seconds: of the forward whose outputs are kept.
         begun: of each layer, chunks of the fill whose keys and values it has taken.
     """
 
@@ -41,6 +44,7 @@ class ChunkAttention:
         self.chunk = 0
         self.phase = "fill"
         self.stop_at_last = False
+        self.kept_seconds = Stopwatch()
         self.begun: Counter[int] = Counter()
 
     def activated(self) -> Swaps:
@@ -89,7 +93,10 @@ class ChunkAttention:
         scale: float,
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk, after :meth:`begin`."""
+        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk, after :meth:`begin`.
+
+        What the fill has kept the sweep takes back, once, and computes nothing.
+        """
         pages, order = self.pages, self.pages.order
         visit = int((order.fill if self.phase == "fill" else order.read)[self.chunk, layer])
         if pages.choice is not None:
@@ -98,6 +105,10 @@ class ChunkAttention:
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
+        kept = bool(pages.outputs.kept[self.chunk, layer])
+        if kept and self.phase == "sweep":
+            take_output(pages, layer, self.chunk, o, lse)
+            return o, lse
         common = self._common(layer, q, k, v, scale, window)
         common["workspace"] = workspace_on(q.device)
 
@@ -108,9 +119,12 @@ class ChunkAttention:
             )
             common["max"] = torch.empty_like(lse)
             common["sum"] = torch.empty_like(lse)
-        for part in parts:
-            with resident(pages, visit, part.pages):
-                _C.attention_forward(**common, **part.arguments, o=o, lse=lse)
+        with self.kept_seconds.running(q.device) if kept else nullcontext():
+            for part in parts:
+                with resident(pages, visit, part.pages):
+                    _C.attention_forward(**common, **part.arguments, o=o, lse=lse)
+        if kept:
+            keep_output(pages, layer, self.chunk, o, lse)
         return o, lse
 
     def backward(

@@ -11,6 +11,7 @@ import torch
 from oomb import _C
 from oomb.config import SampledChunks
 from oomb.core.demand import Demand
+from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import Chunks, Order, call_order
 from oomb.core.page_choice import PageChoice
 from oomb.core.shortage import with_torchs_unused
@@ -24,6 +25,7 @@ class CallPages:
 
     Attributes:
         first_key, num_keys: as in :class:`oomb.core.inputs.CallInputs`.
+        outputs: of attention that the fill keeps for the sweep.
         swept: chunks that receive gradient, ascending.
         choice: which past pages are seen; None: all.
         rounding_seed: of bf16 gradient pages.
@@ -37,6 +39,7 @@ class CallPages:
     layout: PageLayout
     chunks: Chunks
     order: Order
+    outputs: KeptOutputs
     num_layers: int
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
@@ -81,6 +84,7 @@ def begin_pages(
 ) -> CallPages:
     """Begin a call on a page manager whose tiers hold it."""
     spilled = caps.host_slots > 0
+    outputs = demand.outputs or demand.nothing_kept
     config, chunks, swept = demand.config, demand.chunks, demand.swept or []
     # Where lists and pages have to travel, two chunks of the fill hide it for each other.
     paired = spilled and demand.rule is not None
@@ -91,6 +95,7 @@ def begin_pages(
         swept,
         whole_fill=demand.swept is None,
         paired=paired,
+        output_span=outputs.span,
     )
     num_layers = len(demand.shapes)
     manager.begin_call(
@@ -101,6 +106,7 @@ def begin_pages(
         exact=demand.rule is None,
         wave_pages=demand.wave_pages,
         device_slots=caps.device_slots,
+        outputs=outputs.pieces_of_layer,
     )
     choice = None
     if demand.rule is not None:
@@ -115,6 +121,7 @@ def begin_pages(
         layout=demand.layout,
         chunks=chunks,
         order=order,
+        outputs=outputs,
         num_layers=num_layers,
         first_key=demand.inputs.first_key,
         num_keys=demand.inputs.num_keys,

@@ -10,6 +10,7 @@ import torch
 from oomb import _C
 from oomb.config import Config, PageRule
 from oomb.core.inputs import CallInputs
+from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks
 from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
 from oomb.model.causal import LayerShape
@@ -21,6 +22,7 @@ class Demand:
 
     Attributes:
         swept: chunks that receive gradient, ascending; None: evaluate.
+        outputs: of attention that the fill keeps for the sweep; None: none.
     """
 
     config: Config
@@ -28,6 +30,7 @@ class Demand:
     layout: PageLayout
     inputs: CallInputs
     swept: list[int] | None
+    outputs: KeptOutputs | None = None
 
     @property
     def device(self) -> torch.device:
@@ -78,4 +81,22 @@ class Demand:
         gradients = len((self.swept or [])[:-1]) * self.chunks.first_page(1) * self.inputs.batch
         kv_pages = sum(self.pages_per_sequence)
         needed = slots_of_call(self.layout, len(self.shapes), kv_pages, gradients)
-        return max(needed, self.smallest_slots)
+        kept = 0 if self.outputs is None else self.outputs.slots
+        return max(needed + kept, self.smallest_slots)
+
+    @property
+    def nothing_kept(self) -> KeptOutputs:
+        return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.inputs.batch)
+
+    @property
+    def keeping(self) -> Keeping:
+        """What could be kept of attention's outputs."""
+        batch, rule = self.inputs.batch, self.rule
+        return Keeping.of(
+            self.nothing_kept,
+            self.chunks,
+            self.shapes,
+            self.swept or [],
+            batch,
+            None if rule is None else rule.max_pages * self.config.page_size,
+        )

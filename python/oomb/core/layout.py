@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,11 @@ import numpy.typing as npt
 
 from oomb.config import Config
 
-# A visit reads KV; or reads KV and adds to its gradient; or reads what was added.
-READ, ACCUMULATE, READ_GRADIENT = 0, 1, 2
+# A visit reads KV; or reads KV and adds to its gradient; or reads what was added; or, where it was
+# kept, the output of attention instead of KV.
+READ, ACCUMULATE, READ_GRADIENT, READ_OUTPUT = 0, 1, 2, 3
+
+OutputSpan = Callable[[int, int], "tuple[int, int] | None"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Order:
 
         fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output)
                paired: layer 0 of chunks 0 and 1, layer 1 of chunks 0 and 1, …, then chunks 2 and 3
-        sweep  chunk last … 0: layer 0 … L-1 read, then L-1 … 0 read and accumulate, each followed
-               by the chunk's own gradient
+        sweep  chunk last … 0: layer 0 … L-1 read (KV, or the output that the fill kept), then
+               L-1 … 0 read and accumulate, each followed by the chunk's own gradient
 
     Attributes:
         visits: int32 [T, 4].
@@ -80,6 +83,7 @@ def call_order(
     *,
     whole_fill: bool,
     paired: bool = False,
+    output_span: OutputSpan = lambda chunk, layer: None,
 ) -> Order:
     """Order of a call that fills chunks [0, filled) and sweeps ``swept`` (ascending) in reverse.
 
@@ -87,6 +91,7 @@ def call_order(
         windows: sliding window of each layer, 0: none. Pages outside a chunk's window are not read.
         whole_fill: the fill runs the last layer too.
         paired: two chunks of the fill take turns, layer by layer.
+        output_span: pieces of the output that is kept of a chunk and layer; None: it is not.
     """
     num_layers = len(windows)
     rows: list[tuple[int, int, int, int]] = []
@@ -105,7 +110,12 @@ def call_order(
                 visit(fill, chunk, layer, READ)
     for chunk in reversed(swept):
         for layer in range(num_layers):
-            visit(read, chunk, layer, READ)
+            pieces = output_span(chunk, layer)
+            if pieces is None:
+                visit(read, chunk, layer, READ)
+            else:
+                read[chunk, layer] = len(rows)
+                rows.append((layer, READ_OUTPUT, *pieces))
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
             if chunk != swept[-1]:

@@ -7,7 +7,7 @@ import torch
 from oomb import _C
 from oomb.config import PageRule, Past
 from oomb.core.demand import Demand
-from oomb.core.layout import Chunks, Order
+from oomb.core.layout import READ_OUTPUT, Chunks, Order
 from oomb.core.list_sizes import ListSizes
 from oomb.core.page_lists import PageLists
 from oomb.core.selection import Selector
@@ -129,7 +129,7 @@ class PageChoice:
         for visit in (
             int(table[chunk, layer]) for table in (order.fill, order.read, order.accumulate)
         ):
-            if visit >= 0:
+            if visit >= 0 and order.visits[visit, 1] != READ_OUTPUT:
                 self._manager.set_visit_pages(visit, pages)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,15 @@ import torch
 from oomb import _C
 from oomb.core.call_pages import CallPages, begin_pages
 from oomb.core.demand import Demand
-from oomb.core.shortage import expect_room, leave_to_driver, refused
-from oomb.core.tiers import Caps, Held, PageLayout, page_manager
-from oomb.errors import Error
+from oomb.core.kept_outputs import Rooms
+from oomb.core.shortage import (
+    expect_room,
+    expect_room_for_outputs,
+    leave_to_driver,
+    refused,
+)
+from oomb.core.tiers import Caps, Held, PageLayout, device_room, host_room, page_manager
+from oomb.errors import Error, OutOfMemoryError
 from oomb.model.swap import Swaps
 
 
@@ -58,6 +65,7 @@ class Pools:
             OutOfMemoryError: the pages do not fit both tiers.
         """
         swaps.afterwards(self._end_call)
+        demand = self._keeping_outputs(demand, others)
         caps = self._caps_with_room(demand, others)
         manager = self._manager_for(demand, caps)
         return begin_pages(demand, manager, caps, rounding_seed)
@@ -87,6 +95,41 @@ class Pools:
                 raise
             shortage.snapshot = snapshot
             raise shortage from error
+
+    def _keeping_outputs(self, demand: Demand, others: int) -> Demand:
+        """The demand with the outputs of attention that the fill shall keep.
+
+        Raises:
+            OutOfMemoryError: both tiers cannot hold what was asked for.
+        """
+        setting = demand.config.keep_outputs
+        if demand.swept is None or setting == "none":
+            return demand
+        self._caps_with_room(demand, others)  # says what is missing where pages alone do not fit
+        keeping, rooms = demand.keeping, self._rooms(demand, others)
+        outputs = keeping.wanted(setting, rooms, self._device.type)
+        keeps = replace(demand, outputs=outputs)
+        if setting != "auto":
+            expect_room_for_outputs(keeping, outputs, rooms.all)
+            return keeps
+        try:
+            self._caps_with_room(keeps, others)
+        except OutOfMemoryError:  # the device gives less than it says
+            return demand
+        return keeps
+
+    def _rooms(self, demand: Demand, others: int) -> Rooms:
+        config, slot, needed = demand.config, demand.layout.slot_bytes, demand.needed_slots
+        held = self._held(demand)
+        assert not isinstance(config.device_memory, str)
+        assert not isinstance(config.host_memory, str)
+        device = device_room(self._device, config.device_memory, others) // slot
+        on_cpu = self._device.type == "cpu"
+        taken = device * slot if on_cpu else 0  # one memory, given once
+        host = host_room(config.host_memory, 0 if held is None else held.host_bytes, taken) // slot
+        return Rooms(
+            device - needed, host, config.device_memory is not None, config.host_memory is not None
+        )
 
     def _caps_with_room(self, demand: Demand, others: int) -> Caps:
         """Sizes of the tiers; the device has what they and the rest of the call take of it."""

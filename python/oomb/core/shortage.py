@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from oomb.config import parse_size
+from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.faults import is_out_of_memory
@@ -31,6 +32,25 @@ def expect_room(device: torch.device, pool_bytes: int, others: int) -> None:
             needed_bytes=pool_bytes + others,
             available_bytes=free,
         )
+
+
+def expect_room_for_outputs(keeping: Keeping, outputs: KeptOutputs, free_slots: int) -> None:
+    """Check that the tiers have room for outputs of attention beside a call's pages.
+
+    Raises:
+        OutOfMemoryError: they have not; the text has the largest share that would fit.
+    """
+    if outputs.slots <= free_slots:
+        return
+    free = max(0, free_slots) * outputs.slot_bytes
+    fitting = keeping.most_within(free_slots) / len(keeping.order)
+    raise OutOfMemoryError(
+        f"keep_outputs: expected room for {outputs.num_bytes} bytes beside the call's pages, got "
+        f"{free}: the tiers are out of memory. The largest share that fits is "
+        f"keep_outputs={int(1000 * fitting) / 1000}; raise host_memory or device_memory for more",
+        needed_bytes=outputs.num_bytes,
+        available_bytes=free,
+    )
 
 
 def leave_to_driver(device: torch.device, pool_bytes: int) -> int:

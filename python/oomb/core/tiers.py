@@ -30,8 +30,12 @@ class PageLayout:
     grad_dtype: torch.dtype
 
     @property
+    def element_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
     def slot_bytes(self) -> int:
-        return 2 * self.kv_heads * self.page_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+        return 2 * self.kv_heads * self.page_size * self.head_dim * self.element_bytes
 
     @property
     def summary_bytes(self) -> int:
@@ -102,7 +106,7 @@ class Caps:
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
         """
-        device_free = device_memory or max(0, int(free_memory(device) * TIER_SHARE) - others)
+        device_free = device_room(device, device_memory, others)
         allowed = device_free // layout.slot_bytes
         device_slots = min(allowed, needed_slots)
         if device_slots < smallest_slots:
@@ -124,9 +128,7 @@ class Caps:
             return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
         kept = 0 if held is None else held.host_bytes
-        host_free = host_memory or max(
-            0, int((free_memory(torch.device("cpu")) + kept) * TIER_SHARE) - taken
-        )
+        host_free = host_room(host_memory, kept, taken)
         capacity = host_free // layout.slot_bytes
         if capacity + device_slots < needed_slots:
             needed, free = needed_slots * layout.slot_bytes, device_free + host_free
@@ -139,6 +141,17 @@ class Caps:
                 available_bytes=free,
             )
         return Caps(device_slots, min(capacity, needed_slots), capacity)
+
+
+def device_room(device: torch.device, device_memory: int | None, others: int) -> int:
+    """Bytes that the device tier may take beside ``others``."""
+    return device_memory or max(0, int(free_memory(device) * TIER_SHARE) - others)
+
+
+def host_room(host_memory: int | None, kept: int, taken: int) -> int:
+    """Bytes that the host tier may take, which has ``kept`` already, beside ``taken``."""
+    free = free_memory(torch.device("cpu")) + kept
+    return host_memory or max(0, int(free * TIER_SHARE) - taken)
 
 
 def free_memory(device: torch.device) -> int:
@@ -157,6 +170,14 @@ def memory_fraction(device: torch.device) -> float:
     """Part of a GPU's memory that the user has left this process; 1 where torch cannot say."""
     asked: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if asked is None else float(asked(device))
+
+
+def reserved_ratio(device: torch.device) -> float:
+    """Torch's reserved over its allocated memory on a GPU, at their peaks; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1.0
+    allocated = torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_reserved(device) / allocated if allocated else 1.0
 
 
 def _mem_available() -> int:

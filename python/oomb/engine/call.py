@@ -20,7 +20,7 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner
 from oomb.core.rounding import seed_of_call
-from oomb.core.tiers import PageLayout, free_memory
+from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.probe import key_dtype
@@ -67,6 +67,10 @@ class Call:
                 d2h_seconds=counters["d2h_seconds"],
                 exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
                 exposed_by_layer={name: x.sum(axis=0).tolist() for name, x in exposed.items()},
+                kept_output_share=pages.outputs.share,
+                kept_output_bytes=pages.outputs.num_bytes,
+                kept_output_seconds=self.attention.kept_seconds.total,
+                reserved_ratio=reserved_ratio(self.model.device),
             ),
             selection=selection,
             logprobs=self.loss.logprobs,

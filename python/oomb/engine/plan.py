@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config, PageRule
+from oomb.core.kept_outputs import Keeping, KeptOutputs, Rooms
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
 from oomb.core.tiers import PageLayout, free_memory, slots_of_call
@@ -123,6 +124,15 @@ def _layerwise(model: CausalModel, shapes: list[LayerShape], tokens: int) -> Lay
     )
 
 
+def _keeping(
+    layout: PageLayout, shapes: list[LayerShape], config: Config, chunks: Chunks, batch: int
+) -> Keeping:
+    rule = config.attention
+    budget = rule.max_pages * config.page_size if isinstance(rule, PageRule) else None
+    none = KeptOutputs.none(chunks, layout, shapes, batch)
+    return Keeping.of(none, chunks, shapes, range(chunks.number), batch, budget)
+
+
 def plan_call(
     model: CausalModel,
     shapes: list[LayerShape],
@@ -147,16 +157,30 @@ def plan_call(
     others += max(gradient_bytes(model), summaries)
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
-    assert config.host_memory is None or isinstance(config.host_memory, int)
+    host_memory = config.host_memory
+    assert host_memory is None or isinstance(host_memory, int)
     room = max(0, free - others) if config.device_memory is None else config.device_memory
+
+    def host_free_beside(on_device: int) -> int:
+        host_free = free_memory(torch.device("cpu"))
+        if model.device.type == "cpu":
+            host_free = max(0, host_free - others - on_device)
+        host_free = max(0, host_free - lists)
+        return host_free if host_memory is None else min(host_free, host_memory)
+
+    if config.keep_outputs != "none":
+        keeping = _keeping(layout, shapes, config, chunks, batch)
+        slot = layout.slot_bytes
+        rooms = Rooms(
+            (room - page_bytes) // slot,
+            host_free_beside(room) // slot,
+            config.device_memory is not None,
+            config.host_memory is not None,
+        )
+        page_bytes += keeping.wanted(config.keep_outputs, rooms, model.device.type).num_bytes
     on_device = min(page_bytes, room)
     on_host = page_bytes - on_device
-    host_free = free_memory(torch.device("cpu"))
-    if model.device.type == "cpu":
-        host_free = max(0, host_free - others - on_device)
-    host_free = max(0, host_free - lists)
-    if config.host_memory is not None:
-        host_free = min(host_free, config.host_memory)
+    host_free = host_free_beside(on_device)
     advice = []
     too_much_on_device = on_device + others > free
     fits = on_host <= host_free and not too_much_on_device

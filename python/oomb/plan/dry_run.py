@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from oomb import _C
 from oomb.config import PageRule
-from oomb.core.layout import Chunks, Order, call_order
+from oomb.core.kept_outputs import KeptOutputs
+from oomb.core.layout import READ_OUTPUT, Chunks, Order, call_order
 from oomb.core.tiers import Caps
 from oomb.model.causal import LayerShape
 from oomb.plan.pages import PageCall
@@ -48,11 +49,12 @@ class DryRun:
         self._call = call
         self._paired = caps.host_slots > 0 and call.selection is not None
         self._chunks = Chunks(call.chunks.tokens, call.chunks.chunk_size, page_size)
+        self._slot_bytes = round(call.layout.slot_bytes * factor * self._layers_each)
+        self._outputs = self._scaled_outputs()
         self._order = self._make_order()
         self._exact = call.selection is None
         smallest = call.smallest_slots
         scale = factor * self._layers_each
-        self._slot_bytes = round(call.layout.slot_bytes * scale)
         self._manager = _C.PageManager(
             device="cpu",
             dry=True,
@@ -74,6 +76,21 @@ class DryRun:
             call.swept,
             whole_fill=False,
             paired=self._paired,
+            output_span=self._outputs.span,
+        )
+
+    def _scaled_outputs(self) -> KeptOutputs:
+        """Outputs of the layers that are run, each of which stands for several."""
+        outputs, each = self._call.outputs or self._call.nothing_kept, self._layers_each
+        layers = len(self._shapes)
+        kept = outputs.kept[:, :layers].copy()
+        kept[:, -1] = False  # where the fill ends
+        return replace(
+            outputs,
+            kept=kept,
+            slot_bytes=self._slot_bytes,
+            o_bytes=tuple(round(size * each) for size in outputs.o_bytes[:layers]),
+            lse_bytes=tuple(round(size * each) for size in outputs.lse_bytes[:layers]),
         )
 
     def run(self) -> DryRunResult:
@@ -87,6 +104,7 @@ class DryRun:
             visits=self._order.visits,
             exact=self._exact,
             wave_pages=max(1, call.wave_pages // self._factor),
+            outputs=self._outputs.pieces_of_layer,
         )
         try:
             for layer in range(len(self._shapes)):
@@ -118,6 +136,7 @@ class DryRun:
             for layer in range(last):
                 for chunk in turns:  # while one attends, the other's pages are on their way
                     self._visit("fill", int(self._order.fill[chunk, layer]), chunk, layer)
+                    self._keep_output(chunk, layer)
                     self._create(chunk, layer + 1)
             for chunk in turns:  # the last layer chooses for the sweep
                 if chunk in self._call.swept:
@@ -135,7 +154,8 @@ class DryRun:
         layers = range(len(self._shapes))
         for chunk in reversed(self._call.swept):
             for layer in layers:
-                self._visit("read", int(self._order.read[chunk, layer]), chunk, layer)
+                phase: Phase = "kept" if self._outputs.kept[chunk, layer] else "read"
+                self._visit(phase, int(self._order.read[chunk, layer]), chunk, layer)
             for layer in reversed(layers):
                 visit = int(self._order.accumulate[chunk, layer])
                 self._visit("accumulate", visit, chunk, layer)
@@ -144,9 +164,12 @@ class DryRun:
     def _visit(self, phase: Phase, visit: int, chunk: int, layer: int) -> None:
         self._announce(chunk, layer)
         before = self._manager.stats()
-        for begin, end in self._manager.waves(visit):
-            self._manager.acquire(visit, begin, end)
-            self._manager.release(visit, begin, end)
+        if phase == "kept":
+            self._take_output(visit, chunk, layer)
+        else:
+            for begin, end in self._manager.waves(visit):
+                self._manager.acquire(visit, begin, end)
+                self._manager.release(visit, begin, end)
         after = self._manager.stats()
         loaded, stored, missed = (
             after[name] - before[name] for name in ("h2d_bytes", "d2h_bytes", "misses")
@@ -155,6 +178,26 @@ class DryRun:
         if phase == "accumulate":
             page = page * (1 + self._call.layout.grad_slots) // 2
         self._timeline.append(Visit(phase, chunk, loaded, stored, min(loaded, missed * page)))
+
+    def _keep_output(self, chunk: int, layer: int) -> None:
+        if not self._outputs.kept[chunk, layer]:
+            return
+        for first, last in self._outputs.parts(chunk, layer):
+            step = self._manager.max_outputs()
+            for begin in range(first, last, step):
+                self._manager.write_output(
+                    layer=layer, begin=begin, end=min(begin + step, last), source=1, num_bytes=0
+                )
+
+    def _take_output(self, visit: int, chunk: int, layer: int) -> None:
+        waves = self._manager.waves(visit)
+        for first, last in self._outputs.parts(chunk, layer):
+            for wave_begin, wave_end in waves:
+                begin, end = max(first, wave_begin), min(last, wave_end)
+                if begin < end:
+                    self._manager.read_output(
+                        visit=visit, begin=begin, end=end, target=1, num_bytes=0
+                    )
 
     def _announce(self, chunk: int, layer: int) -> None:
         """Name the pages that a chunk's blocks choose, by a guess; unless they see all."""
@@ -168,7 +211,7 @@ class DryRun:
         listed = self._guess(past, rule)
         for table in (self._order.fill, self._order.read, self._order.accumulate):
             visit = int(table[chunk, layer])
-            if visit >= 0:
+            if visit >= 0 and self._order.visits[visit, 1] != READ_OUTPUT:
                 self._manager.set_visit_pages(visit, listed)
 
     def _guess(self, past: int, rule: PageRule) -> npt.NDArray[np.int64]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from oomb.model.causal import LayerShape
 from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
@@ -28,6 +30,7 @@ class Duration:
         copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
         fill: seconds of the fill, of the total.
+        spared: of attention that kept outputs spare; no part of the total.
         basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
     """
 
@@ -38,6 +41,7 @@ class Duration:
     starting: float
     fill: float
     basis: str
+    spared: float = 0.0
 
     @property
     def total(self) -> float:
@@ -62,6 +66,8 @@ def duration_of(
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
     fill_attention = _forward(call, rates, range(call.filled), call.shapes[:-1])
     sweep_attention = _forward(call, rates, call.swept, call.shapes)
+    spared = _spared(call, rates)
+    sweep_attention -= spared
     sweep_attention += _backward(call, rates, call.swept, call.shapes)
     filling = fills * sum(fill) + fill_attention
     sweeping = sweeps * sum(sweep) + sweep_attention
@@ -80,6 +86,17 @@ def duration_of(
         starting=sum(starting),
         fill=filling + starting[0],
         basis=rates.basis,
+        spared=spared,
+    )
+
+
+def _spared(call: PageCall, rates: Rates) -> float:
+    """Forward of attention whose outputs the fill has kept."""
+    if call.outputs is None:
+        return 0.0
+    return sum(
+        _forward(call, rates, tuple(np.flatnonzero(call.outputs.kept[:, layer])), (shape,))
+        for layer, shape in enumerate(call.shapes)
     )
 
 
@@ -92,8 +109,10 @@ def _waiting(
     @cache
     def computing(phase: Phase, chunk: int) -> float:
         attention = _backward if phase == "accumulate" else _forward
-        own = {"fill": fill, "read": sweep / 3, "accumulate": 2 * sweep / 3}[phase]
-        of_layer = (own + attention(call, rates, (chunk,), call.shapes)) / layers
+        thirds = {"read": 1, "kept": 1, "accumulate": 2}
+        own = fill if phase == "fill" else thirds[phase] * sweep / 3
+        attending = 0.0 if phase == "kept" else attention(call, rates, (chunk,), call.shapes)
+        of_layer = (own + attending) / layers
         return of_layer * dry_run.layers_each
 
     return waiting_seconds(

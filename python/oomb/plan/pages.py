@@ -8,6 +8,7 @@ import torch
 
 from oomb import _C
 from oomb.config import PageRule
+from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
 from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
@@ -24,6 +25,7 @@ class PageCall:
         swept: chunks that receive gradient, ascending; those before the last of them are filled.
         selection: the rule of page-sparse attention, None: dense.
         choices: what it is taken to choose.
+        outputs: of attention that the fill keeps for the sweep; None: none.
     """
 
     chunks: Chunks
@@ -34,6 +36,7 @@ class PageCall:
     device_type: str
     selection: PageRule | None
     choices: Choices
+    outputs: KeptOutputs | None = None
 
     @property
     def filled(self) -> int:
@@ -45,7 +48,25 @@ class PageCall:
         per_chunk = self.chunks.first_page(1) * self.batch
         gradients = (len(self.swept) - 1) * per_chunk
         layers = len(self.shapes)
-        return slots_of_call(self.layout, layers, self.filled * per_chunk, gradients)
+        kept = 0 if self.outputs is None else self.outputs.slots
+        return kept + slots_of_call(self.layout, layers, self.filled * per_chunk, gradients)
+
+    @property
+    def nothing_kept(self) -> KeptOutputs:
+        return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.batch)
+
+    @property
+    def keeping(self) -> Keeping:
+        """What could be kept of attention's outputs."""
+        rule = self.selection
+        return Keeping.of(
+            self.nothing_kept,
+            self.chunks,
+            self.shapes,
+            self.swept,
+            self.batch,
+            None if rule is None else rule.max_pages * self.chunks.page_size,
+        )
 
     @property
     def smallest_slots(self) -> int:

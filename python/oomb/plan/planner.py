@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config, PageRule, SampledChunks
+from oomb.core.kept_outputs import Rooms
 from oomb.core.layout import Chunks
 from oomb.core.tiers import TIER_SHARE, Caps, PageLayout
 from oomb.engine.plan import ACTIVATION_SHARE
@@ -101,6 +102,8 @@ class Planner:
         shortage = ""
         try:
             caps = self._caps(config, call, free, _call_bytes(call, trace))
+            call = self._keeping_outputs(config, call, free, _call_bytes(call, trace))
+            caps = self._caps(config, call, free, _call_bytes(call, trace))
             if caps.host_slots:
                 trace = self._trace(call, recompute, waves=True)
                 caps = self._caps(config, call, free, _call_bytes(call, trace))
@@ -130,6 +133,8 @@ class Planner:
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=0 if call.lists is None else call.lists.host_bytes(call.device_type),
+            kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
+            kept_output_share=0.0 if call.outputs is None else call.outputs.share,
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,
@@ -185,12 +190,30 @@ class Planner:
         needed = max(call.needed_slots, call.smallest_slots)
         device = self._device_room(config, free, others)
         if host is None:
-            host = int(self.machine.host_bytes * TIER_SHARE)
-            if self.machine.device_type == "cpu":
-                taken = min(device, needed * call.layout.slot_bytes)
-                host = int((self.machine.host_bytes - taken) * TIER_SHARE)
+            host = self._host_room(min(device, needed * call.layout.slot_bytes))
         kind = torch.device(self.machine.device_type)
         return Caps.of(call.layout, needed, kind, device, max(1, host), call.smallest_slots, others)
+
+    def _host_room(self, on_device: int) -> int:
+        """Bytes that the host tier may take where it has no cap."""
+        taken = on_device if self.machine.device_type == "cpu" else 0
+        return int((self.machine.host_bytes - taken) * TIER_SHARE)
+
+    def _keeping_outputs(self, config: Config, call: PageCall, free: int, others: int) -> PageCall:
+        """With the outputs of attention that the engine will keep."""
+        if config.keep_outputs == "none":
+            return call
+        slot, device = call.layout.slot_bytes, self._device_room(config, free, others)
+        host = config.host_memory
+        assert not isinstance(host, str)
+        rooms = Rooms(
+            device // slot - max(call.needed_slots, call.smallest_slots),
+            (self._host_room(device) if host is None else host) // slot,
+            config.device_memory is not None,
+            host is not None,
+        )
+        outputs = call.keeping.wanted(config.keep_outputs, rooms, self.machine.device_type)
+        return replace(call, outputs=outputs)
 
     def _device_room(self, config: Config, free: int, others: int) -> int:
         """Bytes that the device tier may take."""

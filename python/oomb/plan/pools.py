@@ -89,18 +89,22 @@ def slots_at_once(call: PageCall) -> int:
         wanted[chunks.first_page(chunk) : chunks.first_page(chunk + 1)] = True
     created = [np.zeros_like(wanted) for _ in layers]
     kv = [chunks.first_page(call.filled)] * len(layers)  # first pages of each layer that are alive
-    in_use = peak = sum(kv)
+    outputs = 0 if call.outputs is None else call.outputs.slots
+    in_use = peak = sum(kv) * call.batch + outputs
     for position in range(len(call.swept) - 1, -1, -1):
         chunk = call.swept[position]
         first = chunks.first_page(chunk)
         alive = chunks.first_page(call.swept[position - 1]) if position else 0
+        if call.outputs is not None:  # taken back before its gradients come
+            in_use -= sum(call.outputs.slots_of(i) for i in layers if call.outputs.kept[chunk, i])
         for layer in reversed(layers):
             begin = first_page_in_window(chunks, chunk, call.shapes[layer].window)
             fresh = wanted[begin:first] & ~created[layer][begin:first]
             created[layer][begin:first] |= fresh
-            in_use += grad_slots * int(fresh.sum())
+            in_use += grad_slots * int(fresh.sum()) * call.batch
             peak = max(peak, in_use)
-            in_use -= grad_slots * int(created[layer][first : first + per_chunk].sum())
-            in_use -= max(0, kv[layer] - alive)
+            own = created[layer][first : first + per_chunk]
+            in_use -= grad_slots * int(own.sum()) * call.batch
+            in_use -= max(0, kv[layer] - alive) * call.batch
             kv[layer] = min(kv[layer], alive)
-    return peak * call.batch
+    return peak

@@ -28,6 +28,8 @@ class Prediction:
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
+        kept_output_bytes: of the pools, attention's outputs that the fill keeps for the sweep.
+        kept_output_share: of those that could be kept.
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
         duration: seconds of the step by kind of work; None where no rates are known.
@@ -49,6 +51,8 @@ class Prediction:
     device_pool_bytes: int
     host_pool_bytes: int
     list_bytes: int
+    kept_output_bytes: int
+    kept_output_share: float
     h2d_bytes: int
     d2h_bytes: int
     duration: Duration | None
@@ -98,7 +102,7 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: sizes in bytes, time in seconds."""
         own: dict[str, Any] = {
-            k: v for k, v in vars(self).items() if isinstance(v, (int, str, bool))
+            k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool))
         }
         properties = ("fits", "torch_peak_bytes", "device_bytes", "host_bytes", "seconds", "basis")
         own |= {name: getattr(self, name) for name in properties}
@@ -115,6 +119,7 @@ class Prediction:
             "backward": repr(config.backward),
             "kv_grad_dtype": config.kv_grad_dtype,
             "recompute": config.recompute,
+            "keep_outputs": config.keep_outputs,
             "device_memory": config.device_memory,
             "host_memory": config.host_memory,
         }

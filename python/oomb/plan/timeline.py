@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-Phase = Literal["fill", "read", "accumulate"]
+Phase = Literal["fill", "read", "kept", "accumulate"]  # kept: an output instead of pages
 
 
 class Visit(NamedTuple):

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <span>
@@ -36,6 +37,20 @@ class InstantCopyEngine final : public paging::CopyEngine {
     }
     return mark_compute();
   }
+  paging::Ticket pack(std::span<const memory::Slot> slots, const std::byte* source,
+                      int64_t bytes) override {
+    for_each_piece(slots, bytes, [&](std::byte* slot, int64_t from, size_t size) {
+      std::memcpy(slot, source + from, size);
+    });
+    return mark_compute();
+  }
+  paging::Ticket unpack(std::span<const memory::Slot> slots, std::byte* target,
+                        int64_t bytes) override {
+    for_each_piece(slots, bytes, [&](std::byte* slot, int64_t to, size_t size) {
+      std::memcpy(target + to, slot, size);
+    });
+    return mark_compute();
+  }
   void update_tables(std::span<const paging::TableChange> changes) override {
     if (refusing) throw CudaError("injected failure");
     for (const paging::TableChange& change : changes) {
@@ -66,6 +81,16 @@ class InstantCopyEngine final : public paging::CopyEngine {
   std::vector<int32_t> table;  // what kernels would read, built from the changes alone
 
  private:
+  template <typename Copy>
+  void for_each_piece(std::span<const memory::Slot> slots, int64_t bytes, Copy copy) {
+    int64_t done = 0;
+    for (const memory::Slot slot : slots) {
+      const int64_t size = std::min(slot_bytes_, bytes - done);
+      copy(device_ + slot * slot_bytes_, done, static_cast<size_t>(size));
+      done += size;
+    }
+  }
+
   std::byte* device_;
   std::byte* host_;
   int64_t slot_bytes_;

@@ -9,6 +9,8 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "offload/host_copy_engine.h"
 #include "paging/page_manager.h"
@@ -33,6 +35,7 @@ class PageOracle {
   void begin_call() {
     keys_.clear();
     gradients_.clear();
+    outputs_.clear();  // the compute lane is empty: the call before has ended
     ++version_;
   }
 
@@ -54,11 +57,44 @@ class PageOracle {
   void forget_keys(int64_t layer, int64_t position) { keys_.erase({layer, position}); }
   void forget_gradient(int64_t layer, int64_t position) { gradients_.erase({layer, position}); }
 
+  // A kept output of `pieces` slots, the last of them half full: hands bytes to `write` or `read`,
+  // which move them in the compute lane, and checks what comes back.
+  template <typename Write>
+  void keep_output(int64_t layer, int64_t first, int64_t pieces, Write write) {
+    Output& output = outputs_[{layer, first}];
+    output.stamp = ++version_;
+    output.data.resize(static_cast<size_t>(pieces * words_of_slot() - words_of_slot() / 2));
+    issue({bytes_of(output), size_of(output), std::nullopt, output.stamp});
+    write(bytes_of(output), size_of(output));
+    // Its memory is the caller's again, as soon as the compute lane has been there.
+    issue({bytes_of(output), size_of(output), std::nullopt, ++version_});
+  }
+  template <typename Read>
+  void take_output(int64_t layer, int64_t first, Read read) {
+    Output& output = outputs_.at({layer, first});
+    read(bytes_of(output), size_of(output));
+    issue({bytes_of(output), size_of(output), output.stamp, std::nullopt});
+  }
+
   int64_t stale() const { return stale_; }
   int64_t checked() const { return checked_; }
 
  private:
   using Key = std::pair<int64_t, int64_t>;
+
+  struct Output {
+    std::vector<uint64_t> data;
+    uint64_t stamp = 0;
+  };
+  int64_t words_of_slot() const {
+    return manager_.slot_bytes() / static_cast<int64_t>(sizeof(uint64_t));
+  }
+  static std::byte* bytes_of(Output& output) {
+    return reinterpret_cast<std::byte*>(output.data.data());
+  }
+  static int64_t size_of(const Output& output) {
+    return static_cast<int64_t>(output.data.size() * sizeof(uint64_t));
+  }
 
   struct Kernel {
     std::byte* data;
@@ -125,6 +161,7 @@ class PageOracle {
   int64_t max_delay_us_;
   uint64_t version_ = 0;
   std::map<Key, uint64_t> keys_, gradients_;
+  std::map<Key, Output> outputs_;
   std::atomic<int64_t> stale_ = 0;
   std::atomic<int64_t> checked_ = 0;
 };

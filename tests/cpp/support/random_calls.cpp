@@ -16,12 +16,13 @@ using paging::Visit;
 using paging::VisitKind;
 
 RandomCalls::RandomCalls(TestTiers& tiers, PageOracle& oracle, uint64_t seed, bool inject_failures,
-                         std::function<void()> check)
+                         std::function<void()> check, int64_t output_share)
     : tiers_(tiers),
       oracle_(oracle),
       random_(seed),
       inject_failures_(inject_failures),
-      check_(std::move(check)) {}
+      check_(std::move(check)),
+      output_share_(output_share) {}
 
 void RandomCalls::run(int64_t operations) {
   while (operations_ < operations) {
@@ -60,9 +61,16 @@ void RandomCalls::begin_call() {
   // Pages [alive_from, written) of a layer exist.
   std::vector<int64_t> alive_from(static_cast<size_t>(layers), 0);
   std::vector<int64_t> written(static_cast<size_t>(layers), 0);
+  kept_.assign(static_cast<size_t>(layers), {});
+  outputs_.assign(static_cast<size_t>(layers), 0);
   for (int i = 0; i < 150; ++i) {
     Step step;
     step.layer = static_cast<int32_t>(below(layers));
+    if (below(10) < output_share_) {
+      script_output(step);
+      script_.push_back(step);
+      continue;
+    }
     int64_t& first = alive_from[static_cast<size_t>(step.layer)];
     int64_t& last = written[static_cast<size_t>(step.layer)];
     const int64_t choice = below(10);
@@ -102,6 +110,7 @@ void RandomCalls::begin_call() {
                          .pages_per_sequence = pages,
                          .grad_slots = grad_slots_,
                          .visits = visits_,
+                         .outputs = *std::max_element(outputs_.begin(), outputs_.end()),
                          .exact = below(2) == 0};
   operate([&] { tiers_.manager->begin_call(plan); });
   for (int32_t layer = 0; layer < layers; ++layer) {
@@ -128,6 +137,8 @@ void RandomCalls::play(const Step& step) {
       return;
     }
     case Step::Kind::kVisit: return visit(step);
+    case Step::Kind::kKeepOutput: return keep_output(step);
+    case Step::Kind::kTakeOutput: return take_output(step);
     case Step::Kind::kReadGradients: {
       for (int64_t page = step.begin; page < step.end; ++page) {
         operate([&] { manager.acquire_gradients(step.layer, page, page + 1, nullptr); });
@@ -147,6 +158,54 @@ void RandomCalls::play(const Step& step) {
   for_each(step.begin, step.end, [&](int64_t position) {
     oracle_.forget_keys(step.layer, position);
     oracle_.forget_gradient(step.layer, position);
+  });
+}
+
+// A new output, or one of those kept: not always the latest. Some are never taken back.
+void RandomCalls::script_output(Step& step) {
+  const auto layer = static_cast<size_t>(step.layer);
+  std::vector<Step>& kept = kept_[layer];
+  if (kept.empty() || (below(2) == 0 && kept.size() < 12)) {
+    step.kind = Step::Kind::kKeepOutput;
+    step.begin = outputs_[layer];
+    step.end = outputs_[layer] += static_cast<int32_t>(1 + below(6));
+    kept.push_back(step);
+    return;
+  }
+  const auto taken = kept.end() - 1 - (below(3) == 0 ? below(std::ssize(kept)) : 0);
+  step = *taken;
+  kept.erase(taken);
+  step.kind = Step::Kind::kTakeOutput;
+  step.visit = static_cast<int32_t>(visits_.size());
+  visits_.push_back({step.layer, VisitKind::kReadOutput, static_cast<int32_t>(step.begin),
+                     static_cast<int32_t>(step.end)});
+}
+
+void RandomCalls::keep_output(const Step& step) {
+  PageManager& manager = *tiers_.manager;
+  const int64_t slot = manager.slot_bytes();
+  oracle_.keep_output(
+      step.layer, step.begin, step.end - step.begin, [&](const std::byte* source, int64_t bytes) {
+        for (int64_t begin = step.begin; begin < step.end;) {
+          const int64_t end = std::min(step.end, begin + manager.max_outputs());
+          const int64_t from = (begin - step.begin) * slot;
+          const int64_t size = std::min(bytes - from, (end - begin) * slot);
+          operate(
+              [&] { manager.write_output(step.layer, begin, end, source + from, size, nullptr); });
+          begin = end;
+        }
+      });
+}
+
+void RandomCalls::take_output(const Step& step) {
+  PageManager& manager = *tiers_.manager;
+  const int64_t slot = manager.slot_bytes();
+  oracle_.take_output(step.layer, step.begin, [&](std::byte* target, int64_t bytes) {
+    for (const auto& [begin, end] : manager.waves(step.visit)) {
+      const int64_t to = (begin - step.begin) * slot;
+      const int64_t size = std::min(bytes - to, (end - begin) * slot);
+      operate([&] { manager.read_output(step.visit, begin, end, target + to, size, nullptr); });
+    }
   });
 }
 

@@ -14,12 +14,13 @@
 namespace oomb::testing {
 
 // Drives a page manager through random calls. Each is made up beforehand as a script (creations,
-// visits over ranges and lists, gradients read and dropped), because the manager wants to know its
-// visits; then it is played, some growths failing on the way. After every operation `check` runs.
+// visits over ranges and lists, gradients read and dropped, outputs kept and taken back), because
+// the manager wants to know its visits; then it is played, some growths failing on the way. After
+// every operation `check` runs. Of ten steps `output_share` are of kept outputs.
 class RandomCalls {
  public:
   RandomCalls(TestTiers& tiers, PageOracle& oracle, uint64_t seed, bool inject_failures,
-              std::function<void()> check);
+              std::function<void()> check, int64_t output_share = 3);
 
   // Plays until this many operations are done.
   void run(int64_t operations);
@@ -29,7 +30,14 @@ class RandomCalls {
 
  private:
   struct Step {
-    enum class Kind : uint8_t { kCreate, kVisit, kReadGradients, kDrop } kind = Kind::kCreate;
+    enum class Kind : uint8_t {
+      kCreate,
+      kVisit,
+      kReadGradients,
+      kDrop,
+      kKeepOutput,
+      kTakeOutput
+    } kind = Kind::kCreate;
     int32_t layer = 0;
     int64_t begin = 0;
     int64_t end = 0;
@@ -44,6 +52,9 @@ class RandomCalls {
   void begin_call();
   void play(const Step& step);
   void visit(const Step& step);
+  void script_output(Step& step);
+  void keep_output(const Step& step);
+  void take_output(const Step& step);
   // Runs one operation; if an injected failure hits it, checks and runs it again without.
   void operate(const std::function<void()>& operation);
   void end_failures();
@@ -60,6 +71,9 @@ class RandomCalls {
 
   paging::PageSpace space_;
   int grad_slots_ = 1;
+  int64_t output_share_;
+  std::vector<std::vector<Step>> kept_;  // of each layer, outputs that wait for their visit
+  std::vector<int32_t> outputs_;         // and pieces until now
   std::vector<paging::Visit> visits_;
   std::vector<Step> script_;
 };

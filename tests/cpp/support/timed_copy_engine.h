@@ -46,6 +46,12 @@ class TimedCopyEngine final : public paging::CopyEngine {
     return mark_compute();
   }
 
+  paging::Ticket pack(std::span<const memory::Slot> slots, const std::byte*, int64_t) override {
+    return fill(slots, 0);
+  }
+  paging::Ticket unpack(std::span<const memory::Slot> slots, std::byte*, int64_t) override {
+    return fill(slots, 0);
+  }
   void update_tables(std::span<const paging::TableChange>) override {}
   paging::Ticket mark_compute() override { return run(paging::Lane::kCompute, 0); }
 

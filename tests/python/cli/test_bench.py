@@ -99,6 +99,16 @@ def test_rates_of_a_gpu_by_its_drivers_name(name: str, flops: float | None) -> N
     assert (gpu.flops if gpu else None) == flops
 
 
+def test_kept_outputs_are_told(tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    text = run("--model", tiny, "--tokens", "400", "--keep-outputs", "0.5", "--out", str(out))
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["kept_output_share"] == 0.5 and row["kept_output_bytes"] > 0
+    assert "50% of attention's outputs were kept" in text
+    result = CliRunner().invoke(app, ["bench", "step", "--keep-outputs", "1.5"])
+    assert result.exit_code == 2 and "keep_outputs: expected" in result.output
+
+
 def test_against(tiny: str, tmp_path: Path) -> None:
     out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     lines = ["--model", tiny, "--tokens", "200,400", "--out", str(out), "--plot", str(plot)]

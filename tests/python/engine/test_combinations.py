@@ -86,6 +86,7 @@ def check(seed: int) -> None:
         "chunk_size": chunk,
         "page_size": page,
         "recompute": choose.choice(["none", "layer", "auto"]),
+        "keep_outputs": choose.choice(["none", "all", "auto", choose.random()]),
         "record_selection": True,
     }
     if choose.random() < 0.6:
@@ -103,7 +104,8 @@ def check(seed: int) -> None:
     result = with_slots(model, settings, slots, ids, labels, **arguments)
     assert result.step is not None
     if slots is not None:
-        assert_identical(result, with_slots(model, settings, None, ids, labels, **arguments))
+        in_one_tier = settings | {"keep_outputs": "none"}
+        assert_identical(result, with_slots(model, in_one_tier, None, ids, labels, **arguments))
     visible = Visible(batch, tokens, chunk, page, result.step.selection, lengths, document_start)
     with dense_attention(model, visible):
         expected = ordinary(

@@ -68,6 +68,20 @@ CONFIGURATIONS: dict[str, tuple[str, torch.dtype, dict[str, Any], Inputs]] = {
         padded(),
     ),
     "sampled": ("llama", torch.float32, {"backward": oomb.SampledChunks(keep=0.6)}, plain()),
+    "kept outputs": ("llama", torch.float32, {"keep_outputs": "all"}, padded()),
+    "kept outputs, sparse": (
+        "mistral",
+        torch.float32,
+        {
+            "attention": oomb.TopKPages(budget=3),
+            "backward": oomb.SampledChunks(keep=0.6),
+            "keep_outputs": 0.7,
+            "recompute": "layer",
+        },
+        plain(),
+    ),
+    "kept outputs, fp64": ("gpt-oss", torch.float64, {"keep_outputs": "all"}, documents()),
+    "kept outputs, bf16": ("qwen2", torch.bfloat16, {"keep_outputs": "auto"}, plain(75)),
     "bf16": ("llama", torch.bfloat16, {}, plain(75)),
     "bf16, rounded": ("llama", torch.bfloat16, {"kv_grad_dtype": "bfloat16"}, plain(75)),
     "fp64": ("gpt-oss", torch.float64, {}, plain(75)),
@@ -84,7 +98,8 @@ class Case:
         self.settings = {"chunk_size": CHUNK, "page_size": PAGE, **settings}
         self.inputs = ids, labels
         self.arguments = arguments
-        self.expected = self.run(None)
+        in_one_tier = self.settings | {"keep_outputs": "none"}
+        self.expected = with_slots(self.model, in_one_tier, None, ids, labels, **arguments)
         pure_bf16 = settings.get("kv_grad_dtype") == "bfloat16"
         grad_slots = 2 if dtype == torch.bfloat16 and not pure_bf16 else 1
         self.smallest = smallest_slots(ids.shape[0], grad_slots)

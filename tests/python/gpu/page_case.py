@@ -37,7 +37,10 @@ def table(capsule: object) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """One call: chunks are filled, then swept backwards; sizes and delays come from the seed."""
+    """One call: chunks are filled, then swept backwards; sizes and delays come from the seed.
+
+    Three seeds of four keep outputs, of every other chunk and layer, in ``pieces`` slots each.
+    """
 
     seed: int
     spin: bool = True
@@ -52,6 +55,11 @@ class Case:
         self.chunk_pages = rng.randint(1, 3)
         self.grad_slots = rng.randint(1, 2)
         self.device_slots = self.batch * (1 + self.grad_slots) + rng.randint(0, 16)
+
+        self.pieces = self.seed % 4
+
+    def keeps(self, chunk: int, layer: int) -> bool:
+        return self.pieces > 0 and (chunk + layer) % 2 == 0
 
     @property
     def pages(self) -> int:
@@ -83,7 +91,11 @@ class Player:
         for chunk in range(n):
             visits += [(layer, 0, 0, chunk * per) for layer in range(case.layers)]
         for chunk in reversed(range(n)):
-            visits += [(layer, 0, 0, chunk * per) for layer in range(case.layers)]
+            for layer in range(case.layers):
+                kept = case.keeps(chunk, layer)
+                visits.append(
+                    (layer, 3, *self._pieces(chunk)) if kept else (layer, 0, 0, chunk * per)
+                )
             for layer in reversed(range(case.layers)):
                 visits.append((layer, 1, 0, chunk * per))
                 visits.append((layer, 2, chunk * per, (chunk + 1) * per))
@@ -92,6 +104,7 @@ class Player:
             pages_per_sequence=[case.pages] * case.batch,
             grad_slots=case.grad_slots,
             visits=np.array(visits, dtype=np.int32),
+            outputs=n * case.pieces,
         )
         try:
             self._play()
@@ -121,9 +134,14 @@ class Player:
                     manager.commit(layer, page, stop, stream)
                     page = stop
                 self._visit(layer, False, stream)
+                if case.keeps(chunk, layer):
+                    self._keep_output(chunk, layer, stream)
         for chunk in reversed(range(case.chunks)):
             for layer in range(case.layers):
-                self._visit(layer, False, stream)
+                if case.keeps(chunk, layer):
+                    self._take_output(chunk, layer, stream)
+                else:
+                    self._visit(layer, False, stream)
             for layer in reversed(range(case.layers)):
                 self._visit(layer, True, stream)
                 for page in range(chunk * per, (chunk + 1) * per):
@@ -142,6 +160,50 @@ class Player:
                 self.touched.update((layer, page) for page in range(first, last))
             self.manager.release(self.visit_index, first, last, stream=stream)
         self.visit_index += 1
+
+    def _pieces(self, chunk: int) -> tuple[int, int]:
+        return chunk * self.case.pieces, (chunk + 1) * self.case.pieces
+
+    def _keep_output(self, chunk: int, layer: int, stream: int) -> None:
+        """The last piece is half full; the source is overwritten at once."""
+        first, last = self._pieces(chunk)
+        output = torch.zeros((last - first) * WORDS - WORDS // 2, dtype=torch.int64, device="cuda")
+        self._spin()
+        output.fill_(self._output_stamp(chunk, layer))
+        step = self.manager.max_outputs()
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            part = output[(begin - first) * WORDS : (end - first) * WORDS]
+            self.manager.write_output(
+                layer=layer,
+                begin=begin,
+                end=end,
+                source=part.data_ptr(),
+                num_bytes=8 * part.numel(),
+                stream=stream,
+            )
+        output.fill_(-1)
+
+    def _take_output(self, chunk: int, layer: int, stream: int) -> None:
+        first, last = self._pieces(chunk)
+        output = torch.zeros((last - first) * WORDS - WORDS // 2, dtype=torch.int64, device="cuda")
+        for begin, end in self.manager.waves(self.visit_index):
+            self._spin()
+            part = output[(begin - first) * WORDS : (end - first) * WORDS]
+            self.manager.read_output(
+                visit=self.visit_index,
+                begin=begin,
+                end=end,
+                target=part.data_ptr(),
+                num_bytes=8 * part.numel(),
+                stream=stream,
+            )
+        self.visit_index += 1
+        self.bad += (output != self._output_stamp(chunk, layer)).sum()
+        self.digest += output.sum()
+
+    def _output_stamp(self, chunk: int, layer: int) -> int:
+        return 7919 * (chunk * self.case.layers + layer) + self.case.seed + 2
 
     # "Kernels" ----------------------------------------------------------------------------------
 

@@ -96,6 +96,67 @@ def test_own_chunk_alone_or_not_has_the_same_bits(
     assert asked
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
+)
+def test_kept_outputs_change_no_bit(
+    attention: oomb.Dense | oomb.TopKPages, dtype: torch.dtype
+) -> None:
+    """In HBM and spilled; the sweep has them from the fill."""
+    ids, model = tokens(batch=2), make_model(dtype)
+    slot = 2 * PAGE * 64 * (torch.finfo(dtype).bits // 8)
+    first, expected = chunked(model, ids, attention=attention)
+    for keep in ("all", 0.4, "auto"):
+        for slots in (None, 14, 40, 200):
+            for recompute in ("none", "layer"):
+                memory = None if slots is None else slots * slot
+                step, again = chunked(
+                    model,
+                    ids,
+                    attention=attention,
+                    keep_outputs=keep,
+                    recompute=recompute,
+                    device_memory=memory,
+                    host_memory="64MiB",
+                )
+                if keep != "auto":
+                    assert step.stats.kept_output_share == pytest.approx(
+                        1.0 if keep == "all" else keep
+                    )
+                    assert step.stats.kept_output_seconds > 0
+                assert torch.equal(step.loss, first.loss)
+                for name, value in expected.items():
+                    assert torch.equal(again[name], value), (keep, slots, recompute, name)
+
+
+def test_outputs_kept_in_a_tier_that_cannot_map_memory_have_the_same_bits() -> None:
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    _, expected = chunked(model, ids)
+    config = oomb.Config(
+        chunk_size=CHUNK,
+        page_size=PAGE,
+        keep_outputs="all",
+        device_memory=40 * 2 * PAGE * 64 * 2,
+        host_memory="64MiB",
+    )
+    model.zero_grad()
+    with oomb.Engine(model, config) as engine:
+        engine._pools.test_switches = {"map_device_memory": False}
+        engine.forward_backward(ids, ids)
+    assert all(torch.equal(value, gradients(model)[name]) for name, value in expected.items())
+
+
+def test_reserved_memory_is_told_beside_what_is_allocated() -> None:
+    ids, model = tokens(), make_model(torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    step, _ = chunked(model, ids)
+    assert step.stats.reserved_ratio >= 1.0
+    assert step.stats.reserved_ratio == pytest.approx(
+        torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(), rel=0.01
+    )
+
+
 def test_recompute_changes_no_bit() -> None:
     ids, model = tokens(), make_model(torch.bfloat16)
     _, kept = chunked(model, ids, recompute="none")

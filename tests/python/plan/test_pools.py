@@ -39,6 +39,14 @@ CASES = (
     Case("two-tiers-sampled", settings={**SAMPLED, "device_memory": "200KiB"}),
     Case("two-tiers-smallest", settings={"device_memory": "20KiB"}, tokens=400),
     Case("one-chunk", tokens=50),
+    Case("kept", settings={"keep_outputs": "all"}, batch=2),
+    Case("kept-two-tiers", settings={"keep_outputs": 0.6, "device_memory": "300KiB"}, batch=2),
+    Case(
+        "kept-two-tiers-windows",
+        model="mistral",
+        settings={**SAMPLED, "keep_outputs": "all", "device_memory": "300KiB"},
+    ),
+    Case("kept-smallest", settings={"keep_outputs": "auto", "device_memory": "20KiB"}, tokens=400),
 )
 
 
@@ -55,6 +63,8 @@ def test_pools(case: Case) -> None:
         stats = engine.forward_backward(ids, ids).stats
     assert predicted.device_pool_bytes == stats.device_peak_bytes
     assert predicted.host_pool_bytes == stats.host_peak_bytes
+    assert predicted.kept_output_bytes == stats.kept_output_bytes
+    assert predicted.kept_output_share == stats.kept_output_share
     assert (predicted.h2d_bytes, predicted.d2h_bytes) == (stats.h2d_bytes, stats.d2h_bytes)
 
 

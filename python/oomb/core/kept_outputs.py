@@ -1,0 +1,237 @@
+"""Attention's outputs that the fill keeps for the sweep: which ones, and where among the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from oomb.core.layout import Chunks
+from oomb.core.tiers import PageLayout
+from oomb.model.causal import LayerShape
+
+# FLOP of attention's forward that one byte kept must save: what a device computes while it copies
+# a byte into a slot and out again, and while a byte goes to the host and back with nothing to hide
+# it. A GPU's figures are those of the fastest attention per byte of a link (H200, PCIe 5).
+_WORTH = {"cpu": (40.0, 80.0), "cuda": (800.0, 23_000.0)}
+
+
+@dataclass(frozen=True)
+class KeptOutputs:
+    """O and log-sum-exp of some chunks and layers, cut into pieces of a slot.
+
+    Pieces of a layer are numbered from its first kept chunk: those of O, then those of the
+    log-sum-exp, chunk by chunk.
+
+    Attributes:
+        kept: bool [chunks, layers].
+        slot_bytes: of a piece.
+        o_bytes, lse_bytes: of a chunk, per layer.
+        candidates: outputs that could be kept.
+    """
+
+    kept: npt.NDArray[np.bool_]
+    slot_bytes: int
+    o_bytes: tuple[int, ...]
+    lse_bytes: tuple[int, ...]
+    candidates: int = 0
+
+    @staticmethod
+    def none(
+        chunks: Chunks, layout: PageLayout, shapes: Sequence[LayerShape], batch: int
+    ) -> KeptOutputs:
+        """Nothing is kept, but it is known how large the outputs of a full chunk are."""
+        rows = batch * chunks.chunk_size
+        wide = layout.dtype == torch.float64
+        return KeptOutputs(
+            kept=np.zeros((chunks.number, len(shapes)), dtype=np.bool_),
+            slot_bytes=layout.slot_bytes,
+            o_bytes=tuple(
+                rows * shape.query_heads * shape.head_dim * layout.element_bytes for shape in shapes
+            ),
+            lse_bytes=tuple(rows * shape.query_heads * (8 if wide else 4) for shape in shapes),
+        )
+
+    def slots_of(self, layer: int) -> int:
+        """Pieces of one chunk."""
+        return sum(-(-size // self.slot_bytes) for size in self._sizes(layer))
+
+    @cached_property
+    def slots(self) -> int:
+        """Pieces of all that is kept."""
+        return int(sum(self.slots_of(layer) * n for layer, n in enumerate(self.kept.sum(axis=0))))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in both tiers of all that is kept."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def share(self) -> float:
+        """Of the outputs that could be kept."""
+        return float(self.kept.sum() / self.candidates) if self.candidates else 0.0
+
+    @property
+    def pieces_of_layer(self) -> int:
+        """Most pieces that a layer has."""
+        return max(self.slots_of(layer) * int(n) for layer, n in enumerate(self.kept.sum(axis=0)))
+
+    def span(self, chunk: int, layer: int) -> tuple[int, int] | None:
+        """First piece and last + 1 of an output; None: it is not kept."""
+        if not self.kept[chunk, layer]:
+            return None
+        first = self._rank[chunk, layer] * self.slots_of(layer)
+        return int(first), int(first) + self.slots_of(layer)
+
+    def parts(self, chunk: int, layer: int) -> list[tuple[int, int]]:
+        """Pieces [begin, end) of O and of the log-sum-exp of a kept output."""
+        span = self.span(chunk, layer)
+        assert span is not None
+        middle = span[0] + -(-self.o_bytes[layer] // self.slot_bytes)
+        return [(span[0], middle), (middle, span[1])]
+
+    @cached_property
+    def _rank(self) -> npt.NDArray[np.int64]:
+        return np.cumsum(self.kept, axis=0) - self.kept
+
+    def _sizes(self, layer: int) -> tuple[int, int]:
+        return self.o_bytes[layer], self.lse_bytes[layer]
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Slots that the tiers may have beside the pages of a call.
+
+    Attributes:
+        device: below 0 where pages alone do not fit the device tier.
+        host: beyond the pages that have no room on the device, which ``device`` takes from it.
+        device_is_capped, host_is_capped: somebody has said how much it may be.
+    """
+
+    device: int
+    host: int
+    device_is_capped: bool
+    host_is_capped: bool
+
+    @property
+    def all(self) -> int:
+        return max(0, self.device + self.host)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What could be kept in a call, the most worthwhile first.
+
+    The last layer's output is not there in the fill, which ends at its keys and values; nor is that
+    of the last chunk, which is not filled.
+
+    Attributes:
+        none: sizes, and nothing kept.
+        order: (chunk, layer) by the work that a byte of it saves, later chunks first among equals.
+        worth: FLOP of attention's forward that each of them saves per byte.
+    """
+
+    none: KeptOutputs
+    order: tuple[tuple[int, int], ...]
+    worth: tuple[float, ...]
+
+    @staticmethod
+    def of(
+        none: KeptOutputs,
+        chunks: Chunks,
+        shapes: Sequence[LayerShape],
+        swept: Sequence[int],
+        batch: int,
+        budget: int | None,
+    ) -> Keeping:
+        """
+        Args:
+            swept: chunks that receive gradient, ascending.
+            budget: past tokens that a query sees at most, where there is no window; None: all.
+        """
+
+        def worth(chunk: int, layer: int) -> float:
+            shape = shapes[layer]
+            flops = (
+                4.0
+                * batch
+                * shape.query_heads
+                * shape.head_dim
+                * _pairs(chunks, chunk, shape.window or None, budget)
+            )
+            return flops / (none.o_bytes[layer] + none.lse_bytes[layer])
+
+        found = {
+            (chunk, layer): worth(chunk, layer)
+            for chunk in swept[:-1]
+            for layer in range(len(shapes) - 1)
+        }
+        order = sorted(found, key=lambda place: (-found[place], -place[0], place[1]))
+        return Keeping(none, tuple(order), tuple(found[place] for place in order))
+
+    def first(self, number: int) -> KeptOutputs:
+        """The ``number`` most worthwhile ones."""
+        kept = np.zeros_like(self.none.kept)
+        for place in self.order[:number]:
+            kept[place] = True
+        return replace(self.none, kept=kept, candidates=len(self.order))
+
+    def share(self, share: float) -> KeptOutputs:
+        """That share of all there are."""
+        return self.first(round(share * len(self.order)))
+
+    def most_within(self, slots: int) -> int:
+        """How many of the first ones fit so many slots."""
+        return self._while(lambda _, used: used <= slots)
+
+    def wanted(self, setting: str | float, rooms: Rooms, device_type: str) -> KeptOutputs:
+        """What ``Config(keep_outputs=…)`` asks for; it may not fit, unless that is ``"auto"``."""
+        if setting == "none":
+            return self.none
+        if setting != "auto":
+            return self.share(1.0 if setting == "all" else float(setting))
+        # Of memory that nobody has given us half is left to others.
+        device, host = rooms.device, rooms.host + min(0, rooms.device)
+        if device > 0 and not rooms.device_is_capped:
+            device //= 2
+        if not rooms.host_is_capped:
+            host //= 2
+        return self.worthwhile(device, max(0, device) + max(0, host), device_type)
+
+    def worthwhile(self, device_slots: int, all_slots: int, device_type: str) -> KeptOutputs:
+        """Those that save more time than their copies take.
+
+        Args:
+            device_slots: beside the call's pages on the device; what does not fit there goes to
+                the host and back. Below 0 where pages do so themselves.
+            all_slots: beside the call's pages in both tiers.
+        """
+        in_device, over_link = _WORTH[device_type]
+
+        def pays(index: int, used: int) -> bool:
+            least = in_device if used <= device_slots else over_link
+            return used <= all_slots and self.worth[index] >= least
+
+        return self.first(self._while(pays))
+
+    def _while(self, holds: Callable[[int, int], bool]) -> int:
+        used = 0
+        for index, (_, layer) in enumerate(self.order):
+            used += self.none.slots_of(layer)
+            if not holds(index, used):
+                return index
+        return len(self.order)
+
+
+def _pairs(chunks: Chunks, chunk: int, window: int | None, budget: int | None) -> float:
+    """(query, key) pairs of a chunk's attention in one head."""
+    begin, end = chunks.span(chunk)
+    tokens = end - begin
+    own = tokens * (tokens + 1) / 2
+    if window is not None:
+        return min(own + float(tokens) * begin, float(tokens) * window)
+    return own + float(tokens) * (begin if budget is None else min(begin, budget))
