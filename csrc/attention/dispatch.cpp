@@ -32,7 +32,6 @@ struct Settings {
   std::function<void(const std::string&)> warning_hook = [](const std::string& text) {
     std::cerr << "oomb: " << text << '\n';
   };
-  std::atomic<bool> warnings = true;
   std::atomic<bool> warned = false;
 
   Settings() {
@@ -60,8 +59,6 @@ void set_warning_hook(std::function<void(const std::string&)> hook) {
   const std::lock_guard lock(settings().mutex);
   settings().warning_hook = std::move(hook);
 }
-
-void set_warnings(bool wanted) { settings().warnings = wanted; }
 
 #if OOMB_WITH_CUDA
 
@@ -101,7 +98,7 @@ void check_shape(const Shape& shape) {
 }
 
 void warn_once(const Shape& shape, DType dtype) {
-  if (!settings().warnings || settings().warned.exchange(true)) return;
+  if (settings().warned.exchange(true)) return;
   std::function<void(const std::string&)> hook;
   {
     const std::lock_guard lock(settings().mutex);

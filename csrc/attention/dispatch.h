@@ -31,9 +31,6 @@ int64_t key_tile();
 // the GIL; what it throws ends the call.
 void set_warning_hook(std::function<void(const std::string&)> hook);
 
-// Whether a call that falls through is worth that warning; one that only checks something is not.
-void set_warnings(bool wanted);
-
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
 int64_t forward_workspace_bytes(const ForwardParams& params);

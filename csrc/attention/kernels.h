@@ -22,6 +22,8 @@ struct Kernels {
   // so that where they end changes no bit. Steps that end with each page need no more than 1.
   int64_t key_tile;
 
+  bool slow = false;  // worth a warning where they are chosen without being asked for
+
   // Whether they run such a call on a GPU of this compute capability (90 for 9.0).
   bool (*takes_forward)(const ForwardParams& params, int capability) = nullptr;
   bool (*takes_backward)(const BackwardParams& params, int capability) = nullptr;
@@ -32,8 +34,6 @@ struct Kernels {
   // Bytes of params.workspace; null: none.
   int64_t (*forward_workspace_bytes)(const ForwardParams& params) = nullptr;
   int64_t (*backward_workspace_bytes)(const BackwardParams& params) = nullptr;
-
-  bool slow = false;  // worth a warning where they are chosen without being asked for
 
   bool takes(const ForwardParams& params, int capability) const {
     return takes_forward(params, capability);

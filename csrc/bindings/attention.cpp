@@ -170,8 +170,6 @@ void bind_attention(py::module_& module) {
   module.def("attention_key_tile", &cuda::key_tile,
              "Tokens at whose multiples waves of pages must end on a GPU, so that where they end "
              "changes no bit of a result.");
-  module.def("set_attention_warnings", &cuda::set_warnings, arg("wanted"),
-             "Whether a call without a fast kernel warns, once per process.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);

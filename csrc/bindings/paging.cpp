@@ -1,13 +1,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <functional>
 #include <iterator>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -16,6 +14,7 @@
 
 #include "bindings/dlpack.h"
 #include "bindings/paging_docs.h"
+#include "bindings/shared_manager.h"
 #include "common/error.h"
 #include "offload/cpu_page_manager.h"
 #include "paging/page_manager.h"
@@ -34,56 +33,6 @@ namespace {
 using paging::PageManager;
 using Int32Array = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-
-// Page managers belong to one thread at a time; the lock makes that true while the interpreter lock
-// is released. Other threads may ask how a call is going: stats(), waits(), snapshot().
-//
-// And they belong to the process that made them. A child of fork() has the object but not its
-// threads, which it can neither join nor wait for (a condition variable that they wait on cannot
-// even be destroyed), nor the GPU: it leaves all of it alone until it ends.
-class SharedManager {
- public:
-  explicit SharedManager(std::unique_ptr<PageManager> manager, int device = -1)
-      : manager_(std::move(manager)), device_(device) {}
-  SharedManager(const SharedManager&) = delete;
-  SharedManager& operator=(const SharedManager&) = delete;
-  ~SharedManager() {
-    if (!is_inherited()) return;
-    static_cast<void>(manager_.release());
-  }
-
-  int device() const { return device_; }  // -1: the CPU
-
-  template <typename Call>
-  auto with(Call call) {
-    check_process();
-    const py::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
-    return call(*manager_);
-  }
-  PageManager& operator*() {  // for the thread that runs the call
-    check_process();
-    return *manager_;
-  }
-
-  void close() {
-    if (is_inherited()) return;
-    with([](PageManager& manager) { manager.close(); });
-  }
-
- private:
-  bool is_inherited() const { return getpid() != process_; }
-  void check_process() const {
-    if (!is_inherited()) return;
-    throw Error(concat("the page manager belongs to process ", process_, ", and this is process ",
-                       getpid(), ", forked from it"));
-  }
-
-  const pid_t process_ = getpid();
-  std::unique_ptr<PageManager> manager_;
-  int device_;
-  std::mutex mutex_;
-};
 
 // "cuda" is device 0, "cuda:3" device 3.
 int device_index(const std::string& device) {

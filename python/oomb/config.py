@@ -304,7 +304,7 @@ class Config:
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
-    keep_outputs: Literal["auto", "none", "all"] | float = "none"
+    keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False

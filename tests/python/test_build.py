@@ -68,12 +68,12 @@ class TestLayers:
         ],
     )
     def test_finds(self, folder: str, include: str, reason: str) -> None:
-        (found,) = self.layers.violations(folder, f"#pragma once\n{include}\n")
+        (found,) = self.layers.cpp_violations(folder, f"#pragma once\n{include}\n")
         assert reason in found
 
     def test_allows_the_arrows(self) -> None:
         text = '#include <vector>\n#include "common/error.h"\n#include "paging/page.h"\n'
-        assert self.layers.violations("offload", text) == []
+        assert self.layers.cpp_violations("offload", text) == []
 
 
 class TestSpills:

@@ -170,7 +170,7 @@ def test_distinct_pages_are_those_of_the_recorded_selection() -> None:
     attention = oomb.TopKPages(budget=4, share="kv_head")
     config = oomb.Config(chunk_size=64, page_size=8, attention=attention, record_selection=True)
     with oomb.Engine(model, config) as engine:
-        row = StepBench(engine, model, TINY["qwen2"], "model").run(300)
+        row = StepBench(engine, model, TINY["qwen2"]).run(300)
         ids = torch.randint(500, (1, 300), generator=torch.Generator().manual_seed(300))
         selection = engine.forward_backward(ids, ids).selection
     counts: dict[int, list[int]] = {}
@@ -190,7 +190,7 @@ def test_distinct_pages_are_those_of_the_recorded_selection() -> None:
 def test_dense_rows_have_no_distinct_pages() -> None:
     model = model_of("qwen2")
     with oomb.Engine(model, CONFIG) as engine:
-        row = StepBench(engine, model, TINY["qwen2"], "model").run(300)
+        row = StepBench(engine, model, TINY["qwen2"]).run(300)
     assert "distinct_pages_mean" not in row
 
 

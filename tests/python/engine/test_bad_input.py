@@ -69,7 +69,7 @@ SETTINGS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: oomb.Config(recompute=np.ones(2)), "recompute: ", "array([1., 1.])"),  # type: ignore[arg-type]
     (
         lambda: oomb.Config(attention=oomb.TopKPages),  # type: ignore[arg-type]
-        r"attention: expected oomb.Dense\(\) or",
+        r"attention: expected oomb\.Dense\(\), oomb\.TopKPages",
         "<class 'oomb.config.TopKPages'>",
     ),
     (

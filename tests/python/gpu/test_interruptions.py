@@ -27,7 +27,6 @@ def spilling(**settings: Any) -> oomb.Config:
         page_size=PAGE,
         device_memory=30 * slot,
         host_memory="256MiB",
-        kv_grad_dtype="bfloat16",
         deterministic=True,
         **settings,
     )

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import trl
-from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
@@ -81,13 +80,6 @@ def weak_reference(model: Any) -> None:
     model.forward = lambda *args, **keywords: kind.forward(held(), *args, **keywords)
 
 
-def autocast_of_accelerate(model: Any) -> None:
-    model._original_forward = model.forward
-    context = torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=False)
-    model.forward = MethodType(context(model.forward.__func__), model)
-    model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
-
-
 def forward_that_finds_itself(model: Any) -> None:
     inner = model.forward
 
@@ -107,7 +99,6 @@ WRAPPERS: list[Callable[[Any], None]] = [
     default_argument,
     callable_object,
     weak_reference,
-    autocast_of_accelerate,
     forward_that_finds_itself,
 ]
 
