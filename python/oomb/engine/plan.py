@@ -168,7 +168,8 @@ def plan_call(
         host_free = max(0, host_free - lists)
         return host_free if host_memory is None else min(host_free, host_memory)
 
-    if config.keep_outputs != "none":
+    # Where pages alone do not fit, what would be kept beside them does not matter.
+    if config.keep_outputs != "none" and page_bytes <= room + host_free_beside(room):
         keeping = _keeping(layout, shapes, config, chunks, batch)
         slot = layout.slot_bytes
         rooms = Rooms(

@@ -72,7 +72,8 @@ def test_dry_runs_of_long_calls_are_shortened_without_harm() -> None:
     """Fewer layers and coarser pages give what the whole gives, within a few percent."""
     from oomb.plan import dry_run
 
-    config = oomb.Config(chunk_size=1024, page_size=32, device_memory="64MiB", host_memory="4GiB")
+    tiers = {"device_memory": "64MiB", "host_memory": "4GiB"}
+    config = oomb.Config(chunk_size=1024, page_size=32, keep_outputs="none", **tiers)
     planner = Planner("qwen2.5-0.5b", Machine.here("cpu"))
     whole = planner.predict(40_000, config, optimizer=None, timed=False)
     before = dry_run._PAGE_VISITS, dry_run._VISITS

@@ -34,7 +34,7 @@ def test_chunk_records_add_up_to_the_steps_statistics(tmp_path: Path, calls: int
 
 
 def test_bytes_of_the_tiers_are_those_of_the_pages_alive(tmp_path: Path) -> None:
-    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, keep_outputs="none")
     run(RunMonitor(tmp_path, display=False), steps=1, config=config)
     (chunks,) = read_metrics(tmp_path / METRICS_FILE).chunks.values()
     number, layers, page_bytes = 6, 3, 2 * 2 * PAGE * 8 * 4  # K and V, 2 heads of 8, fp32
