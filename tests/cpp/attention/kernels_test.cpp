@@ -17,11 +17,11 @@ int fast_runs = 0, plain_runs = 0;
 constexpr Kernels kPlain = {
     .name = "everywhere",
     .key_tile = 1,
+    .slow = true,
     .takes_forward = [](const ForwardParams&, int) { return true; },
     .takes_backward = [](const BackwardParams&, int) { return true; },
     .forward = [](const ForwardParams&) { ++plain_runs; },
     .backward = [](const BackwardParams&) { ++plain_runs; },
-    .slow = true,
 };
 
 // For another GPU, calling those above where it has none of its own.

@@ -68,7 +68,8 @@ def test_rivals_train_as_an_ordinary_step(family: str, kind: type[Ordinary] | ty
 
 @pytest.mark.parametrize("lengths", ["200", "200,400"])
 def test_tables_are_printed_once_and_fit_a_terminal(tiny: str, lengths: str) -> None:
-    lines = run("--model", tiny, "--tokens", lengths, "--attention", "topk").splitlines()
+    options = ["--tokens", lengths, "--attention", "topk", "--keep-outputs", "none"]
+    lines = run("--model", tiny, *options).splitlines()
     tables = [line for line in lines if line.lstrip().startswith("tokens ")]
     assert len(tables) == 2  # time, memory
     assert all(len(line) <= 80 for line in lines if not line.startswith("FLOP"))
