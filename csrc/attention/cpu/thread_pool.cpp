@@ -126,6 +126,9 @@ int64_t initial_threads() {
 // One pool per process, for calls that come one at a time.
 class SharedPool {
  public:
+  // `parents` is that of the process which this one was forked from; null: none.
+  explicit SharedPool(const SharedPool* parents) : parents_(parents) {}
+
   void run(int64_t units, int64_t threads, const Task& task) {
     std::lock_guard lock(mutex_);
     if (!pool_ || pool_->threads() != threads) {
@@ -136,6 +139,7 @@ class SharedPool {
   }
 
  private:
+  [[maybe_unused]] const SharedPool* const parents_;  // left alone, but not lost
   std::mutex mutex_;
   std::unique_ptr<ThreadPool> pool_;
 };
@@ -145,7 +149,7 @@ class SharedPool {
 // the process while another thread is in a call.
 std::atomic<SharedPool*> pool_of_process = nullptr;
 
-void make_pool() { pool_of_process = std::make_unique<SharedPool>().release(); }
+void make_pool() { pool_of_process = std::make_unique<SharedPool>(pool_of_process).release(); }
 
 SharedPool& shared_pool() {
   static const bool made = [] {
