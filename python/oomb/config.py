@@ -284,7 +284,8 @@ class Config:
         kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.
             fp64 models keep fp64.
         recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
-            attention, ``"auto"`` decides once by what fits. Changes no bit of the result.
+            attention, ``"auto"`` decides once for each size of a chunk by what fits. Changes no bit
+            of the result.
         keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
             does not compute them again then: ``"none"``, ``"all"``, a share in [0, 1] of them (the
             most worthwhile first), or ``"auto"``: those that save more time than their copies take,
@@ -304,7 +305,7 @@ class Config:
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
-    keep_outputs: Literal["auto", "none", "all"] | float = "auto"
+    keep_outputs: Literal["auto", "none", "all"] | float = "none"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False

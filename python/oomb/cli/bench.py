@@ -38,7 +38,7 @@ def step(
     keep_outputs: Annotated[
         str,
         typer.Option(help="none, all, auto or a share: attention's outputs kept for the sweep."),
-    ] = "auto",
+    ] = "none",
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")

@@ -148,10 +148,10 @@ class Engine:
 
         def run() -> Step:
             with Swaps() as swaps:
+                self._grads.clear()  # sums that were kept; the call's room is counted without them
                 with self._calls.under_way(
                     self.config, inputs, swept, step=self._step, on_progress=on_progress
                 ) as call:
-                    self._grads.clear()
                     swaps.afterwards(partial(self._settle, self._step))
                     with self._grads.collecting(parameters), call.loop.running():
                         fill_seconds = call.loop.fill(swept[-1])

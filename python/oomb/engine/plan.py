@@ -80,12 +80,14 @@ def activation_bytes(model: CausalModel, batch: int, tokens: int, recompute: boo
 
 def _counted(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
     """By a run of one chunk on tensors without memory."""
-    try:
-        if model.causal not in _tracers:
+    if model.causal not in _tracers:
+        try:
             _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)
-        setting = Setting(tokens, batch, recompute, True)
-        trace = _tracers[model.causal].trace(setting)
-    except (UnsupportedModelError, TypeError):  # its forward looks at values, or cannot be copied
+        except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
+            return _estimated(model, batch, tokens, recompute)
+    try:
+        trace = _tracers[model.causal].trace(Setting(tokens, batch, recompute, True))
+    except (UnsupportedModelError, TypeError):  # its forward looks at values
         return _estimated(model, batch, tokens, recompute)
     return int(trace.sweep_peak_bytes - trace.sum_bytes)
 

@@ -84,7 +84,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 "model: expected one on a single device, got a device map of several: "
                 "one process drives one GPU"
             )
-        # accelerate's autocast around the forward would tell the engine's probe another result.
+        # accelerate's autocast around the forward would tell the engine's check another result.
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.engine = Engine(model, self.oomb_config)
         self._engine_model = self.model

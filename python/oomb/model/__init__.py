@@ -1,1 +1,1 @@
-"""Hugging Face models, run a chunk at a time: attention registry, head, angles, the probe."""
+"""Hugging Face models, run a chunk at a time: attention, head, angles, the check of structure."""

@@ -1,6 +1,6 @@
 """Norms and gated activations of a layer as single kernels, where Liger is installed and fits.
 
-A module is run this way only if its class does what the kernel does and nothing more; the probe at
+A module is run this way only if its class does what the kernel does and nothing more; the check at
 construction compares the result with the stock forward.
 """
 

@@ -12,7 +12,15 @@ import oomb
 
 from .dense_mask import Visible, dense_attention
 from .models import make
-from .reference import EXACT, assert_equal, assert_identical, ordinary, random_ids, relative_error
+from .reference import (
+    EXACT,
+    Result,
+    assert_equal,
+    assert_identical,
+    ordinary,
+    random_ids,
+    relative_error,
+)
 from .tiers import smallest_slots, wanted_slots, with_slots
 
 
@@ -111,12 +119,23 @@ def check(seed: int) -> None:
         expected = ordinary(
             model, ids, labels, starts=starts, position_ids=positions, loss_weights=weights
         )
+    without_vanishing(result, expected)
     # Gradients that nearly cancel, as those of keys with two tokens to see, lose a digit.
     assert_equal(result, expected, 10 * EXACT)
     with oomb.Engine(model, oomb.Config(**settings)) as engine:
         assert (
             relative_error(engine.evaluate(ids, labels, **arguments).loss, expected.loss) <= EXACT
         )
+
+
+def without_vanishing(result: Result, expected: Result) -> None:
+    """Take out gradients that are zero but for rounding, as those of keys where every query sees
+    one token alone; they must be zero in both."""
+    whole = sum(float(gradient.norm()) for gradient in expected.gradients.values())
+    for name, gradient in list(expected.gradients.items()):
+        if gradient.norm() <= EXACT * whole:
+            assert result.gradients[name].norm() <= EXACT * whole, name
+            del result.gradients[name], expected.gradients[name]
 
 
 @pytest.mark.parametrize("seed", range(40))

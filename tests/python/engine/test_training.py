@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import oomb
+from oomb.core import pools
 from oomb.core.attention import ChunkAttention
 from oomb.core.main_grad import MainGrads
+from oomb.engine import plan
 
 from .models import make
 from .reference import (
@@ -166,6 +168,27 @@ def test_main_grad_is_not_the_gradient_itself() -> None:
         assert parameter.grad is not None
         parameter.grad.zero_()
         assert torch.equal(engine.main_grad(parameter), before)
+
+
+def test_kept_sums_are_gone_before_the_next_call_counts_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would be counted twice: as memory in use, and as what the call will need."""
+    model, held = make("llama", torch.float32), list[int]()
+    with oomb.Engine(model, config(keep_main_grad=True)) as engine:
+        engine.forward_backward(IDS, IDS)
+        assert engine._grads._sums
+        monkeypatch.setattr(pools, "expect_room", lambda *_: held.append(len(engine._grads._sums)))
+        engine.forward_backward(IDS, IDS)
+    assert held and not any(held)
+
+
+def test_a_model_that_cannot_be_copied_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of autograd on a module makes deepcopy raise; what a chunk takes is guessed then."""
+    monkeypatch.setattr(plan, "_TRIFLE", 0.0)
+    model = make("llama")
+    model.model.layers[0].cached = model.model.layers[0].mlp.up_proj.weight * 2
+    assert_equal(chunked(model, config(), IDS, IDS), ordinary(model, IDS, IDS))
 
 
 # Weight gradients inside the products -------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -54,9 +53,12 @@ def wanted_slots(
     smallest: int,
     **arguments: Any,
 ) -> int:
-    """Slots that hold a whole call: what the refusal of tiny tiers says it needs."""
+    """Slots that hold a whole call: what the refusal of tiny tiers says it needs. Where these hold
+    it, as they may with one layer, they are told."""
     page = slot_bytes(model, oomb.Config(**settings))
     tiny = oomb.Config(**settings, device_memory=smallest * page, host_memory=page)
-    with pytest.raises(oomb.OutOfMemoryError) as caught:
+    try:
         chunked(model, tiny, ids, labels, **arguments)
-    return caught.value.needed_bytes // page
+    except oomb.OutOfMemoryError as error:
+        return error.needed_bytes // page
+    return smallest + 1
