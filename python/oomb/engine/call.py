@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from oomb.core.rounding import seed_of_call
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
 from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.generators import kept_generators
 from oomb.model.probe import key_dtype
 from oomb.model.swap import Swaps, swapping
 from oomb.results import Selection, Stats, Step
@@ -83,14 +84,6 @@ def current_gpu(swaps: Swaps, device: torch.device) -> None:
     if device.type == "cuda":
         swaps.afterwards(partial(torch.cuda.set_device, torch.cuda.current_device()))
         torch.cuda.set_device(device)
-
-
-@swapping
-def kept_generators(swaps: Swaps, gpus: Sequence[torch.device]) -> None:
-    """torch's generators, of the CPU and some GPUs, go on afterwards from where they are now."""
-    swaps.afterwards(partial(torch.set_rng_state, torch.get_rng_state()))
-    for gpu in gpus:
-        swaps.afterwards(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(gpu), gpu))
 
 
 class Calls:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.model.causal import CausalModel
+from oomb.model.generators import kept_generators
 from oomb.model.interface import AttentionCall
+from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
 from oomb.model.rope import rotary_modules
+from oomb.model.swap import Swaps, swapping
 
 _KEPT_BUFFER = 2**16  # elements up to which a buffer is also kept by value
 
@@ -124,11 +126,12 @@ def reseed(model: CausalModel, layer: int) -> None:
             torch.cuda.manual_seed(layer + 1)
 
 
-@contextmanager
-def undisturbed(model: CausalModel) -> Iterator[None]:
-    """Afterwards random state, buffers and what rotary modules and models remember are as before.
+@swapping
+def undisturbed(swaps: Swaps, model: CausalModel) -> None:
+    """Without autograd. Afterwards random state, buffers and what modules remember are as before.
 
-    Other modules keep what they set: a quantised layer may have packed its weights anew.
+    What is remembered is that of rotary modules and models. Other modules keep what they set: a
+    quantised layer may have packed its weights anew.
     """
     modules = list(model.causal.modules())
     buffers = [(m, dict(m._buffers)) for m in modules if m._buffers]
@@ -140,10 +143,8 @@ def undisturbed(model: CausalModel) -> Iterator[None]:
     ]
     models = [m for m in modules if isinstance(m, PreTrainedModel)]
     memories = [(m, dict(vars(m))) for m in (*models, *rotary_modules(model.decoder))]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=model.rng_devices()):
-            yield
-    finally:
+
+    def restore() -> None:
         with torch.no_grad():
             for module, remembered in memories:
                 _restore(vars(module), remembered)
@@ -153,19 +154,16 @@ def undisturbed(model: CausalModel) -> Iterator[None]:
                 if buffer._version != version:
                     buffer.copy_(value)
 
+    swaps.afterwards(kept_modes())
+    swaps.afterwards(restore)
+    swaps.also(kept_generators(model.rng_devices()))
+    torch.set_grad_enabled(False)
 
-@contextmanager
-def _replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    before = [(vars(module), vars(module).get("forward")) for module in forwards]
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for held, own in before:
-            held.pop("forward", None)
-            if own is not None:
-                held["forward"] = own
+
+@swapping
+def _replaced_forwards(swaps: Swaps, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
+    for module, forward in forwards.items():
+        swaps.replace(module, "forward", forward)
 
 
 def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from oomb.model.interface import AttentionCall
+from oomb.model.swap import Swaps, swapping
 
 # Takes a call, the function's output [B, T, Hq, D], and whether it was computed in fp64.
 Seen = Callable[[AttentionCall, torch.Tensor, bool], None]
@@ -19,8 +20,8 @@ Seen = Callable[[AttentionCall, torch.Tensor, bool], None]
 _OF_ONE_DTYPE = ("flash", "flex", "paged", "kernels", "/")
 
 
-@contextmanager
-def watched_attention(seen: Seen) -> Iterator[None]:
+@swapping
+def watched_attention(swaps: Swaps, seen: Seen) -> None:
     """Show ``seen`` every call that models make of their own attention functions.
 
     Functions run in fp64 where they can, on the same values: rounding then hides nothing of what
@@ -35,11 +36,9 @@ def watched_attention(seen: Seen) -> Iterator[None]:
     def looked_up(self: AttentionInterface, name: str) -> Any:
         return _watched(look_up(self, name), name, seen)
 
-    try:
-        interface.get_interface, interface.__getitem__ = chosen, looked_up
-        yield
-    finally:
-        interface.get_interface, interface.__getitem__ = choose, look_up
+    for name, own in (("get_interface", chosen), ("__getitem__", looked_up)):
+        swaps.afterwards(partial(setattr, interface, name, getattr(interface, name)))
+        setattr(interface, name, own)
 
 
 def _watched(function: Any, name: str, seen: Seen) -> Any:

@@ -1,0 +1,18 @@
+"""torch's random generators, which go on from where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from oomb.model.swap import Swaps, swapping
+
+
+@swapping
+def kept_generators(swaps: Swaps, gpus: Sequence[torch.device]) -> None:
+    """torch's generators, of the CPU and some GPUs, go on afterwards from where they are now."""
+    swaps.afterwards(partial(torch.set_rng_state, torch.get_rng_state()))
+    for gpu in gpus:
+        swaps.afterwards(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(gpu), gpu))
