@@ -66,8 +66,10 @@ def test_a_script_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) 
     """A script that knows nothing of signals: an example, stopped from outside and resumed."""
     from oomb.checkpoint import CheckpointStore
     from oomb.cli.demo_model import small_model
+    from oomb.cli.demo_tokenizer import byte_tokenizer
 
     small_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
     script = Path(__file__).parents[3] / "examples" / "trainer.py"
     options = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
     options += ["--tokens", "1500", "--steps", "200"]
