@@ -34,7 +34,7 @@ void bind_sums(py::module_& module) {
              py::arg("seed"), py::arg("stream") = 0,
              "Add to a bfloat16 sum with stochastic rounding.\n\n"
              "sum: [n] bfloat16; addend: [n] float32 or bfloat16. The noise is a function of seed\n"
-             "and element alone, the same on a CPU and a GPU.");
+             "and element alone.");
 }
 
 }  // namespace oomb::bindings
