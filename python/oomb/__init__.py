@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from oomb.config import AllChunks, Config, Dense, PageRule, Past, SampledChunks, TopKPages
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
+    from oomb.engine.two_pass import TwoPass
     from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
     from oomb.results import Progress, Stats, Step
     from oomb.version import __version__
@@ -42,6 +43,7 @@ __all__ = [
     "Stats",
     "Step",
     "TopKPages",
+    "TwoPass",
     "UnsupportedModelError",
     "__version__",
 ]
@@ -65,6 +67,7 @@ _lazy, __dir__ = lazy_names(
         "Stats": "oomb.results",
         "Step": "oomb.results",
         "TopKPages": "oomb.config",
+        "TwoPass": "oomb.engine.two_pass",
         "UnsupportedModelError": "oomb.errors",
         "__version__": "oomb.version",
     },

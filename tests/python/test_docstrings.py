@@ -47,7 +47,7 @@ def test_fields(kind: Any) -> None:
 def test_arguments(function: Callable[..., Any]) -> None:
     parameters = set(inspect.signature(function).parameters) - {"self"}
     text = function.__doc__ or ""
-    if function.__name__ == "evaluate":
+    if function.__name__ in ("evaluate", "two_pass"):
         text += oomb.Engine.forward_backward.__doc__ or ""
     elif function.__name__ == "load_state_dict":
         parameters -= {"state"}  # said in its first line

@@ -124,6 +124,11 @@ def test_a_policy_step_raises_what_was_rewarded(names: dict[str, Any]) -> None:
     assert float(now["policy_loss"]) < -1.5  # the ratio of the second step is above 1
 
 
+def test_a_preference_step_has_a_loss_near_that_of_no_preference(names: dict[str, Any]) -> None:
+    loss = names["Preference pairs"]["preference_loss"]
+    assert loss.item() == pytest.approx(0.693, abs=0.2)
+
+
 def test_adapters_over_four_bits_get_the_models_own_gradients(names: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")
     now = names["QLoRA"]

@@ -79,6 +79,8 @@ class ChunkAttention:
             if is_read and pages.choice.lists.wanted(layer, chunk):
                 first_key = pages.first_key_of(chunk)
                 pages.choice.choose(layer, chunk, q, first_key, pages.num_keys)
+            elif self.phase == "fill":
+                pages.choice.recall(layer, chunk)
             if self.phase == "sweep" and chunk == pages.swept[-1]:
                 pages.choice.forget_summaries(layer)
         if ends:

@@ -91,9 +91,9 @@ def begin_pages(
     order = call_order(
         chunks,
         [shape.window for shape in demand.shapes],
-        chunks.number if demand.swept is None else demand.filled,
+        chunks.number if demand.whole_fill else demand.filled,
         swept,
-        whole_fill=demand.swept is None,
+        whole_fill=demand.whole_fill,
         paired=paired,
         output_span=outputs.span,
     )

@@ -12,6 +12,7 @@ from oomb.config import Config, PageRule
 from oomb.core.inputs import CallInputs
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks
+from oomb.core.page_lists import PageLists
 from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
 from oomb.model.causal import LayerShape
 
@@ -23,6 +24,8 @@ class Demand:
     Attributes:
         swept: chunks that receive gradient, ascending; None: evaluate.
         outputs: of attention that the fill keeps for the sweep; None: none.
+        every_output: the fill runs all chunks to their end, though a sweep follows.
+        lists: that an earlier fill of the same call has chosen; None: none has.
     """
 
     config: Config
@@ -31,6 +34,8 @@ class Demand:
     inputs: CallInputs
     swept: list[int] | None
     outputs: KeptOutputs | None = None
+    every_output: bool = False
+    lists: PageLists | None = None
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +54,14 @@ class Demand:
     @property
     def filled(self) -> int:
         """Chunks whose keys and values are written to pages: nothing reads those of the last."""
-        return self.chunks.number - 1 if self.swept is None else self.swept[-1]
+        if self.swept is None or self.every_output:
+            return self.chunks.number - 1
+        return self.swept[-1]
+
+    @property
+    def whole_fill(self) -> bool:
+        """The fill runs every chunk and every layer to its end."""
+        return self.swept is None or self.every_output
 
     @cached_property
     def pages_per_sequence(self) -> list[int]:

@@ -118,6 +118,14 @@ def check_inputs(
     )
 
 
+def all_labels(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Every token but padding; what does not fit is left to :func:`check_inputs`."""
+    fits = isinstance(attention_mask, torch.Tensor) and isinstance(input_ids, torch.Tensor)
+    if not fits or attention_mask is None or attention_mask.shape != input_ids.shape:
+        return input_ids
+    return input_ids.masked_fill(attention_mask == 0, IGNORED)
+
+
 def _lengths(mask: torch.Tensor, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
     """Tokens before each sequence's right padding."""
     check_tensor("attention_mask", mask, device)

@@ -61,10 +61,7 @@ class ChunkLoss:
             dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
             logprobs = torch.zeros(inputs.batch, inputs.num_given, dtype=dtype, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        # Read once: a question to the device in every chunk would let it run dry.
-        counts = (inputs.targets != IGNORED).sum(0)
-        counts = F.pad(counts, (0, -inputs.tokens % chunk_size)).view(-1, chunk_size).sum(1)
-        counted = {chunk * chunk_size: count for chunk, count in enumerate(counts.tolist())}
+        counted = count_by_chunk(inputs.targets != IGNORED, chunk_size)
         weight = head.plain_weight()
         return ChunkLoss(head, inputs, vocab_size, total, logprobs, counted, weight, sums)
 
@@ -84,9 +81,9 @@ class ChunkLoss:
         count = self.counted[begin]
         if count == 0:
             return None
-        rows = None if count == targets.numel() else _first_true(targets != IGNORED, count)
+        rows = None if count == targets.numel() else first_true(targets != IGNORED, count)
         needs_grad = torch.is_grad_enabled() and hidden.requires_grad
-        if needs_grad and self._is_fused(hidden):
+        if needs_grad and self.inputs.weights is None and self._is_fused(hidden):
             return self._fused(hidden.detach(), targets, rows, count, factor)
         leaf = hidden.detach().requires_grad_(needs_grad)
         flat = leaf.reshape(-1, hidden.shape[-1])
@@ -96,7 +93,7 @@ class ChunkLoss:
         for part in self._slices(count, rows):
             terms = _terms(self.head.logits(flat[part]), targets[part])
             if self.logprobs is not None:
-                self._store(begin, hidden.shape[1], part, -terms.detach())
+                self._store(self.logprobs, begin, hidden.shape[1], part, -terms.detach())
             if weights is not None:
                 terms = terms * weights[part].to(terms.dtype)
             loss = terms.sum() * (factor / self.inputs.divisor)
@@ -130,8 +127,8 @@ class ChunkLoss:
             return False
         if weight.requires_grad and (weight._backward_hooks or not sums.takes(weight)):
             return False
-        plain = self.inputs.weights is None and self.logprobs is None
         fits = hidden.dtype == weight.dtype and hidden.dtype != torch.float64
+        plain = self.logprobs is None
         return plain and fits and not torch.is_autocast_enabled(hidden.device.type)
 
     @torch.no_grad()
@@ -182,15 +179,19 @@ class ChunkLoss:
         return slice_rows(self.inputs.input_ids.device.type, self.vocab_size, logit_bytes)
 
     def _store(
-        self, begin: int, tokens: int, part: slice | torch.Tensor, logprobs: torch.Tensor
+        self,
+        room: torch.Tensor,
+        begin: int,
+        tokens: int,
+        part: slice | torch.Tensor,
+        values: torch.Tensor,
     ) -> None:
-        """The log-probability of a target stands at the token it is, one to the right."""
-        assert self.logprobs is not None
+        """What belongs to a target stands at the token it is, one to the right."""
         rows = part
         if isinstance(rows, slice):
-            rows = torch.arange(rows.start, rows.stop, device=logprobs.device)
+            rows = torch.arange(rows.start, rows.stop, device=values.device)
         sequence, position = rows // tokens, rows % tokens + begin + 1
-        self.logprobs[sequence, position] = logprobs.to(self.logprobs.dtype)
+        room[sequence, position] = values.to(room.dtype)
 
 
 def _terms(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -200,6 +201,15 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-def _first_true(mask: torch.Tensor, count: int) -> torch.Tensor:
+def count_by_chunk(mask: torch.Tensor, chunk_size: int) -> dict[int, int]:
+    """How many of [B, T] are true in the chunk that begins at a token.
+
+    Read once: a question to the device in every chunk would let it run dry.
+    """
+    counts = F.pad(mask.sum(0), (0, -mask.shape[1] % chunk_size)).view(-1, chunk_size).sum(1)
+    return {chunk * chunk_size: count for chunk, count in enumerate(counts.tolist())}
+
+
+def first_true(mask: torch.Tensor, count: int) -> torch.Tensor:
     """Where a mask of ``count`` ones is true, ascending; does not ask the device for the number."""
     return mask.to(torch.uint8).sort(descending=True, stable=True).indices[:count]

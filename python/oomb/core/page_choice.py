@@ -72,7 +72,9 @@ class PageChoice:
             shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
         keeps = demand.swept is not None or demand.config.record_selection
-        lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
+        lists = demand.lists
+        if lists is None:
+            lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
         selector = Selector(rule)
         return PageChoice(selector, lists, summaries, demand.chunks, order, manager, announces)
 
@@ -103,6 +105,11 @@ class PageChoice:
         self.lists.keep(layer, chunk, chosen)
         if self._announces:
             self._unannounced[layer, chunk] = _moment(q.device)
+
+    def recall(self, layer: int, chunk: int) -> None:
+        """The lists of an earlier fill are those of this one; its page manager is to be told."""
+        if self._announces and self.lists.known(layer, chunk):
+            self._unannounced[layer, chunk] = None
 
     def forget_summaries(self, layer: int) -> None:
         """No chunk is left to choose at a layer."""

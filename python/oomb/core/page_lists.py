@@ -63,6 +63,10 @@ class PageLists:
         """Whether there is a choice, and none was made."""
         return chunk >= self._first and layer in self._row and (layer, chunk) not in self._kept
 
+    def known(self, layer: int, chunk: int) -> bool:
+        """Whether a choice was made."""
+        return (layer, chunk) in self._kept
+
     def keep(self, layer: int, chunk: int, lists: torch.Tensor) -> None:
         """Take the lists of a chunk that is being run, on the device."""
         self._kept.add((layer, chunk))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,10 +40,15 @@ class Pools:
         self._device = device
         self._key: object = None
         self.manager: _C.PageManager | None = None
+        self._reclaim: Callable[[], None] = lambda: None
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
         """Give all memory back. The next call makes new pools."""
+        self._reclaim()
+        self._close()
+
+    def _close(self) -> None:
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()
@@ -64,17 +69,28 @@ class Pools:
         Raises:
             OutOfMemoryError: the pages do not fit both tiers.
         """
+        self._reclaim()
         swaps.afterwards(self._end_call)
         demand = self._keeping_outputs(demand, others)
         caps = self._caps_with_room(demand, others)
         manager = self._manager_for(demand, caps)
         return begin_pages(demand, manager, caps, rounding_seed)
 
+    def lend(self, reclaim: Callable[[], None]) -> None:
+        """To a call that keeps its pages when it returns.
+
+        Args:
+            reclaim: ends its pages, unless it is running; called before those of the next call
+                begin, and not only once.
+        """
+        self._reclaim()
+        self._reclaim = reclaim
+
     def _end_call(self) -> None:
         if self.manager is not None:
             self.manager.end_call()
             if self.manager.keeps_device_memory:  # nobody else could have it
-                self.close()
+                self._close()
 
     @contextmanager
     def told_of_errors(self) -> Iterator[None]:
@@ -178,7 +194,7 @@ class Pools:
         if fits:
             assert self.manager is not None
             return self.manager
-        self.close()
+        self._close()
         self._key = self._key_of(demand.layout)
         self.manager = page_manager(
             self._device,

@@ -17,6 +17,7 @@ from oomb.core.inputs import CallInputs
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss
 from oomb.core.main_grad import MainGrads
+from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner
 from oomb.core.rounding import seed_of_call
@@ -86,6 +87,13 @@ def current_gpu(swaps: Swaps, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+@swapping
+def surroundings(swaps: Swaps, device: torch.device) -> None:
+    """What a process sets aside while a call runs in it."""
+    swaps.also(older_objects_aside())
+    swaps.also(current_gpu(device))
+
+
 class Calls:
     """Makes the calls of an engine.
 
@@ -123,6 +131,40 @@ class Calls:
         Raises:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
+        model = self._model
+        loss = ChunkLoss.of_call(
+            model.head,
+            inputs,
+            config.chunk_size,
+            model.vocab_size,
+            return_logprobs,
+            None if swept is None else self._grads,
+        )
+        with Swaps() as swaps, self._pools.told_of_errors():
+            swaps.also(surroundings(model.device))
+            seed = self.dropout_seed(swaps)
+            yield self.begin(swaps, config, inputs, swept, loss, seed, step, on_progress)
+
+    def begin(
+        self,
+        swaps: Swaps,
+        config: Config,
+        inputs: CallInputs,
+        swept: list[int] | None,
+        loss: ChunkLoss,
+        seed: int | None,
+        step: int,
+        on_progress: OnProgress | None,
+        *,
+        every_output: bool = False,
+        lists: PageLists | None = None,
+    ) -> Call:
+        """A call whose pages die with ``swaps``; arguments as of :meth:`under_way`, and others.
+
+        Args:
+            seed: of :meth:`dropout_seed`.
+            every_output, lists: as of :class:`oomb.core.demand.Demand`.
+        """
         model, grads = self._model, None if swept is None else self._grads
         tokens = counted_tokens(config, inputs.tokens)
         recompute = swept is not None and self.recomputes(config, inputs.batch, tokens)
@@ -132,32 +174,27 @@ class Calls:
             layout=self.layout(config),
             inputs=inputs,
             swept=swept,
-        )
-        loss = ChunkLoss.of_call(
-            model.head, inputs, config.chunk_size, model.vocab_size, return_logprobs, grads
+            every_output=every_output,
+            lists=lists,
         )
         others = 0
         if swept is not None:
             others = activation_bytes(model, inputs.batch, tokens, recompute)
             others += gradient_bytes(model)
-        with Swaps() as swaps, self._pools.told_of_errors():
-            swaps.also(older_objects_aside())
-            swaps.also(current_gpu(model.device))
-            seed = self._dropout_seed(swaps)
-            pages = self._pools.call(swaps, demand, others, seed_of_call(step))
-            attention = ChunkAttention(pages)
-            loop = ChunkLoop(
-                model,
-                inputs,
-                demand.chunks,
-                attention,
-                LayerRunner(recompute=recompute, seed=seed, gpus=model.rng_devices()),
-                loss,
-                config.rope_angles,
-                on_progress,
-                grads,
-            )
-            yield Call(model, config, inputs, loop, loss, attention)
+        pages = self._pools.call(swaps, demand, others, seed_of_call(step))
+        attention = ChunkAttention(pages)
+        loop = ChunkLoop(
+            model,
+            inputs,
+            demand.chunks,
+            attention,
+            LayerRunner(recompute=recompute, seed=seed, gpus=model.rng_devices()),
+            loss,
+            config.rope_angles,
+            on_progress,
+            grads,
+        )
+        return Call(model, config, inputs, loop, loss, attention)
 
     def layout(self, config: Config) -> PageLayout:
         """Pages as the caller's autocast state has them."""
@@ -183,10 +220,15 @@ class Calls:
             self._recompute[batch, tokens] = too_much
         return self._recompute[batch, tokens]
 
-    def _dropout_seed(self, swaps: Swaps) -> int | None:
+    def dropout_seed(self, swaps: Swaps) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""
         if not self._model.causal.training:
             return None
         seed = int(torch.randint(2**62, ()))
-        swaps.also(kept_generators(self._model.rng_devices()))
+        self.keep_generators(swaps)
         return seed
+
+    def keep_generators(self, swaps: Swaps) -> None:
+        """torch's generators go on from where they are, though layers seed them."""
+        if self._model.causal.training:
+            swaps.also(kept_generators(self._model.rng_devices()))

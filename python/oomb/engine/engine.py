@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from oomb.config import AllChunks, Config, SampledChunks
+from oomb.config import Config, SampledChunks
 from oomb.core.arguments import check_callable, expect, kind_of
-from oomb.core.inputs import CallInputs, check_inputs
+from oomb.core.inputs import CallInputs, all_labels, check_inputs
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits
@@ -19,6 +18,8 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan, counted_tokens, plan_call
+from oomb.engine.training import Training
+from oomb.engine.two_pass import TwoPass, Wanted
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
 from oomb.model.rope import (
@@ -56,7 +57,7 @@ class Engine:
         self._grads = MainGrads()
         self._pools = Pools(self._model.device)
         self._process = os.getpid()
-        self._step = 0
+        self._training = Training(self._model, self.config, self._grads)
         self._closed = False
         self._warned_of_positions = False
         self._warned_of_unknown = False
@@ -130,34 +131,26 @@ class Engine:
         check_callable("on_progress", on_progress)
         if torch.is_inference_mode_enabled():
             raise Error("forward_backward: expected no torch.inference_mode() around it, got one")
-        rule = self.config.backward
-        swept = self._drawn(rule, Chunks.of(self.config, inputs.tokens).number)
-        loss_factor = rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
-        parameters = [p for p in self._model.causal.parameters() if p.requires_grad]
-        if not parameters:
-            raise ValueError(
-                "model: expected parameters that require gradients, got none (adapters of peft are "
-                "loaded frozen unless is_trainable=True)"
-            )
-        if any(p.is_inference() for p in parameters):
-            raise ValueError(
-                "model: expected parameters made outside torch.inference_mode(), got some of inside"
-            )
+        training, config = self._training, self.config
+        swept = training.drawn(Chunks.of(config, inputs.tokens).number)
+        parameters = training.parameters()
         if not swept:
-            return self._empty_draw(inputs, parameters)
+            training.add_zeros(parameters)
+            zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
+            return Step(loss=zero, num_valid_tokens=inputs.num_valid, stats=Stats())
 
         def run() -> Step:
             with Swaps() as swaps:
                 self._grads.clear()  # sums that were kept; the call's room is counted without them
                 with self._calls.under_way(
-                    self.config, inputs, swept, step=self._step, on_progress=on_progress
+                    config, inputs, swept, step=training.number, on_progress=on_progress
                 ) as call:
-                    swaps.afterwards(partial(self._settle, self._step))
+                    swaps.afterwards(training.settled())
                     with self._grads.collecting(parameters), call.loop.running():
                         fill_seconds = call.loop.fill(swept[-1])
-                        sweep_seconds = call.loop.sweep(swept, loss_factor)
+                        sweep_seconds = call.loop.sweep(swept, training.loss_factor)
                     step = call.result(fill_seconds, sweep_seconds)
-                self._grads.commit(parameters, self.config.keep_main_grad, zeros=False)
+                self._grads.commit(parameters, config.keep_main_grad, zeros=False)
                 seconds = fill_seconds + sweep_seconds
                 self._seconds_per_shape[inputs.num_given, inputs.batch] = seconds
                 return step
@@ -215,6 +208,62 @@ class Engine:
                 return call.result(seconds)
 
         return as_before_afterwards(run)
+
+    def two_pass(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        logprobs: bool = True,
+        entropies: bool = False,
+        hidden: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> TwoPass:
+        """Any loss of per-token values, exactly; see :class:`oomb.TwoPass`.
+
+            with engine.two_pass(input_ids, labels) as call:
+                loss = my_loss(call.logprobs)
+                loss.backward()
+                call.sweep()  # adds to param.grad
+
+        Args:
+            labels: which tokens have values: those that are not -100; None: all but padding.
+            temperature: divides the logits.
+            logprobs, entropies, hidden: which values; see :class:`oomb.TwoPass`.
+
+        Others are as of :meth:`forward_backward`. Under ``torch.no_grad()`` the values are
+        constants, no chunk is drawn, and there is nothing to sweep.
+
+        Raises:
+            ValueError, Error: as :meth:`forward_backward`; nothing was run.
+        """
+        wanted = Wanted.checked(logprobs, entropies, hidden, temperature)
+        if labels is None:
+            labels = all_labels(input_ids, attention_mask)
+        inputs = self._checked(
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            loss_weights=None,
+            num_items_in_batch=None,
+            every_token=hidden,
+        )
+        check_callable("on_progress", on_progress)
+        return TwoPass(
+            self._calls,
+            self._pools,
+            self._training,
+            self._expect_usable,
+            inputs,
+            wanted,
+            on_progress,
+        )
 
     @property
     def layer_windows(self) -> list[int]:
@@ -280,7 +329,7 @@ class Engine:
         seed = (
             self.config.backward.seed if isinstance(self.config.backward, SampledChunks) else None
         )
-        return {"step": self._step, "sampling_seed": seed}
+        return {"step": self._training.number, "sampling_seed": seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`.
@@ -296,7 +345,7 @@ class Engine:
             raise ValueError(
                 f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
             )
-        self._step = state["step"]
+        self._training.number = state["step"]
 
     def close(self) -> None:
         """Give the pools back. The engine cannot be used afterwards; the model can.
@@ -316,9 +365,7 @@ class Engine:
     # Parts of a call ------------------------------------------------------------------------------
 
     def _checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
-        self._expect_own_process()
-        if self._closed:
-            raise Error("engine: expected an open engine, got one that was closed")
+        self._expect_usable()
         inputs = check_inputs(
             input_ids,
             labels,
@@ -333,35 +380,14 @@ class Engine:
             self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
+    def _expect_usable(self) -> None:
+        self._expect_own_process()
+        if self._closed:
+            raise Error("engine: expected an open engine, got one that was closed")
+
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:
             raise Error(
                 f"engine: expected a call in process {self._process}, which made the engine, got "
                 f"one in process {os.getpid()}, forked from it; make an engine of its own there"
             )
-
-    def _drawn(self, rule: AllChunks | SampledChunks, num_chunks: int) -> list[int]:
-        drawn = list(rule.draw(num_chunks, self._step))
-        if drawn != sorted(set(drawn)) or not all(0 <= chunk < num_chunks for chunk in drawn):
-            raise ValueError(
-                f"backward.draw: expected ascending chunks below {num_chunks}, got {drawn}"
-            )
-        return drawn
-
-    def _settle(self, step: int) -> None:
-        """End call number ``step``: it counts if its gradients are written, all or none of them."""
-        if self._grads.settle():
-            self._step = step + 1
-
-    def _empty_draw(self, inputs: CallInputs, parameters: list[nn.Parameter]) -> Step:
-        """No chunk was drawn: the estimate is 0, and zero is added to the gradients."""
-
-        def run() -> None:
-            with Swaps() as swaps:
-                self._grads.clear()
-                swaps.afterwards(partial(self._settle, self._step))
-                self._grads.commit(parameters, keep=False, zeros=True)
-
-        as_before_afterwards(run)
-        zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
-        return Step(loss=zero, num_valid_tokens=inputs.num_valid, stats=Stats())

@@ -1,0 +1,80 @@
+"""What the calls of an engine that train have in common: their number, draws and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from oomb.config import Config, SampledChunks
+from oomb.core.main_grad import MainGrads
+from oomb.model.causal import CausalModel
+from oomb.model.swap import Swaps, as_before_afterwards
+
+
+class Training:
+    """Training through one engine.
+
+    Attributes:
+        grads: take the gradients of a call.
+        number: of calls whose gradients are written.
+    """
+
+    def __init__(self, model: CausalModel, config: Config, grads: MainGrads) -> None:
+        self.model = model
+        self.config = config
+        self.grads = grads
+        self.number = 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that receive gradients.
+
+        Raises:
+            ValueError: there are none, or they cannot.
+        """
+        parameters = [p for p in self.model.causal.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError(
+                "model: expected parameters that require gradients, got none (adapters of peft are "
+                "loaded frozen unless is_trainable=True)"
+            )
+        if any(p.is_inference() for p in parameters):
+            raise ValueError(
+                "model: expected parameters made outside torch.inference_mode(), got some of inside"
+            )
+        return parameters
+
+    def drawn(self, num_chunks: int) -> list[int]:
+        """Chunks of the next call that receive gradient, ascending."""
+        drawn = list(self.config.backward.draw(num_chunks, self.number))
+        if drawn != sorted(set(drawn)) or not all(0 <= chunk < num_chunks for chunk in drawn):
+            raise ValueError(
+                f"backward.draw: expected ascending chunks below {num_chunks}, got {drawn}"
+            )
+        return drawn
+
+    @property
+    def loss_factor(self) -> float:
+        """Of a drawn chunk."""
+        rule = self.config.backward
+        return rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
+
+    def settled(self) -> Callable[[], None]:
+        """Ends the call that begins now: it counts if its gradients are written, all or none."""
+        return partial(self._settle, self.number)
+
+    def add_zeros(self, parameters: list[nn.Parameter]) -> None:
+        """A call of which no chunk was drawn: the estimate is 0."""
+
+        def run() -> None:
+            with Swaps() as swaps:
+                self.grads.clear()
+                swaps.afterwards(self.settled())
+                self.grads.commit(parameters, keep=False, zeros=True)
+
+        as_before_afterwards(run)
+
+    def _settle(self, number: int) -> None:
+        if self.grads.settle():
+            self.number = number + 1

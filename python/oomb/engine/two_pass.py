@@ -1,0 +1,337 @@
+"""A call in two passes, between which its user computes any loss of per-token values."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+
+from oomb.core.arguments import expect
+from oomb.core.inputs import CallInputs
+from oomb.core.layout import Chunks
+from oomb.core.loop import OnProgress
+from oomb.core.loss import ChunkLoss
+from oomb.core.pools import Pools
+from oomb.core.token_values import TokenValues
+from oomb.engine.call import Call, Calls, surroundings
+from oomb.engine.training import Training
+from oomb.errors import Error
+from oomb.model.swap import Swaps, as_before_afterwards, entered
+from oomb.results import Stats
+
+_HOW = {
+    "new": "one whose values were taken, inside its with block",
+    "running": "one that is not running",
+    "swept": "one that was not swept: a second sweep would add its gradient twice",
+    "failed": "one without an error: its pages are gone; begin the call anew",
+    "over": "one inside its with block: behind it its pages are gone",
+    "constant": "one begun with gradients enabled, whose values are no constants",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which per-token values a call gives."""
+
+    logprobs: bool
+    entropies: bool
+    hidden: bool
+    temperature: float
+
+    @staticmethod
+    def checked(logprobs: bool, entropies: bool, hidden: bool, temperature: float) -> Wanted:
+        """
+        Raises:
+            ValueError: nothing is asked for, or no temperature.
+        """
+        for name, value in (("logprobs", logprobs), ("entropies", entropies), ("hidden", hidden)):
+            expect(isinstance(value, bool), name, "True or False", repr(value))
+        some = logprobs or entropies or hidden
+        expect(some, "logprobs", "True where neither entropies nor hidden is", "False")
+        finite = isinstance(temperature, Real) and 0 < temperature < math.inf
+        expect(finite, "temperature", "a number > 0", repr(temperature))
+        return Wanted(logprobs, entropies, hidden, float(temperature))
+
+
+class TwoPass(AbstractContextManager["TwoPass"]):
+    """Per-token values of a call as leaves, then its sweep with the gradients they were given.
+
+    For a loss F(a) of values a_t of tokens, dF/dθ = Σ_t g_t da_t/dθ with g = dF/da. Entering the
+    block fills, which gives a; the user's ``backward()`` gives g; :meth:`sweep` does the rest. It
+    is exact for every F, of one token or of all.
+
+    Entering raises OutOfMemoryError as a call does. Leaving the block without a sweep is no error,
+    and no gradient.
+
+    Attributes:
+        logprobs: [batch, tokens] log-probability of each labelled token given its past, at the
+            token itself; 0 where there is none. fp32 (fp64 for fp64 models).
+        entropies: [batch, tokens] of the distributions that predict them, in nats.
+        hidden: [batch, tokens, hidden_size] last hidden states behind the final norm, in the
+            model's dtype, in host memory; undefined in padding.
+        num_valid_tokens: labelled tokens.
+
+    Values that were not asked for are None.
+    """
+
+    _said = False  # that a call came between two passes
+
+    def __init__(
+        self,
+        calls: Calls,
+        pools: Pools,
+        training: Training,
+        expect_usable: Callable[[], None],
+        inputs: CallInputs,
+        wanted: Wanted,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._calls, self._pools, self._training = calls, pools, training
+        self._inputs, self._wanted, self._on_progress = inputs, wanted, on_progress
+        self._model, self._expect_usable = training.model, expect_usable
+        self._held = Swaps()  # the pages
+        self._state = "new"
+        self._displaced = False
+        self._leaves: dict[str, torch.Tensor] = {}
+        self._watched: list[Any] = []
+        self.num_valid_tokens = inputs.num_valid
+        self._train = torch.is_grad_enabled()
+        if self._train:
+            if torch.is_inference_mode_enabled():
+                raise Error("two_pass: expected no torch.inference_mode() around it, got one")
+            self._parameters = training.parameters()
+
+    @property
+    def logprobs(self) -> Any:
+        return self._leaves.get("logprobs")
+
+    @property
+    def entropies(self) -> Any:
+        return self._leaves.get("entropies")
+
+    @property
+    def hidden(self) -> Any:
+        return self._leaves.get("hidden")
+
+    # The first pass -------------------------------------------------------------------------------
+
+    def __enter__(self) -> TwoPass:
+        if self._state != "new":
+            raise Error("two_pass: expected a call that was not begun, got one that was")
+        try:
+            as_before_afterwards(self._fill)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _fill(self) -> None:
+        self._state = "running"
+        self._pools.lend(self._give_back)
+        config, device = self._training.config, self._model.device
+        self._autocast = (
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
+        )
+        self._swept: list[int] | None = None
+        if self._train:
+            self._swept = self._training.drawn(Chunks.of(config, self._inputs.tokens).number)
+        with Swaps() as swaps, self._pools.told_of_errors():
+            swaps.also(surroundings(device))
+            self._seed = self._calls.dropout_seed(swaps)
+            self._call = call = self._begin(self._new_values(), every_output=True)
+            with call.loop.running():
+                self._fill_seconds = call.loop.evaluate()
+        assert isinstance(call.loss, TokenValues)
+        self._leaves = call.loss.values
+        if not self._train:
+            self._held.put_back()
+            self._state = "constant"
+            return
+        for leaf in self._leaves.values():
+            leaf.requires_grad_()
+        self._versions = [p._version for p in self._parameters]
+        self._modes = self._model.causal.training
+        self._watch()
+        self._state = "filled"
+
+    def _begin(self, loss: ChunkLoss, **others: Any) -> Call:
+        return self._calls.begin(
+            self._held,
+            self._training.config,
+            self._inputs,
+            self._swept or None,  # of an empty draw nothing is kept
+            loss,
+            self._seed,
+            self._training.number,
+            self._on_progress,
+            **others,
+        )
+
+    def _new_values(self) -> TokenValues:
+        model, inputs, wanted = self._model, self._inputs, self._wanted
+        plain = ChunkLoss.of_call(
+            model.head,
+            inputs,
+            self._training.config.chunk_size,
+            model.vocab_size,
+            False,
+            self._training.grads if self._train else None,
+        )
+        shape = inputs.batch, inputs.num_given
+        values: dict[str, torch.Tensor] = {}
+        if wanted.logprobs:
+            values["logprobs"] = torch.zeros(shape, dtype=model.loss_dtype, device=model.device)
+        if wanted.entropies:
+            values["entropies"] = torch.zeros(shape, dtype=model.loss_dtype, device=model.device)
+        if wanted.hidden:
+            size = model.causal.get_input_embeddings().weight.shape[1]
+            values["hidden"] = torch.zeros(*shape, size, dtype=model.dtype)
+        return TokenValues(**vars(plain), temperature=wanted.temperature, values=values)
+
+    # Between --------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Backward must not reach the model: nobody meant to run it whole. A head on the hidden
+        states may be the model's own."""
+        causal, apart = self._model.causal, set()
+        if self._wanted.hidden:
+            head = causal.get_output_embeddings()
+            apart = {id(p) for p in causal.parameters()}
+            apart -= {id(p) for p in self._model.decoder.parameters()}
+            apart |= {id(p) for p in head.parameters()} if head is not None else set()
+        for name, parameter in causal.named_parameters():
+            if parameter.requires_grad and id(parameter) not in apart:
+                self._watched.append(parameter.register_hook(partial(_refuse, name)))
+
+    def _watch_no_more(self) -> None:
+        while self._watched:
+            self._watched.pop().remove()
+
+    def _give_back(self) -> None:
+        """The pages, to another call; the sweep fills again."""
+        if self._state == "filled":
+            self._displaced = True
+        if self._state != "running":
+            self._watch_no_more()
+            self._held.put_back()
+
+    def _end(self) -> None:
+        self._watch_no_more()
+        self._held.put_back()
+        if self._state in ("new", "filled", "running"):
+            self._state = "over"
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    # The second pass ------------------------------------------------------------------------------
+
+    def sweep(self) -> Stats:
+        """Back-propagate what the values were given as ``.grad``; adds to ``param.grad``.
+
+        Returns:
+            Time and memory of both passes.
+
+        Raises:
+            Error: it was swept, failed or is over; no value has a gradient; the model is not what
+                it was in the fill. No gradient is changed then.
+            OutOfMemoryError: as of a call.
+        """
+        self._expect_usable()
+        if self._state != "filled":
+            raise Error(f"call.sweep: expected {_HOW[self._state]}")
+        gradients = {n: leaf.grad for n, leaf in self._leaves.items() if leaf.grad is not None}
+        if not gradients:
+            names = " or ".join(f"call.{name}" for name in self._leaves)
+            raise Error(
+                f"call.sweep: expected a gradient on {names}, got none: call backward() on a loss "
+                "of them first"
+            )
+        self._expect_same_model()
+        if torch.is_inference_mode_enabled():
+            raise Error("call.sweep: expected no torch.inference_mode() around it, got one")
+        if self._training.config.check_finite:
+            for name, grad in gradients.items():
+                if not bool(grad.isfinite().all()):
+                    raise Error(f"call.{name}.grad: expected finite values, got NaN or Inf")
+        self._state = "running"
+        try:
+            if not self._swept:
+                self._training.add_zeros(self._parameters)
+                stats = Stats(fill_seconds=self._fill_seconds)
+            else:
+                stats = as_before_afterwards(partial(self._sweep, gradients))
+            self._state = "swept"
+        finally:
+            if self._state == "running":
+                self._state = "failed"
+            self._end()
+        return stats
+
+    def _expect_same_model(self) -> None:
+        same = [id(p) for p in self._training.parameters()] == [id(p) for p in self._parameters]
+        if not same or self._versions != [p._version for p in self._parameters]:
+            raise Error(
+                "call.sweep: expected the parameters of the fill, got others or changed ones: step "
+                "the optimizer and switch adapters after the sweep"
+            )
+        if self._model.causal.training != self._modes:
+            mode = "train" if self._modes else "eval"
+            raise Error(f"call.sweep: expected the model in the mode of the fill, {mode}()")
+
+    def _sweep(self, gradients: dict[str, torch.Tensor]) -> Stats:
+        training, swept, device = self._training, self._swept, self._model.device
+        assert swept is not None
+        self._watch_no_more()
+        with Swaps() as swaps:
+            swaps.afterwards(self._held.put_back)
+            training.grads.clear()
+            with Swaps() as around, self._pools.told_of_errors():
+                around.also(surroundings(device))
+                dtype, enabled = self._autocast
+                around.also(entered(torch.autocast(device.type, dtype=dtype, enabled=enabled)))
+                self._calls.keep_generators(around)
+                call = self._filled_again() if self._displaced else self._call
+                loss = call.loss
+                assert isinstance(loss, TokenValues)
+                loss.sweep_with(gradients, training.config.chunk_size)
+                swaps.afterwards(training.settled())
+                with training.grads.collecting(self._parameters), call.loop.running():
+                    seconds = call.loop.sweep(swept, training.loss_factor)
+                stats = call.result(self._fill_seconds, seconds).stats
+                self._held.put_back()  # room for the gradients
+            training.grads.commit(self._parameters, training.config.keep_main_grad, zeros=False)
+        return stats
+
+    def _filled_again(self) -> Call:
+        """Another call of the engine has had the pools since."""
+        if not TwoPass._said:
+            TwoPass._said = True
+            warnings.warn(
+                "two_pass: another call of its engine came between fill and sweep, so the sweep "
+                "fills again; to spare that, call before the with block (said once)",
+                stacklevel=5,
+            )
+        assert self._swept
+        choice = self._call.attention.pages.choice
+        self._pools.lend(self._give_back)
+        lists = None if choice is None else choice.lists
+        call = self._begin(self._call.loss, lists=lists)
+        with call.loop.running():
+            self._fill_seconds += call.loop.fill(self._swept[-1])
+        return call
+
+
+def _refuse(name: str, _: torch.Tensor) -> None:
+    raise Error(
+        f"two_pass: expected a loss of the call's values alone, got one that reaches {name} past "
+        "them; call backward() on such a term outside the with block"
+    )

@@ -1,0 +1,551 @@
+"""Losses of per-token values in two passes, against one ordinary backward in fp64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import oomb
+from oomb.core import loss as loss_module
+from oomb.core.loss import ChunkLoss
+from oomb.engine.two_pass import TwoPass
+
+from .models import make
+from .reference import EXACT, Gradients, random_ids, relative_error, shifted, take_gradients
+from .tiers import slot_bytes
+
+CONFIG = oomb.Config(chunk_size=16, page_size=8)
+TOKENS = 75
+IDS = random_ids(4, TOKENS)
+LENGTHS = torch.tensor([75, 61, 40, 75])  # the longest is no multiple of a chunk
+MASK = (torch.arange(TOKENS) < LENGTHS[:, None]).long()
+LABELS = IDS.masked_fill(MASK == 0, -100)
+LABELS[:, :9] = -100  # prompts
+LABELS[1, :21] = -100
+Values = dict[str, torch.Tensor]
+Loss = Callable[[Values], torch.Tensor]
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+OLD = -2 + 0.5 * _random(1, 4, TOKENS)
+REFERENCE = -2 + 0.5 * _random(2, 4, TOKENS)
+COUNTED = F.pad(LABELS[:, 1:] != -100, (1, 0))
+
+
+def of_sequences(values: torch.Tensor) -> torch.Tensor:
+    return (values * COUNTED).sum(1)
+
+
+def dpo(a: Values) -> torch.Tensor:
+    chosen, rejected = (of_sequences(a["logprobs"]) - of_sequences(REFERENCE)).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def grpo(a: Values) -> torch.Tensor:
+    """Ratio, clipping, KL and a bonus of entropy; some tokens have no gradient at all."""
+    advantages = torch.tensor([1.3, -0.4, 0.0, -0.9], dtype=torch.float64)[:, None]
+    ratio = (a["logprobs"] - OLD).exp()
+    clipped = ratio.clamp(0.8, 1.2)
+    policy = -torch.minimum(ratio * advantages, clipped * advantages)
+    difference = REFERENCE - a["logprobs"]
+    kl = difference.exp() - difference - 1
+    terms = policy + 0.04 * kl - 0.3 * a["entropies"]
+    return (of_sequences(terms) / COUNTED.sum(1)).mean()
+
+
+def kto(a: Values) -> torch.Tensor:
+    rewards = of_sequences(a["logprobs"]) - of_sequences(REFERENCE)
+    baseline = rewards.detach().mean().clamp(min=0)
+    wanted = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    return (1 - torch.sigmoid(0.1 * wanted * (rewards - baseline))).mean()
+
+
+def rloo(a: Values) -> torch.Tensor:
+    advantages = torch.tensor([0.5, -1.5, 2.0, -1.0], dtype=torch.float64)
+    ratio = (of_sequences(a["logprobs"]) - of_sequences(OLD)).mul(0.01).exp()
+    return -(ratio * advantages).mean()
+
+
+def entropy(a: Values) -> torch.Tensor:
+    return of_sequences(a["entropies"] ** 2).sum()
+
+
+def contrastive(a: Values) -> torch.Tensor:
+    """Mean-pooled embeddings of pairs, with the others of the batch as negatives."""
+    mask = MASK[:, :, None].double()
+    pooled = F.normalize((a["hidden"] * mask).sum(1) / mask.sum(1), dim=-1)
+    left, right = pooled.chunk(2)
+    return F.cross_entropy(left @ right.T / 0.05, torch.arange(2))
+
+
+def last_token(a: Values) -> torch.Tensor:
+    """Reward of a row is a product with its last hidden state; beside it the log-probabilities."""
+    head = _random(3, a["hidden"].shape[-1])
+    rewards = a["hidden"][torch.arange(4), LENGTHS - 1] @ head
+    return -F.logsigmoid(rewards[:2] - rewards[2:]).mean() - 0.1 * a["logprobs"].mean()
+
+
+LOSSES: dict[str, tuple[Loss, tuple[str, ...]]] = {
+    "dpo": (dpo, ("logprobs",)),
+    "grpo": (grpo, ("logprobs", "entropies")),
+    "kto": (kto, ("logprobs",)),
+    "rloo": (rloo, ("logprobs",)),
+    "entropy": (entropy, ("entropies",)),
+    "contrastive": (contrastive, ("hidden",)),
+    "last-token": (last_token, ("logprobs", "hidden")),
+}
+
+
+def ordinary_values(
+    model: Any, temperature: float, *, labels: torch.Tensor = LABELS, **arguments: Any
+) -> Values:
+    """Of one forward of the model, with its graph."""
+    arguments = {"input_ids": IDS, "attention_mask": MASK, **arguments}
+    output = model(**arguments, use_cache=False, output_hidden_states=True)
+    logp = F.log_softmax(output.logits / temperature, dim=-1)
+    targets = shifted(labels)
+    counted = targets != -100
+    at_target = logp.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0] * counted
+    entropies = -(logp.exp() * logp).sum(-1) * counted
+    return {
+        "logprobs": F.pad(at_target[:, :-1], (1, 0)),
+        "entropies": F.pad(entropies[:, :-1], (1, 0)),
+        "hidden": output.hidden_states[-1],
+    }
+
+
+def ordinary(model: Any, loss: Loss, temperature: float = 1.0, **arguments: Any) -> Gradients:
+    model.zero_grad()
+    loss(ordinary_values(model, temperature, **arguments)).backward()
+    return take_gradients(model)
+
+
+def wanted(names: tuple[str, ...]) -> dict[str, bool]:
+    return {name: name in names for name in ("logprobs", "entropies", "hidden")}
+
+
+def values_of(call: TwoPass) -> Values:
+    found = {"logprobs": call.logprobs, "entropies": call.entropies, "hidden": call.hidden}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def two_passes(
+    engine: oomb.Engine, loss: Loss, names: tuple[str, ...] = ("logprobs",), **arguments: Any
+) -> oomb.Stats:
+    arguments = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK, **arguments}
+    with engine.two_pass(**arguments, **wanted(names)) as call:
+        loss(values_of(call)).backward()
+        return call.sweep()
+
+
+def assert_close(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> None:
+    assert set(found) == set(expected)
+    errors = {name: relative_error(found[name], g) for name, g in expected.items()}
+    assert max(errors.values()) <= tolerance, errors
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_one_backward(name: str) -> None:
+    loss, names = LOSSES[name]
+    model = make("qwen3")
+    expected = ordinary(model, loss)
+    with oomb.Engine(model, CONFIG) as engine:
+        two_passes(engine, loss, names)
+    assert_close(take_gradients(model), expected)
+
+
+def test_values_are_those_of_the_model() -> None:
+    model = make("qwen3")
+    with torch.no_grad():
+        expected = ordinary_values(model, 0.7)
+    with oomb.Engine(model, CONFIG) as engine:
+        arguments = {"attention_mask": MASK, "temperature": 0.7, "entropies": True, "hidden": True}
+        with engine.two_pass(IDS, LABELS, **arguments) as call:
+            found = values_of(call)
+        with torch.no_grad(), engine.two_pass(IDS, LABELS, **arguments) as call:
+            constants = values_of(call)
+            with pytest.raises(oomb.Error, match="call.sweep: expected one begun with gradients"):
+                call.sweep()
+        step = engine.evaluate(IDS, LABELS, attention_mask=MASK, return_logprobs=True)
+        with engine.two_pass(IDS, attention_mask=MASK) as call:  # every token has a value
+            assert call.num_valid_tokens == int(MASK[:, 1:].sum())
+            assert torch.equal(call.logprobs[COUNTED].detach(), step.logprobs[COUNTED])  # type: ignore[index]
+    real = MASK == 1
+    for name, value in found.items():
+        assert value.requires_grad and value.is_leaf and not constants[name].requires_grad
+        assert torch.equal(constants[name], value)
+        rows = real if name == "hidden" else torch.ones_like(real)
+        assert relative_error(value[rows].detach(), expected[name][rows]) <= EXACT
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "recompute": {"recompute": "layer"},
+    "kept outputs": {"keep_outputs": "all"},
+    "two tiers": {"slots": 24},
+    "two tiers, kept": {"slots": 24, "keep_outputs": 0.5},
+    "one chunk": {"chunk_size": 80},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model_name", ["gpt-oss", "granite"])
+def test_settings(case: str, model_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks and windows, scaled logits; slices that are no divisor of a chunk's rows."""
+    monkeypatch.setattr(loss_module, "slice_rows", lambda *_: 13)
+    settings = {"chunk_size": 16, "page_size": 8, **CASES[case]}
+    temperature, slots = settings.pop("temperature", 1.0), settings.pop("slots", None)
+    model = make(model_name)
+    config = oomb.Config(**settings)
+    if slots is not None:
+        settings["device_memory"] = slots * slot_bytes(model, config)
+        config = oomb.Config(**settings, host_memory="16MiB")
+    expected = ordinary(model, grpo, temperature)
+    with oomb.Engine(model, config) as engine:
+        stats = two_passes(engine, grpo, LOSSES["grpo"][1], temperature=temperature)
+    assert (stats.host_peak_bytes > 0) == (slots is not None)
+    assert (stats.kept_output_share > 0) == ("keep_outputs" in settings)
+    assert_close(take_gradients(model), expected)
+
+
+def test_packed_documents() -> None:
+    model = make("llama")
+    ids = IDS[:1]
+    positions = torch.cat([torch.arange(30), torch.arange(45)])[None]
+    labels = ids.clone()
+    labels[0, 30] = -100  # the first token of a document
+
+    def loss(a: Values) -> torch.Tensor:
+        first, second = a["logprobs"][:, :30].sum(), a["logprobs"][:, 30:].sum()
+        return -F.logsigmoid(0.1 * (first - second)) - a["entropies"].square().mean()
+
+    arguments = {"input_ids": ids, "attention_mask": None, "position_ids": positions}
+    expected = ordinary(model, loss, labels=labels, **arguments)
+    with oomb.Engine(model, CONFIG) as engine:
+        two_passes(engine, loss, LOSSES["grpo"][1], labels=labels, **arguments)
+    assert_close(take_gradients(model), expected)
+
+
+def test_accumulates_and_scales_as_backward_does() -> None:
+    """Two calls, several backwards in one, a gradient scaler's factor, and gradients before."""
+    model = make("qwen2-tied")
+    expected = ordinary(model, lambda a: 1024 * (dpo(a) + kto(a)) + 1024 * rloo(a))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7)
+    with oomb.Engine(model, CONFIG) as engine:
+        with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+            (1024 * dpo(values_of(call))).backward()
+            (1024 * kto(values_of(call))).backward()
+            assert all(bool((p.grad == 7).all()) for p in model.parameters())  # type: ignore[union-attr]
+            call.sweep()
+        two_passes(engine, lambda a: 1024 * rloo(a))
+        assert engine.state_dict()["step"] == 2
+    found = {name: grad - 7 for name, grad in take_gradients(model).items()}
+    assert_close(found, expected, 1e-11)  # the 7 costs digits
+
+
+def lora() -> Any:
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    return peft.get_peft_model(make("qwen3"), settings)
+
+
+def test_adapters_with_the_reference_between_the_passes() -> None:
+    """The call is filled again then, which is said once."""
+    model = lora()
+    with torch.no_grad(), model.disable_adapter():
+        reference = of_sequences(ordinary_values(model, 1.0)["logprobs"])
+
+    def loss(a: Values, of_reference: torch.Tensor) -> torch.Tensor:
+        chosen, rejected = (of_sequences(a["logprobs"]) - of_reference).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    expected = ordinary(model, lambda a: loss(a, reference))
+    TwoPass._said = False
+    arguments = {"attention_mask": MASK}
+    with oomb.Engine(model, CONFIG) as engine:
+        for between in (False, True, True):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with engine.two_pass(IDS, LABELS, **arguments) as call:
+                    if between:
+                        with model.disable_adapter(), torch.no_grad():
+                            step = engine.evaluate(IDS, LABELS, **arguments, return_logprobs=True)
+                        assert step.logprobs is not None
+                        of_reference = of_sequences(step.logprobs)
+                        assert relative_error(of_reference, reference) <= EXACT
+                    loss(values_of(call), reference).backward()
+                    call.sweep()
+            found = take_gradients(model)
+            assert all("lora" in name for name in found)
+            assert_close(found, expected)
+            assert [w for w in said if "fills again" in str(w.message)] == said
+            assert len(said) == (1 if between and not TwoPass._said else len(said))
+
+
+@pytest.mark.parametrize("slots", [None, 24])
+def test_pages_are_those_of_the_first_pass(slots: int | None) -> None:
+    """A rule that chooses otherwise each time would betray a second choice."""
+
+    class Turning(oomb.PageRule):
+        max_pages = 2
+        calls = 0
+
+        def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: oomb.Past) -> torch.Tensor:
+            Turning.calls += 1
+            pages = torch.arange(past.num_tokens // past.page_size).roll(Turning.calls)[:2]
+            blocks = -(-q.shape[2] // past.page_size)
+            chosen = pages.sort().values.to(torch.int32)
+            return chosen.expand(q.shape[0], blocks, 1, 2).contiguous()
+
+    model = make("llama")
+    settings: dict[str, Any] = {"chunk_size": 16, "page_size": 8, "attention": Turning()}
+    if slots is not None:
+        page = slot_bytes(model, oomb.Config(**settings))
+        settings |= {"device_memory": slots * page, "host_memory": "16MiB"}
+    results = []
+    with oomb.Engine(model, oomb.Config(**settings)) as engine:
+        for between in (False, True):
+            Turning.calls = 0
+            with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+                dpo(values_of(call)).backward()
+                calls = Turning.calls
+                if between:
+                    engine.evaluate(IDS[:, :40], LABELS[:, :40])
+                    calls = Turning.calls
+                call.sweep()
+                assert Turning.calls == calls > 0
+            results.append(take_gradients(model))
+    assert all(torch.equal(results[0][name], grad) for name, grad in results[1].items())
+
+
+class Kept(oomb.SampledChunks):
+    """Sweeps given chunks."""
+
+    chunks: tuple[int, ...] = (1, 3)
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return list(self.chunks)
+
+
+def test_sampled_chunks() -> None:
+    """The estimate over all draws of two chunks is the gradient; the values are exact in each."""
+    model = make("llama")
+    ids = IDS[:2, :30]
+
+    def loss(a: Values) -> torch.Tensor:
+        first, second = a["logprobs"].sum(1)
+        return -F.logsigmoid(0.1 * (first - second))
+
+    whole = {"input_ids": ids, "labels": ids, "attention_mask": None}
+    expected = ordinary(model, loss, **whole)
+    total: Gradients = {name: torch.zeros_like(g) for name, g in expected.items()}
+    for chunks in [(), (0,), (1,), (0, 1)]:
+        rule = Kept(keep=0.25)
+        object.__setattr__(rule, "chunks", chunks)
+        probability = 0.25 ** len(chunks) * 0.75 ** (2 - len(chunks))
+        with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8, backward=rule)) as engine:
+            two_passes(engine, loss, **whole)
+        for name, grad in take_gradients(model).items():
+            total[name] += probability * grad
+    assert_close(total, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_fused_way(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's kernel is given and gives back; here in torch, in fp32."""
+
+    def gradient(
+        self: ChunkLoss, logits: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        terms = F.cross_entropy(logits, targets, reduction="none")
+        probabilities = logits.softmax(-1)
+        probabilities[torch.arange(len(targets)), targets] -= 1
+        logits.copy_(scale * probabilities)
+        fused.append(len(targets))
+        return terms
+
+    monkeypatch.setattr(loss_module, "slice_rows", lambda *_: 13)
+    model = make(name, torch.float32)
+    with oomb.Engine(model, CONFIG) as engine:
+        fused: list[int] = []
+        two_passes(engine, dpo, temperature=temperature)
+        expected = take_gradients(model)
+        assert not fused
+        monkeypatch.setattr(ChunkLoss, "_has_kernel", lambda _: True)
+        monkeypatch.setattr(ChunkLoss, "_softmax_gradient", gradient)
+        two_passes(engine, dpo, temperature=temperature)
+        assert sum(fused) == int(COUNTED.sum())
+    assert_close(take_gradients(model), expected, 2e-6)
+
+
+def test_dropout_is_that_of_the_first_pass() -> None:
+    """As a call of forward_backward with the same seed."""
+    model = make("gpt-oss", attention_dropout=0.0).train()
+    for layer in model.model.layers:
+        plain = layer.mlp.forward
+        layer.mlp.forward = lambda x, plain=plain: (F.dropout(plain(x)[0], 0.3), plain(x)[1])
+    with oomb.Engine(model, CONFIG) as engine:
+        torch.manual_seed(3)
+        engine.forward_backward(IDS, LABELS, attention_mask=MASK)
+        expected = take_gradients(model)
+        number = int(COUNTED.sum())
+        torch.manual_seed(3)
+        with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+            (-call.logprobs.sum() / number).backward()
+            after = torch.rand(3)
+            call.sweep()
+        torch.manual_seed(3)
+        torch.randint(2**62, ())
+        assert torch.equal(torch.rand(3), after)
+    assert_close(take_gradients(model), expected)
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = make("llama")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7)
+    return model
+
+
+def unchanged(model: PreTrainedModel) -> bool:
+    return all(p.grad is not None and bool((p.grad == 7).all()) for p in model.parameters())
+
+
+def backward(call: TwoPass) -> None:
+    call.logprobs.sum().backward()
+
+
+def without_gradients(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    call.sweep()
+
+
+def past_the_leaves(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    (call.logprobs.sum() + model(input_ids=IDS).logits.sum()).backward()
+
+
+def changed_parameters(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    backward(call)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.0)  # type: ignore[union-attr, operator]
+    call.sweep()
+
+
+def another_mode(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    backward(call)
+    model.train(not model.training)
+    call.sweep()
+
+
+def fewer_parameters(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    backward(call)
+    model.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    call.sweep()
+
+
+def entered_again(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    with call:
+        pass
+
+
+def of_a_closed_engine(model: PreTrainedModel, engine: oomb.Engine, call: TwoPass) -> None:
+    backward(call)
+    engine.close()
+    call.sweep()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (without_gradients, "call.sweep: expected a gradient on call.logprobs, got none"),
+        (past_the_leaves, r"two_pass: expected a loss of .* got one that reaches lm_head"),
+        (changed_parameters, "call.sweep: expected the parameters of the fill"),
+        (fewer_parameters, "call.sweep: expected the parameters of the fill"),
+        (another_mode, "call.sweep: expected the model in the mode of the fill, eval()"),
+        (entered_again, "two_pass: expected a call that was not begun"),
+        (of_a_closed_engine, "engine: expected an open engine"),
+    ],
+)
+def test_mistakes_between_the_passes(
+    model: PreTrainedModel, mistake: Callable[..., None], message: str
+) -> None:
+    engine = oomb.Engine(model.eval(), CONFIG)
+    with (
+        engine.two_pass(IDS, LABELS, attention_mask=MASK) as call,
+        pytest.raises(oomb.Error, match=message),
+    ):
+        mistake(model, engine, call)
+    assert unchanged(model)
+
+
+def test_one_sweep_of_each_call(model: PreTrainedModel) -> None:
+    with oomb.Engine(model, CONFIG) as engine:
+        with engine.two_pass(IDS, LABELS) as call:
+            backward(call)
+        with pytest.raises(oomb.Error, match="call.sweep: expected one inside its with block"):
+            call.sweep()
+        assert unchanged(model)
+        new = engine.two_pass(IDS, LABELS)
+        with pytest.raises(oomb.Error, match="call.sweep: expected one whose values were taken"):
+            new.sweep()
+        with new as call:
+            backward(call)
+            call.sweep()
+            after = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            with pytest.raises(oomb.Error, match="call.sweep: expected one that was not swept"):
+                call.sweep()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), after, strict=True))  # type: ignore[arg-type]
+
+
+def test_after_an_error_in_the_sweep(model: PreTrainedModel) -> None:
+    def on_progress(progress: oomb.Progress) -> None:
+        if progress.phase == "sweep":
+            raise KeyboardInterrupt
+
+    with oomb.Engine(model, CONFIG) as engine:
+        with engine.two_pass(IDS, LABELS, on_progress=on_progress) as call:
+            backward(call)
+            with pytest.raises(KeyboardInterrupt):
+                call.sweep()
+            assert unchanged(model)
+            with pytest.raises(oomb.Error, match="call.sweep: expected one without an error"):
+                call.sweep()
+        assert engine.state_dict()["step"] == 0
+        two_passes(engine, dpo)  # the next one works
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": 0}, "temperature: expected a number > 0, got 0"),
+        ({"temperature": float("nan")}, "temperature: expected a number > 0, got nan"),
+        ({"logprobs": False}, "logprobs: expected True where neither"),
+        ({"entropies": "yes"}, "entropies: expected True or False, got 'yes'"),
+        ({"labels": torch.full_like(IDS, -100)}, "labels: expected at least one token to predict"),
+        ({"attention_mask": MASK.flip(1)}, "attention_mask: expected right padding only"),
+        ({"input_ids": [[1, 2]], "labels": None}, "input_ids: expected"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with (
+        oomb.Engine(make("llama"), CONFIG) as engine,
+        pytest.raises(ValueError, match=message),
+    ):
+        engine.two_pass(**{"input_ids": IDS, "labels": LABELS, **arguments})
