@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from oomb import report as report
     from oomb import train as train
     from oomb.config import AllChunks, Config, Dense, PageRule, Past, SampledChunks, TopKPages
+    from oomb.core.loss import TokenRows
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
     from oomb.engine.two_pass import TwoPass
@@ -42,6 +43,7 @@ __all__ = [
     "SampledChunks",
     "Stats",
     "Step",
+    "TokenRows",
     "TopKPages",
     "TwoPass",
     "UnsupportedModelError",
@@ -66,6 +68,7 @@ _lazy, __dir__ = lazy_names(
         "SampledChunks": "oomb.config",
         "Stats": "oomb.results",
         "Step": "oomb.results",
+        "TokenRows": "oomb.core.loss",
         "TopKPages": "oomb.config",
         "TwoPass": "oomb.engine.two_pass",
         "UnsupportedModelError": "oomb.errors",

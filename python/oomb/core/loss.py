@@ -18,6 +18,22 @@ from oomb.model.linear import WeightSums
 _SLICE_BYTES = {"cpu": 128 * 2**20, "cuda": 1280 * 2**20}
 
 
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of logits, and what they predict; n rows, all tensors [n] int64.
+
+    Attributes:
+        targets: the tokens that are predicted, at places that are no padding and no -100.
+        sequences: of the batch, to which they belong.
+        positions: of the predicted tokens in their sequence; the logits are of the one before.
+    """
+
+    targets: torch.Tensor
+    sequences: torch.Tensor
+    positions: torch.Tensor
+
+
+TokenLoss = Callable[[torch.Tensor, TokenRows], torch.Tensor]
 OnLogits = Callable[[int, torch.Tensor], None]  # first token, logits [batch, tokens, vocabulary]
 
 
@@ -45,6 +61,7 @@ class ChunkLoss:
     counted: dict[int, int]  # counted targets of the chunk that begins at a token
     weight: nn.Parameter | None = None  # of a head that is a plain product
     sums: WeightSums | None = None  # where its gradient goes
+    token_loss: TokenLoss | None = None  # in place of the cross-entropy
 
     @staticmethod
     def of_call(
@@ -54,6 +71,7 @@ class ChunkLoss:
         vocab_size: int,
         return_logprobs: bool,
         sums: WeightSums | None,
+        token_loss: TokenLoss | None = None,
     ) -> ChunkLoss:
         device = inputs.input_ids.device
         logprobs = None
@@ -63,7 +81,9 @@ class ChunkLoss:
         total = torch.zeros((), dtype=torch.float64, device=device)
         counted = count_by_chunk(inputs.targets != IGNORED, chunk_size)
         weight = head.plain_weight()
-        return ChunkLoss(head, inputs, vocab_size, total, logprobs, counted, weight, sums)
+        return ChunkLoss(
+            head, inputs, vocab_size, total, logprobs, counted, weight, sums, token_loss
+        )
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
         """Add a chunk's loss times ``factor`` to the total.
@@ -91,7 +111,12 @@ class ChunkLoss:
         if weights is not None:
             weights = weights[:, begin:end].reshape(-1)
         for part in self._slices(count, rows):
-            terms = _terms(self.head.logits(flat[part]), targets[part])
+            logits = self.head.logits(flat[part])
+            if self.token_loss is None:
+                terms = _terms(logits, targets[part])
+            else:
+                terms = self._own_terms(logits, targets[part], begin, hidden.shape[1], part)
+            del logits
             if self.logprobs is not None:
                 self._store(self.logprobs, begin, hidden.shape[1], part, -terms.detach())
             if weights is not None:
@@ -128,7 +153,7 @@ class ChunkLoss:
         if weight.requires_grad and (weight._backward_hooks or not sums.takes(weight)):
             return False
         fits = hidden.dtype == weight.dtype and hidden.dtype != torch.float64
-        plain = self.logprobs is None
+        plain = self.logprobs is None and self.token_loss is None
         return plain and fits and not torch.is_autocast_enabled(hidden.device.type)
 
     @torch.no_grad()
@@ -187,11 +212,39 @@ class ChunkLoss:
         values: torch.Tensor,
     ) -> None:
         """What belongs to a target stands at the token it is, one to the right."""
+        room[self._places(begin, tokens, part)] = values.to(room.dtype)
+
+    def _places(
+        self, begin: int, tokens: int, part: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences, and positions of the tokens that rows of a chunk predict."""
         rows = part
         if isinstance(rows, slice):
-            rows = torch.arange(rows.start, rows.stop, device=values.device)
-        sequence, position = rows // tokens, rows % tokens + begin + 1
-        room[sequence, position] = values.to(room.dtype)
+            device = self.inputs.input_ids.device
+            rows = torch.arange(rows.start, rows.stop, device=device)
+        return rows // tokens, rows % tokens + begin + 1
+
+    def _own_terms(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        begin: int,
+        tokens: int,
+        part: slice | torch.Tensor,
+    ) -> torch.Tensor:
+        """Of the caller's loss."""
+        assert self.token_loss is not None
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        rows = TokenRows(targets, *self._places(begin, tokens, part))
+        terms = self.token_loss(wide, rows)
+        fits = isinstance(terms, torch.Tensor) and terms.shape == targets.shape
+        if not fits or not terms.is_floating_point():
+            got = tuple(terms.shape) if isinstance(terms, torch.Tensor) else type(terms).__name__
+            raise ValueError(
+                f"token_loss: expected a floating-point tensor of shape {tuple(targets.shape)}, "
+                f"a term for each row of logits, got {got}"
+            )
+        return terms
 
 
 def _terms(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

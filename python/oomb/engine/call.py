@@ -15,7 +15,7 @@ from oomb.core.collector import older_objects_aside
 from oomb.core.demand import Demand
 from oomb.core.inputs import CallInputs
 from oomb.core.loop import ChunkLoop, OnProgress
-from oomb.core.loss import ChunkLoss
+from oomb.core.loss import ChunkLoss, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
@@ -121,6 +121,7 @@ class Calls:
         step: int = 0,
         on_progress: OnProgress | None = None,
         return_logprobs: bool = False,
+        token_loss: TokenLoss | None = None,
     ) -> Iterator[Call]:
         """A call, and its pages while it lasts.
 
@@ -139,6 +140,7 @@ class Calls:
             model.vocab_size,
             return_logprobs,
             None if swept is None else self._grads,
+            token_loss,
         )
         with Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(model.device))

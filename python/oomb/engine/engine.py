@@ -13,7 +13,7 @@ from oomb.core.arguments import check_callable, expect, kind_of
 from oomb.core.inputs import CallInputs, all_labels, check_inputs
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
-from oomb.core.loss import OnLogits
+from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
@@ -84,6 +84,7 @@ class Engine:
         document_ids: torch.Tensor | None = None,
         loss_weights: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
+        token_loss: TokenLoss | None = None,
         on_progress: OnProgress | None = None,
     ) -> Step:
         """Loss, and its gradient added to ``param.grad`` of every parameter that requires it.
@@ -101,6 +102,9 @@ class Engine:
             loss_weights: [batch, tokens] factor of each label's term.
             num_items_in_batch: divides the summed loss instead of the number of counted tokens; for
                 accumulation over calls, the targets of all of them.
+            token_loss: a term for each row, in place of the cross-entropy: a function of logits
+                [n, vocabulary] (fp32 at least) and :class:`oomb.TokenRows`, called for slices of
+                the counted tokens. What it does not take from them must be constant.
             on_progress: called with an :class:`oomb.Progress` at every chunk border. What it raises
                 ends the call.
 
@@ -129,6 +133,7 @@ class Engine:
             num_items_in_batch=num_items_in_batch,
         )
         check_callable("on_progress", on_progress)
+        check_callable("token_loss", token_loss)
         if torch.is_inference_mode_enabled():
             raise Error("forward_backward: expected no torch.inference_mode() around it, got one")
         training, config = self._training, self.config
@@ -143,7 +148,12 @@ class Engine:
             with Swaps() as swaps:
                 self._grads.clear()  # sums that were kept; the call's room is counted without them
                 with self._calls.under_way(
-                    config, inputs, swept, step=training.number, on_progress=on_progress
+                    config,
+                    inputs,
+                    swept,
+                    step=training.number,
+                    on_progress=on_progress,
+                    token_loss=token_loss,
                 ) as call:
                     swaps.afterwards(training.settled())
                     with self._grads.collecting(parameters), call.loop.running():

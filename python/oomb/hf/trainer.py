@@ -119,7 +119,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         scale = self._loss_scale()
         with self.accelerator.autocast(), self.compute_loss_context_manager():
             call = self.engine.forward_backward(
-                **arguments,
+                **arguments,  # type: ignore[arg-type]
                 num_items_in_batch=float(num_items_in_batch) / scale,  # type: ignore[arg-type]
                 on_progress=self._training_progress,
             )
