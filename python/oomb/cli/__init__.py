@@ -5,6 +5,7 @@ They import torch and transformers, which take seconds, only once their options 
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def main(
 ) -> None:
     """Exact training on very long sequences with memory that does not grow with them."""
     # What these libraries tell their programmers is no news to who runs a command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     for library in ("transformers", "peft", "accelerate", "trl"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\b")
 

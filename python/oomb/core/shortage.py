@@ -12,6 +12,7 @@ from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.faults import is_out_of_memory
+from oomb.units import bytes_text
 
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B?)")
 _REMEDY = "lower device_memory or chunk_size, or set recompute='layer'"
@@ -26,9 +27,9 @@ def expect_room(device: torch.device, pool_bytes: int, others: int) -> None:
     free = free_memory(device)
     if pool_bytes + others > free:
         raise OutOfMemoryError(
-            f"the call needs {pool_bytes} bytes of pages on the device and {others} bytes for the "
-            f"activations of a chunk and the sums of gradients, {free} are free: the device is out "
-            f"of memory. {_REMEDY.capitalize()}",
+            f"the call needs {bytes_text(pool_bytes)} of pages on the device and "
+            f"{bytes_text(others)} for the activations of a chunk and the sums of gradients, "
+            f"{bytes_text(free)} are free: the device is out of memory. {_REMEDY.capitalize()}",
             needed_bytes=pool_bytes + others,
             available_bytes=free,
         )
@@ -45,8 +46,8 @@ def expect_room_for_outputs(keeping: Keeping, outputs: KeptOutputs, free_slots: 
     free = max(0, free_slots) * outputs.slot_bytes
     fitting = keeping.most_within(free_slots) / len(keeping.order)
     raise OutOfMemoryError(
-        f"keep_outputs: expected room for {outputs.num_bytes} bytes beside the call's pages, got "
-        f"{free}: the tiers are out of memory. The largest share that fits is "
+        f"keep_outputs: expected room for {bytes_text(outputs.num_bytes)} beside the call's pages, "
+        f"got {bytes_text(free)}: the tiers are out of memory. The largest share that fits is "
         f"keep_outputs={int(1000 * fitting) / 1000}; raise host_memory or device_memory for more",
         needed_bytes=outputs.num_bytes,
         available_bytes=free,
@@ -102,10 +103,10 @@ def refused(error: BaseException, device: torch.device, pool_bytes: int) -> OutO
     needed = 0 if tried is None else parse_size("size", tried[1]) or 0
     on_gpu = device.type == "cuda"  # what torch holds unused was of no use
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory(device)
-    wanted = f"{needed} bytes" if needed else "memory"
+    wanted = bytes_text(needed) if needed else "memory"
     return OutOfMemoryError(
-        f"torch needed {wanted} more beside {pool_bytes} bytes of pages, {free} are free: the "
-        f"device is out of memory. {_REMEDY.capitalize()}",
+        f"torch needed {wanted} more beside {bytes_text(pool_bytes)} of pages, {bytes_text(free)} "
+        f"are free: the device is out of memory. {_REMEDY.capitalize()}",
         needed_bytes=needed,
         available_bytes=free,
     )

@@ -63,6 +63,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
         refuse_own_loss(self)
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer
+        # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
+        self.context: int | None = getattr(self.args, "max_length", None)
         self._record = StepRecord()
         self._warned_of_no_target = False
         self._build_engine()
@@ -206,6 +208,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
             "model": getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__,
             "num_parameters": sum(p.numel() for p in parameters),
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "context": self.context,
             "max_steps": self.state.max_steps,
             "config": in_json(self.oomb_config),
             "resumed_from_step": self.state.global_step if self._resumed is not None else None,

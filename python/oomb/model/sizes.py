@@ -23,11 +23,15 @@ _MOST = {
     "max_position_embeddings": 2**40,
     "num_labels": 2**20,  # transformers names each of them
 }
+_TRUTHS = (
+    *("output_hidden_states", "output_attentions", "return_dict", "use_cache", "is_decoder"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
+)
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse absurd sizes in a config.json as it was read, before transformers acts on them.
+    """Refuse absurd values in a config.json as it was read, before transformers acts on them.
 
     Raises:
         ValueError: ``<field>: expected ..., got ...``.
@@ -37,6 +41,8 @@ def check_values(values: Mapping[str, Any]) -> None:
             check_values(value)
         elif name in _MOST and isinstance(value, int):
             _expect_size(name, value)
+        elif name in _TRUTHS and not isinstance(value, bool) and value is not None:
+            raise ValueError(f"{name}: expected true or false, got {repr(value)[:80]}")
 
 
 def check_sizes(config: PreTrainedConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from oomb.config import PageRule
-from oomb.core.tiers import PageLayout
+from oomb.core.tiers import PageLayout, free_memory
 from oomb.model.causal import LayerShape
 from oomb.ops import paged_attention
 from oomb.plan.gpus import Gpu
@@ -55,6 +55,7 @@ _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
 _CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
+_PAST = 16  # chunks of past that a GPU attends to while it is measured
 _QUEUED = 8  # runs between two waits for a GPU
 
 
@@ -102,10 +103,16 @@ def measured_rates(
     key = (clock, machine.device_type, shape, layout, hidden, inner, dtype, chunk, batch, selection)
     if key not in _measured:
         device = torch.device(machine.device_type)
-        rows = chunk if device.type == "cuda" else min(chunk, 512)
         on_gpu = device.type == "cuda"
+        rows = chunk if on_gpu else min(chunk, 512)
+        # What does not fit is planned too: its rates are then those of a part.
+        room = free_memory(device) // 8
+        token = 2 * shape.kv_heads * shape.head_dim
+        token *= layout.dtype.itemsize + layout.grad_dtype.itemsize
+        sequences = max(1, min(batch if on_gpu else 1, room // (_PAST * token * rows)))
+        rows = min(rows, max(layout.page_size, room // (_PAST * token)))
+        hidden, inner = product_within(room // dtype.itemsize, sequences * rows, hidden, inner)
         with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.enable_grad():
-            sequences = batch if on_gpu else 1
             _measured[key] = Rates(
                 matrix=_matrix_rate(device, sequences * rows, hidden, inner, dtype),
                 traffic=_traffic_rate(device, sequences * rows, inner, dtype),
@@ -142,6 +149,13 @@ def _seconds(device: torch.device, work: Callable[[], object], budget: float = 0
         runs.append(clock() - now)
         now += runs[-1]
     return (sum(runs) / len(runs) if on_gpu else min(runs)) / together
+
+
+def product_within(numbers: int, rows: int, hidden: int, inner: int) -> tuple[int, int]:
+    """A product's sizes, the larger one halved until its matrices have at most so many numbers."""
+    while rows * (hidden + inner) + hidden * inner > numbers and max(hidden, inner) > 64:
+        hidden, inner = (hidden // 2, inner) if hidden > inner else (hidden, inner // 2)
+    return hidden, inner
 
 
 def _matrix_rate(
@@ -211,7 +225,7 @@ def _attention_rates(
 ) -> dict[str, float]:
     """FLOP/s on the chunk alone, and on what a past long beside it adds."""
     page = layout.page_size
-    past = 16 * rows if device.type == "cuda" else 4 * max(rows, page)
+    past = _PAST * rows if device.type == "cuda" else 4 * max(rows, page)
     pages = -(-past // page)
     heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     blocks, seen = -(-rows // page), pages

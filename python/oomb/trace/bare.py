@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from oomb.hub import hub_arguments
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.trace.copied import copied_model
@@ -61,12 +62,15 @@ def bare_model(
 def _config_of(name: str) -> PretrainedConfig:
     """The config of a folder or hub name. Runs no code but transformers', and asks nobody."""
     try:
-        values, _ = PretrainedConfig.get_config_dict(name)
+        offline = {} if Path(name).is_dir() else hub_arguments()
+        values, _ = PretrainedConfig.get_config_dict(name, **offline)
         kind = values.get("model_type")
         if values.get("auto_map") and kind not in CONFIG_MAPPING:
             raise ValueError("it brings code of its own, which is not run here")
         check_values(values)
-        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name, trust_remote_code=False, **offline
+        )
     except OSError as error:
         if Path(name).is_dir() and (Path(name) / "config.json").is_file():
             raise _unusable(name, error) from error

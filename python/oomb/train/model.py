@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from oomb.hub import hub_arguments
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.train.errors import BadInput
@@ -161,9 +162,11 @@ def with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel
 
 
 def _hub(settings: ModelSettings) -> dict[str, Any]:
+    names = {settings.name, settings.tokenizer or settings.name}
     return {
         "revision": settings.revision or "main",
         "trust_remote_code": settings.trust_remote_code,
+        **({} if all(Path(name).is_dir() for name in names) else hub_arguments()),
     }
 
 

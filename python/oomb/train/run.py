@@ -161,6 +161,7 @@ def _build_trainer(
             raise BadInput(
                 f"optimizer.name: expected one that works here, got {name!r}: {error}"
             ) from error
+    trainer.context = settings.context
     # The run's own display says what this would print between its lines.
     trainer.remove_callback(PrinterCallback)
     return trainer

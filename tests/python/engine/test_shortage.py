@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import oomb
 from oomb.core import call_pages, pools, shortage
+from oomb.units import bytes_text
 
 from .models import make
 from .recovery import IDS, SPARSE, assert_untouched, config, usual, with_gradients
@@ -61,6 +63,10 @@ def test_torch_finds_no_memory(phase: str, chunk: int, settings: dict[str, Any])
             hook.remove()
         assert caught.value.needed_bytes == 1 << 50
         assert 0 < caught.value.available_bytes < 1 << 50
+        assert re.search(
+            r"^torch needed 1024\.00 TiB more beside [\d.]+ KiB of pages, [\d.]+ GiB are free",
+            str(caught.value),
+        )
         assert "device_memory" in str(caught.value)
         assert caught.value.snapshot
         assert_untouched(engine, model, before, expected)
@@ -104,6 +110,7 @@ def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyP
                 with pytest.raises(oomb.OutOfMemoryError, match="Lower device_memory") as caught:
                     engine.forward_backward(IDS, IDS, on_progress=seen.append)
             assert caught.value.available_bytes == free
+            assert f"{bytes_text(free)} are free" in str(caught.value)
             free, needed = caught.value.needed_bytes, caught.value.needed_bytes - needed
         assert free - needed > sum(p.numel() * 8 for p in before.values())
         assert needed == 12 * slot_bytes(model, engine.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,9 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"num_hidden_layers": -1}, "num_hidden_layers: expected an int in 1 ... 2,048, got -1"),
     ({"num_hidden_layers": 2**30}, "num_hidden_layers: expected an int in 1 ... 2,048, got more"),
     ({"vocab_size": None}, "vocab_size"),
+    ({"output_hidden_states": "x"}, "output_hidden_states: expected true or false, got 'x'"),
+    ({"use_cache": [1]}, "use_cache: expected true or false, got [1]"),
+    ({"tie_word_embeddings": {}}, "tie_word_embeddings: expected true or false, got {}"),
     ({"num_attention_heads": "six"}, "num_attention_heads"),
     ({"hidden_act": "none"}, "expected a config that a model can be made from"),
     ({"rope_parameters": {"rope_theta": None}}, "model: "),
@@ -81,3 +85,24 @@ def test_code_of_its_own_is_neither_run_nor_asked_about(tmp_path: Path, kind: st
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "it brings code of its own, which is not run here" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, command: str) -> None:
+    """The hub's client would tell of six tries; this port refuses each."""
+    run = {"output_dir": "run", "model": {"name": "some/model"}, "context": 64}
+    (tmp_path / "text.txt").write_text("Some text. " * 100)
+    (tmp_path / "run.yaml").write_text(json.dumps(run | {"data": {"train": "text.txt"}}))
+    words = {"plan": ["plan", "some/model", "--gpu", "h100"], "train": ["train", "run.yaml"]}
+    script = "import sys; from oomb.cli import app; app(sys.argv[1:])"
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words[command]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | hub,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "some/model" in done.stderr

@@ -129,6 +129,7 @@ def test_adapters_are_saved_as_adapters(tmp_path: Path) -> None:
     assert after < before
     [start] = events(tmp_path / "run", "start")
     assert start["trainable_parameters"] < start["num_parameters"]
+    assert start["context"] == 256
 
 
 def test_positions_are_extended_in_the_models_own_config(tmp_path: Path) -> None:

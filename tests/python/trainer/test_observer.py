@@ -51,6 +51,7 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
 
     (info,) = recorder.of("on_start")[0]
     assert info["num_parameters"] == sum(p.numel() for p in trainer.model.parameters())
+    assert info["context"] is None
     assert info["max_steps"] == 3 and info["resumed_from_step"] is None
     assert info["config"]["chunk_size"] == 32
     assert info["config"]["attention"]["type"] == "Dense"
