@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oomb.config import Config, TopKPages
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.layout import Chunks
 from oomb.core.tiers import Caps, PageLayout
 from oomb.model.causal import LayerShape
@@ -114,7 +115,7 @@ def run(step: Step) -> None:
     layout = PageLayout.of(KV_HEADS, HEAD_DIM, chunks.page_size, torch.bfloat16, "float32")
     call = PageCall(
         chunks=chunks,
-        swept=tuple(range(chunks.number)),
+        reach=GradientReach(tuple(range(chunks.number)), None),
         shapes=(LayerShape(HEADS, KV_HEADS, HEAD_DIM, 0),) * LAYERS,
         layout=layout,
         batch=1,

@@ -221,6 +221,7 @@ void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool 
     if (kv) tiers_.drop(space_.index(PageKind::kKeyValue, layer, position));
     if (!grads) return;
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
+    if (tiers_[index].wanted) total_slots_ -= grad_slots_;
     if (tiers_[index].pins > 0) {
       if (read == 0) read = engine_->mark_compute();
       tiers_.unpin(index, read, false, now_);

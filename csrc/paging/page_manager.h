@@ -153,7 +153,7 @@ class PageManager {
   int grad_slots_ = 1;
   int64_t smallest_slots_ = 0;
   int64_t wave_pages_ = 1;
-  int64_t total_slots_ = 0;   // if every page that may exist did
+  int64_t total_slots_ = 0;   // if every page that may exist did; without dropped gradients
   int64_t create_slots_ = 0;  // most slots that one create has taken
 
   int32_t now_ = 0;  // the visit under way

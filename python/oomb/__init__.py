@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from oomb import plan as plan
     from oomb import report as report
     from oomb import train as train
-    from oomb.config import AllChunks, Config, Dense, PageRule, Past, SampledChunks, TopKPages
+    from oomb.config import (
+        AllChunks,
+        Config,
+        Dense,
+        PageRule,
+        Past,
+        SampledChunks,
+        TopKPages,
+        TruncatedChunks,
+    )
     from oomb.core.loss import TokenRows
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
@@ -45,6 +54,7 @@ __all__ = [
     "Step",
     "TokenRows",
     "TopKPages",
+    "TruncatedChunks",
     "TwoPass",
     "UnsupportedModelError",
     "__version__",
@@ -70,6 +80,7 @@ _lazy, __dir__ = lazy_names(
         "Step": "oomb.results",
         "TokenRows": "oomb.core.loss",
         "TopKPages": "oomb.config",
+        "TruncatedChunks": "oomb.config",
         "TwoPass": "oomb.engine.two_pass",
         "UnsupportedModelError": "oomb.errors",
         "__version__": "oomb.version",

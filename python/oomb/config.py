@@ -270,6 +270,33 @@ class SampledChunks:
 
 @_named_settings
 @dataclass(frozen=True, kw_only=True)
+class TruncatedChunks:
+    """Truncated back-propagation through time: gradient reaches back ``window`` chunks.
+
+    Every chunk is swept, and its queries see their whole past. The keys and values of chunks more
+    than ``window`` before it are constants to its loss. So at most ``window`` chunks have gradient
+    pages at a time. The gradient is exact for this definition and biased against the whole one. A
+    window of all chunks is exact training; 0 leaves each chunk to itself.
+
+    Attributes:
+        window: earlier chunks that a chunk's gradient reaches, >= 0.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        _expect(_is_count(self.window, 0), "window", "an int >= 0", self.window)
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        """All chunks, ascending."""
+        return list(range(num_chunks))
+
+
+BackwardRule = AllChunks | SampledChunks | TruncatedChunks
+
+
+@_named_settings
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of an engine; validated and frozen.
 
@@ -277,7 +304,7 @@ class Config:
         chunk_size: tokens per chunk, a multiple of ``page_size``.
         page_size: tokens per page.
         attention: :class:`Dense`, :class:`TopKPages`, or a :class:`PageRule` of your own.
-        backward: :class:`AllChunks` or :class:`SampledChunks`.
+        backward: :class:`AllChunks`, :class:`SampledChunks` or :class:`TruncatedChunks`.
         device_memory: hard cap of the device tier, the pages of KV and its gradients: bytes or
             ``"40GiB"``. None: what is free, less a margin.
         host_memory: cap of the host tier, likewise.
@@ -300,7 +327,7 @@ class Config:
     chunk_size: int = 4096
     page_size: int = 128
     attention: Dense | PageRule = field(default_factory=Dense)
-    backward: AllChunks | SampledChunks = field(default_factory=AllChunks)
+    backward: BackwardRule = field(default_factory=AllChunks)
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -331,9 +358,9 @@ class Config:
         if isinstance(attention, PageRule):
             _expect_rule(attention)
         _expect(
-            isinstance(backward, (AllChunks, SampledChunks)),
+            isinstance(backward, BackwardRule),
             "backward",
-            "oomb.AllChunks() or oomb.SampledChunks(…)",
+            "oomb.AllChunks(), oomb.SampledChunks(…) or oomb.TruncatedChunks(…)",
             backward,
         )
         object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from oomb.audit.results import SampledAudit, SparseAudit
+from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit
 
 
 def advice(
-    sparse: Sequence[SparseAudit], sampled: Sequence[SampledAudit], tolerance: float
+    sparse: Sequence[SparseAudit],
+    sampled: Sequence[SampledAudit],
+    tolerance: float,
+    truncated: Sequence[TruncatedAudit] = (),
 ) -> list[str]:
-    """At most one sentence about budgets and one about sampled chunks."""
+    """At most one sentence each about budgets, sampled chunks and truncated chunks."""
     found = []
     if sparse:
         found.append(_about_budgets(sparse, tolerance))
     if sampled:
         found.append(_about_sampling(sampled, tolerance))
+    if truncated:
+        found.append(_about_windows(truncated, tolerance))
     return found
 
 
@@ -71,6 +76,24 @@ def _about_sampling(sampled: Sequence[SampledAudit], tolerance: float) -> str:
             "stays however many are averaged."
         )
     return " ".join(sentences)
+
+
+def _about_windows(truncated: Sequence[TruncatedAudit], tolerance: float) -> str:
+    ordered = sorted(truncated, key=lambda one: one.rule.window)
+    tried = ", ".join(str(one.rule.window) for one in ordered)
+    within = [one for one in ordered if one.gradient.error <= tolerance]
+    best = within[0] if within else min(ordered, key=lambda one: one.gradient.error)
+    off = f"{best.gradient.error:.1%} off the whole one, in every step alike"
+    if within:
+        smallest = "smallest" if len(ordered) > 1 else "one"
+        return (
+            f"A window of {best.rule.window} chunks is the {smallest} of {tried} whose gradient "
+            f"stays within {tolerance:.0%} ({off})."
+        )
+    return (
+        f"No window of {tried} chunks keeps the gradient within {tolerance:.0%}: the nearest, "
+        f"{best.rule.window}, is {off}."
+    )
 
 
 def _is_capped(one: SampledAudit) -> bool:

@@ -11,10 +11,18 @@ from oomb.audit.advice import advice
 from oomb.audit.gradients import Gradients, Groups, compare, gradients_of_call
 from oomb.audit.mass import attention_mass
 from oomb.audit.outputs import Recorder, compare_outputs
-from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer
+from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer, TruncatedAudit
 from oomb.audit.sampled import audit_sampled
 from oomb.audit.untouched import untouched
-from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+from oomb.config import (
+    AllChunks,
+    BackwardRule,
+    Config,
+    Dense,
+    SampledChunks,
+    TopKPages,
+    TruncatedChunks,
+)
 from oomb.core.inputs import IGNORED
 from oomb.engine.engine import Engine
 from oomb.model.causal import CausalModel
@@ -30,13 +38,13 @@ def audit(
     *,
     config: Config | None = None,
     attention: Sequence[TopKPages] = (),
-    backward: Sequence[SampledChunks] = (),
+    backward: Sequence[SampledChunks | TruncatedChunks] = (),
     draws: int = 16,
     sample_blocks: int = 32,
     tolerance: float = 0.1,
     on_call: OnCall | None = None,
 ) -> Audit:
-    """Errors of sparse attention and of sampled chunks against exact training on a text.
+    """Errors of sparse attention, sampled and truncated chunks against exact training on a text.
 
     The model, its gradients, its mode and torch's random state are left as they were. Dropout is
     off meanwhile. Host memory: gradients in fp32 twice (sampled chunks: three times), and with
@@ -48,7 +56,7 @@ def audit(
         config: sizes and memory; ``attention`` and ``backward`` are not used. None: defaults.
         attention: rules to audit.
         backward: rules to audit.
-        draws: per rule of ``backward``, at least 2. Where there are no more subsets of the chunks
+        draws: per rule of sampled chunks, at least 2. Where there are no more subsets of the chunks
             than this, every subset is run once instead, and the figures are expectations.
         sample_blocks: query blocks at which layer outputs and attention mass are taken, spread
             evenly over the text; all, where there are no more.
@@ -70,7 +78,16 @@ def audit(
         reference = _Reference(model, causal, groups, own, input_ids, labels, blocks)
         reference.run(told, outputs=bool(attention))
         sparse = [reference.sparse(rule, told) for rule in attention]
-        sampled = [reference.sampled(rule, draws, told) for rule in backward]
+        sampled = [
+            reference.sampled(rule, draws, told)
+            for rule in backward
+            if isinstance(rule, SampledChunks)
+        ]
+        truncated = [
+            reference.truncated(rule, told)
+            for rule in backward
+            if isinstance(rule, TruncatedChunks)
+        ]
     return Audit(
         num_tokens=input_ids.shape[1],
         num_chunks=reference.num_chunks,
@@ -81,7 +98,8 @@ def audit(
         num_blocks=num_blocks,
         sparse=sparse,
         sampled=sampled,
-        advice=advice(sparse, sampled, tolerance),
+        truncated=truncated,
+        advice=advice(sparse, sampled, tolerance, truncated),
     )
 
 
@@ -179,10 +197,17 @@ class _Reference:
             on_call=told,
         )
 
-    def _with(self, attention: Dense | TopKPages) -> Config:
+    def truncated(self, rule: TruncatedChunks, told: OnCall) -> TruncatedAudit:
+        told(f"window {rule.window}: gradient")
+        with Engine(self._model, self._with(Dense(), rule)) as engine:
+            _, found = gradients_of_call(engine, self._groups, *self._arguments)
+        layers, whole = compare(self._groups, found, self._gradients)
+        return TruncatedAudit(rule=rule, gradient=whole, layers=layers)
+
+    def _with(self, attention: Dense | TopKPages, backward: BackwardRule | None = None) -> Config:
         changed = {
             "attention": attention,
-            "backward": AllChunks(),
+            "backward": backward or AllChunks(),
             "keep_main_grad": True,
             "record_selection": True,
         }
@@ -195,20 +220,25 @@ class _Reference:
 
 def _check(
     attention: Sequence[TopKPages],
-    backward: Sequence[SampledChunks],
+    backward: Sequence[SampledChunks | TruncatedChunks],
     draws: int,
     sample_blocks: int,
     tolerance: float,
 ) -> None:
     if not attention and not backward:
         raise ValueError("attention, backward: expected at least one rule to audit, got none")
-    for name, rules, kind in (
-        ("attention", attention, TopKPages),
-        ("backward", backward, SampledChunks),
+    for name, rules, kind, names in (
+        ("attention", attention, TopKPages, "oomb.TopKPages"),
+        (
+            "backward",
+            backward,
+            (SampledChunks, TruncatedChunks),
+            "oomb.SampledChunks or oomb.TruncatedChunks",
+        ),
     ):
         for rule in rules:
             if not isinstance(rule, kind):
-                raise ValueError(f"{name}: expected oomb.{kind.__name__} rules, got {rule!r}")
+                raise ValueError(f"{name}: expected {names} rules, got {rule!r}")
     for name, value, least in (("draws", draws, 2), ("sample_blocks", sample_blocks, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oomb.config import SampledChunks, TopKPages
+from oomb.config import SampledChunks, TopKPages, TruncatedChunks
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,20 @@ class SampledAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TruncatedAudit:
+    """A rule of truncated chunks; every step has this error, which is bias and no noise.
+
+    Attributes:
+        gradient: of all trained parameters.
+        layers: per decoder layer; None where none of its parameters is trained.
+    """
+
+    rule: TruncatedChunks
+    gradient: Likeness
+    layers: list[Likeness | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """Everything found on one model and text.
 
@@ -112,6 +126,7 @@ class Audit:
     num_blocks: int
     sparse: list[SparseAudit]
     sampled: list[SampledAudit]
+    truncated: list[TruncatedAudit]
     advice: list[str]
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``oomb audit``: what sparse attention and sampled chunks would cost on a model and a text."""
+"""``oomb audit``: what sparse attention, sampled and truncated chunks would cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from oomb.cli.refusal import CORRECTABLE, check_out, refuse
-from oomb.config import Config, SampledChunks, TopKPages
+from oomb.config import Config, SampledChunks, TopKPages, TruncatedChunks
 from oomb.lengths import parse_length
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ def audit(
     score: Annotated[str, typer.Option(help="block_mean or token_softmax.")] = "block_mean",
     keep: Annotated[str, typer.Option(help="Shares of chunks to sweep: 0.25,0.5.")] = "",
     cap: Annotated[str, typer.Option(help="Caps to try beside none: 2,4.")] = "2",
+    window: Annotated[
+        str, typer.Option(help="Chunks that gradient reaches back: 1,2,4 (TruncatedChunks).")
+    ] = "",
     draws: Annotated[int, typer.Option(min=2, help="Random draws per rule of --keep.")] = 16,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
@@ -50,9 +53,10 @@ def audit(
     host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
     out: Annotated[Path | None, typer.Option(help="Write every figure here, as JSON.")] = None,
 ) -> None:
-    """Compare sparse attention and sampled chunks with exact training, layer by layer.
+    """Compare sparse attention, sampled and truncated chunks with exact training, layer by layer.
 
-    Costs one exact step, one step per budget and one per draw. Nothing is trained or changed.
+    Costs one exact step, one step per budget and window and one per draw. Nothing is trained or
+    changed.
     """
     try:
         rules = [
@@ -65,8 +69,9 @@ def audit(
             capped = [SampledChunks(keep=kept, cap=bound) for bound in _numbers("cap", cap, float)]
             # A cap as high as the factor bounds nothing.
             samplings += [free, *(one for one in capped if one.dkv_factor < free.dkv_factor)]
-        if not rules and not samplings:
-            raise ValueError("--budget, --keep: expected at least one of them, got neither")
+        windows = [TruncatedChunks(window=chunks) for chunks in _numbers("window", window, int)]
+        if not rules and not samplings and not windows:
+            raise ValueError("--budget, --keep, --window: expected at least one of them, got none")
         config = Config(
             chunk_size=chunk_size,
             page_size=page_size,
@@ -101,7 +106,7 @@ def audit(
                 ids,
                 config=config,
                 attention=rules,
-                backward=samplings,
+                backward=[*samplings, *windows],
                 draws=draws,
                 sample_blocks=sample_blocks,
                 tolerance=tolerance,

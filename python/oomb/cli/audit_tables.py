@@ -21,6 +21,8 @@ def show(console: Console, found: Audit) -> None:
             _print(console, table)
     if found.sampled:
         _print(console, _sampled(found))
+    if found.truncated:
+        _print(console, _truncated(found))
     console.print(
         "Errors are ‖approximate - exact‖ / ‖exact‖. Attention seen is the share of exact "
         "attention that falls on the pages read.\n",
@@ -97,6 +99,17 @@ def _sampled(found: Audit) -> Table:
             _bias(one),
             f"{max(one.errors):.3f}",
         )
+    return table
+
+
+def _truncated(found: Audit) -> Table:
+    table = _table("Truncated chunks against exact: the gradient", "window")
+    for name in ("cosine", "error", "largest of a layer"):
+        table.add_column(name, justify="right")
+    for one in found.truncated:
+        errors = [layer.error for layer in one.layers if layer is not None]
+        largest = f"{max(errors):.4f}" if errors else ""
+        table.add_row(str(one.rule.window), *_cells(one.gradient), largest)
     return table
 
 

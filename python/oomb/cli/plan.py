@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from oomb.cli.refusal import check_out, refuse
-from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, parse_size
+from oomb.config import (
+    AllChunks,
+    BackwardRule,
+    Config,
+    Dense,
+    SampledChunks,
+    TopKPages,
+    TruncatedChunks,
+    parse_size,
+)
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS, gpu_of_figures
@@ -56,6 +65,9 @@ def plan(
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
     keep: Annotated[float, typer.Option(help="Share of chunks swept (SampledChunks).")] = 1.0,
+    window: Annotated[
+        int | None, typer.Option(help="Chunks that gradient reaches back (TruncatedChunks).")
+    ] = None,
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16; '': choose.")] = "",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
     optimizer: Annotated[
@@ -80,7 +92,7 @@ def plan(
         config = Config(
             page_size=page_size,
             attention=TopKPages(budget=budget) if budget else Dense(),
-            backward=AllChunks() if keep == 1 else SampledChunks(keep=keep),
+            backward=_backward(keep, window),
             **chosen,
         )
         tokens = parse_length("context", context)
@@ -129,6 +141,14 @@ def plan(
         out.write_text(json.dumps(record, indent=1) + "\n")
     if not result.fits:
         raise typer.Exit(1)
+
+
+def _backward(keep: float, window: int | None) -> BackwardRule:
+    if window is None:
+        return AllChunks() if keep == 1 else SampledChunks(keep=keep)
+    if keep != 1:
+        raise ValueError(f"--window: expected all chunks swept beside it, got --keep {keep:g}")
+    return TruncatedChunks(window=window)
 
 
 def _whole_memory(argument: str, text: str) -> int | None:

@@ -14,7 +14,7 @@ from oomb import _C
 from oomb.core.call_pages import CallPages
 from oomb.core.finite import expect_finite
 from oomb.core.output_pages import keep_output, take_output
-from oomb.core.own_pages import end_own, gradient_arguments, write_own
+from oomb.core.own_pages import end_own, extend_gradients, gradient_arguments, write_own
 from oomb.core.rounding import seed_of_chunk
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.waves import launches, resident
@@ -145,6 +145,7 @@ class ChunkAttention:
         """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
         pages = self.pages
         visit = int(pages.order.accumulate[self.chunk, layer])
+        extend_gradients(pages, layer, self.chunk)
         if not _dense_in_head(d_o):
             d_o = d_o.contiguous()
         dq, dk, dv = (like_tokens_first(x) for x in (q, k, v))

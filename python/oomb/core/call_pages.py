@@ -11,6 +11,7 @@ import torch
 from oomb import _C
 from oomb.config import SampledChunks
 from oomb.core.demand import Demand
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import Chunks, Order, call_order
 from oomb.core.page_choice import PageChoice
@@ -27,6 +28,7 @@ class CallPages:
         first_key, num_keys: as in :class:`oomb.core.inputs.CallInputs`.
         outputs: of attention that the fill keeps for the sweep.
         swept: chunks that receive gradient, ascending.
+        reach: chunks that have gradient pages.
         choice: which past pages are seen; None: all.
         rounding_seed: of bf16 gradient pages.
         spilled: the device tier cannot hold the whole call.
@@ -44,6 +46,7 @@ class CallPages:
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
     swept: list[int]
+    reach: GradientReach
     dkv_factor: float
     choice: PageChoice | None
     rounding_seed: int
@@ -112,7 +115,7 @@ def begin_pages(
     if demand.rule is not None:
         choice = PageChoice.of(demand, demand.rule, order, manager, announces=spilled)
     for layer in range(num_layers):
-        for chunk in swept[:-1]:
+        for chunk in demand.reach.at_start:
             first, last = chunks.first_page(chunk), chunks.first_page(chunk + 1)
             manager.create_gradients(layer, first, last)
     rule = config.backward
@@ -126,6 +129,7 @@ def begin_pages(
         first_key=demand.inputs.first_key,
         num_keys=demand.inputs.num_keys,
         swept=swept,
+        reach=demand.reach,
         dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
         choice=choice,
         rounding_seed=rounding_seed,

@@ -9,6 +9,7 @@ import torch
 
 from oomb import _C
 from oomb.config import Config, PageRule
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.inputs import CallInputs
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks
@@ -87,10 +88,16 @@ class Demand:
             wave_pages=self.wave_pages,
         )
 
+    @cached_property
+    def reach(self) -> GradientReach:
+        """Chunks that have gradient pages."""
+        return GradientReach.of(self.config.backward, self.swept or [])
+
     @property
     def needed_slots(self) -> int:
         """Slots with which no page ever leaves the device."""
-        gradients = len((self.swept or [])[:-1]) * self.chunks.first_page(1) * self.inputs.batch
+        chunks = self.reach.at_once(len(self.shapes))
+        gradients = chunks * self.chunks.first_page(1) * self.inputs.batch
         kv_pages = sum(self.pages_per_sequence)
         needed = slots_of_call(self.layout, len(self.shapes), kv_pages, gradients)
         kept = 0 if self.outputs is None else self.outputs.slots

@@ -41,6 +41,14 @@ def write_own(pages: CallPages, layer: int, chunk: int, k: torch.Tensor, v: torc
         pages.manager.commit(layer, page, stop, stream)
 
 
+def extend_gradients(pages: CallPages, layer: int, chunk: int) -> None:
+    """Gradient pages of the chunk that this one is the first to reach, where there is one."""
+    added = pages.reach.added(chunk)
+    if added is not None:
+        first, last = pages.chunks.first_page(added), pages.chunks.first_page(added + 1)
+        pages.manager.create_gradients(layer, first, last)
+
+
 def end_own(pages: CallPages, layer: int, chunk: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Add what later chunks left on a chunk's own keys and values; then its pages are dead.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config, PageRule
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Keeping, KeptOutputs, Rooms
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
@@ -148,7 +149,10 @@ def plan_call(
     tokens = max(1, num_tokens - 1)  # the last predicts nothing
     chunks = Chunks(tokens, config.chunk_size, config.page_size)
     pages = batch * chunks.first_page(chunks.number - 1)
-    page_bytes = slots_of_call(layout, len(shapes), pages, pages) * layout.slot_bytes
+    # A draw of sampled chunks may be of all of them.
+    reach = GradientReach.of(config.backward, range(chunks.number)).at_once(len(shapes))
+    gradients = batch * chunks.first_page(reach)
+    page_bytes = slots_of_call(layout, len(shapes), pages, gradients) * layout.slot_bytes
     summaries = lists = 0
     if isinstance(config.attention, PageRule):
         sizes = ListSizes.of(config.attention, chunks, shapes, batch)

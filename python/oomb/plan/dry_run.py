@@ -108,7 +108,7 @@ class DryRun:
         )
         try:
             for layer in range(len(self._shapes)):
-                for chunk in call.swept[:-1]:
+                for chunk in call.reach.at_start:
                     manager.create_gradients(layer, *self._own(chunk))
             self._fill()
             self._sweep()
@@ -151,13 +151,17 @@ class DryRun:
             self._manager.commit(layer, page, stop)
 
     def _sweep(self) -> None:
+        call = self._call
         layers = range(len(self._shapes))
-        for chunk in reversed(self._call.swept):
+        for chunk in reversed(call.swept):
             for layer in layers:
                 phase: Phase = "kept" if self._outputs.kept[chunk, layer] else "read"
                 self._visit(phase, int(self._order.read[chunk, layer]), chunk, layer)
             for layer in reversed(layers):
                 visit = int(self._order.accumulate[chunk, layer])
+                added = call.reach.added(chunk)
+                if added is not None:
+                    self._manager.create_gradients(layer, *self._own(added))
                 self._visit("accumulate", visit, chunk, layer)
                 self._end_own(chunk, layer)
 

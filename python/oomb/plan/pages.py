@@ -8,6 +8,7 @@ import torch
 
 from oomb import _C
 from oomb.config import PageRule
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
@@ -22,14 +23,14 @@ class PageCall:
 
     Attributes:
         chunks: of the call.
-        swept: chunks that receive gradient, ascending; those before the last of them are filled.
+        reach: chunks that receive gradient, and which of them have gradient pages.
         selection: the rule of page-sparse attention, None: dense.
         choices: what it is taken to choose.
         outputs: of attention that the fill keeps for the sweep; None: none.
     """
 
     chunks: Chunks
-    swept: tuple[int, ...]
+    reach: GradientReach
     shapes: tuple[LayerShape, ...]
     layout: PageLayout
     batch: int
@@ -39,6 +40,11 @@ class PageCall:
     outputs: KeptOutputs | None = None
 
     @property
+    def swept(self) -> tuple[int, ...]:
+        """Chunks that receive gradient, ascending; those before the last of them are filled."""
+        return self.reach.swept
+
+    @property
     def filled(self) -> int:
         return self.swept[-1]
 
@@ -46,8 +52,8 @@ class PageCall:
     def needed_slots(self) -> int:
         """Slots with which no page ever leaves the device."""
         per_chunk = self.chunks.first_page(1) * self.batch
-        gradients = (len(self.swept) - 1) * per_chunk
         layers = len(self.shapes)
+        gradients = self.reach.at_once(layers) * per_chunk
         kept = 0 if self.outputs is None else self.outputs.slots
         return kept + slots_of_call(self.layout, layers, self.filled * per_chunk, gradients)
 

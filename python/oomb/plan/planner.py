@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config, PageRule, SampledChunks
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Rooms
 from oomb.core.layout import Chunks
 from oomb.core.tiers import TIER_SHARE, Caps, PageLayout
@@ -156,7 +157,7 @@ class Planner:
         rule = config.attention
         return PageCall(
             chunks=chunks,
-            swept=_swept(config, chunks.number, step),
+            reach=GradientReach.of(config.backward, _swept(config, chunks.number, step)),
             shapes=tuple(self.tracer.shapes),
             layout=PageLayout.of(
                 first.kv_heads,

@@ -99,8 +99,9 @@ def slots_at_once(call: PageCall) -> int:
             in_use -= sum(call.outputs.slots_of(i) for i in layers if call.outputs.kept[chunk, i])
         for layer in reversed(layers):
             begin = first_page_in_window(chunks, chunk, call.shapes[layer].window)
-            fresh = wanted[begin:first] & ~created[layer][begin:first]
-            created[layer][begin:first] |= fresh
+            reached = max(begin, chunks.first_page(call.reach.first(chunk)))
+            fresh = wanted[reached:first] & ~created[layer][reached:first]
+            created[layer][reached:first] |= fresh
             in_use += grad_slots * int(fresh.sum()) * call.batch
             peak = max(peak, in_use)
             own = created[layer][first : first + per_chunk]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
+from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages, TruncatedChunks
 from oomb.train.section import Section
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n      .*)*)", re.MULTILINE)
@@ -85,10 +85,12 @@ DenseSettings = _mirror("DenseSettings", Dense, type=_is("dense", default=True))
 TopKSettings = _mirror("TopKSettings", TopKPages, type=_is("topk"))
 AllSettings = _mirror("AllSettings", AllChunks, type=_is("all", default=True))
 SampledSettings = _mirror("SampledSettings", SampledChunks, type=_is("sampled"))
+TruncatedSettings = _mirror("TruncatedSettings", TruncatedChunks, type=_is("truncated"))
 
 
-def _one_of(exact: type[_Mirror], other: type[_Mirror], description: str) -> tuple[Any, Any]:
-    either: Any = Union[exact, other]  # noqa: UP007  made here, so no checker can know it
+def _one_of(exact: type[_Mirror], *others: type[_Mirror], description: str) -> tuple[Any, Any]:
+    members = (exact, *others)
+    either: Any = Union[members]  # noqa: UP007  made here, so no checker can know it
     by_type = Annotated[either, Field(discriminator="type")]
     field = Field(exact(), description=description)
     return Annotated[by_type, BeforeValidator(_type_alone)], field
@@ -104,9 +106,14 @@ else:
         "EngineSettings",
         Config,
         attention=_one_of(
-            DenseSettings, TopKSettings, "`dense` (exact), or `topk` with the fields below."
+            DenseSettings,
+            TopKSettings,
+            description="`dense` (exact), or `topk` with the fields below.",
         ),
         backward=_one_of(
-            AllSettings, SampledSettings, "`all` (exact), or `sampled` with the fields below."
+            AllSettings,
+            SampledSettings,
+            TruncatedSettings,
+            description="`all` (exact), or `sampled` or `truncated` with the fields below.",
         ),
     )

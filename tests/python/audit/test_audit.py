@@ -340,6 +340,23 @@ def test_random_draws_are_those_of_the_rule() -> None:
     assert abs(found.gradient.bias - float((mean - exact).norm() / exact.norm())) < CLOSE
 
 
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_truncated_chunks_are_compared_as_they_are(window: int) -> None:
+    """With an ordinary backward in which farther keys and values are constants."""
+    model, ids = make("llama"), random_ids(1, TOKENS)
+    rule = oomb.TruncatedChunks(window=window)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[rule]).truncated
+    visible = Visible(1, TOKENS, CHUNK, PAGE, [], window=window)
+    with dense_attention(model, visible):
+        gradients = ordinary(model, ids, ids).gradients
+    whole = torch.cat([gradients[n].flatten() for n in sorted(gradients)])
+    assert_close(found.gradient, likeness(whole, exact_vector(model, ids)))
+    for index, layer in enumerate(found.layers):
+        part = f"layers.{index}."
+        own = torch.cat([gradients[n].flatten() for n in sorted(gradients) if part in n])
+        assert_close(layer, likeness(own, exact_vector(model, ids, part)))
+
+
 # The model ----------------------------------------------------------------------------------------
 
 
@@ -425,7 +442,10 @@ def test_gradients_the_model_has_do_not_matter(used_model: PreTrainedModel) -> N
     [
         ({}, "attention, backward: expected at least one rule"),
         ({"attention": [oomb.Dense()]}, "attention: expected oomb.TopKPages rules"),
-        ({"backward": [oomb.AllChunks()]}, "backward: expected oomb.SampledChunks rules"),
+        (
+            {"backward": [oomb.AllChunks()]},
+            "backward: expected oomb.SampledChunks or oomb.TruncatedChunks rules",
+        ),
         ({"backward": [oomb.SampledChunks()], "draws": 1}, "draws: expected an int >= 2"),
         ({"attention": [oomb.TopKPages()], "sample_blocks": 0}, "sample_blocks: expected"),
         ({"attention": [oomb.TopKPages()], "tolerance": 0}, "tolerance: expected a number > 0"),

@@ -10,8 +10,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 from engine.models import make
-from oomb import Config, SampledChunks, TopKPages
-from oomb.audit import Likeness, SampledAudit, SparseAudit, SparseLayer, audit
+from oomb import Config, SampledChunks, TopKPages, TruncatedChunks
+from oomb.audit import (
+    Likeness,
+    SampledAudit,
+    SparseAudit,
+    SparseLayer,
+    TruncatedAudit,
+    audit,
+)
 from oomb.audit.advice import advice
 from oomb.audit.results import Spread
 from oomb.cli import app
@@ -44,6 +51,7 @@ def run(folder: Path, text: Path, *options: str) -> Result:
 def test_figures_are_those_of_the_function(folder: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "audit.json"
     result = run(folder, text, "--budget", "1,3", "--keep", "0.25,0.5", "--draws", "16",
+                 "--window", "0,2",
                  "--out", str(out))  # fmt: skip
     assert result.exit_code == 0, result.output
     ids = torch.tensor([[*WORDS.encode()[:60]]])
@@ -55,7 +63,13 @@ def test_figures_are_those_of_the_function(folder: Path, text: Path, tmp_path: P
         config=Config(chunk_size=16, page_size=8),
         attention=[TopKPages(budget=1), TopKPages(budget=3)],
         # A cap of 2 bounds nothing where half of the chunks are kept.
-        backward=[SampledChunks(), SampledChunks(cap=2.0), SampledChunks(keep=0.5)],
+        backward=[
+            SampledChunks(),
+            SampledChunks(cap=2.0),
+            SampledChunks(keep=0.5),
+            TruncatedChunks(window=0),
+            TruncatedChunks(window=2),
+        ],
         draws=16,
     )
     assert json.loads(out.read_text()) == json.loads(json.dumps(expected.as_dict()))
@@ -76,7 +90,7 @@ def test_long_text_is_read_until_there_are_enough_tokens(folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--budget, --keep: expected at least one of them, got neither"),
+        ((), "--budget, --keep, --window: expected at least one of them, got none"),
         (("--budget", "8,x"), "--budget: expected numbers such as 8,16,32, got '8,x'"),
         (("--budget", "0"), "budget: expected an int >= 1, got 0"),
         (("--keep", "2"), "keep: expected a number in (0, 1], got 2.0"),
@@ -164,6 +178,20 @@ def test_no_budget_within_the_tolerance() -> None:
     (sentence,) = advice([sparse(8, 0.3), sparse(16, 0.2)], [], 0.05)
     assert sentence.startswith("No budget of 8, 16 keeps the gradient within 5%")
     assert "the nearest, 16, is 20.0% off" in sentence and "stay exact" in sentence
+
+
+def truncated(window: int, error: float) -> TruncatedAudit:
+    return TruncatedAudit(
+        rule=TruncatedChunks(window=window), gradient=Likeness(1.0, error), layers=[]
+    )
+
+
+def test_the_smallest_window_within_the_tolerance() -> None:
+    tried = [truncated(4, 0.02), truncated(1, 0.3), truncated(2, 0.08)]
+    (sentence,) = advice([], [], 0.1, tried)
+    assert sentence.startswith("A window of 2 chunks is the smallest of 1, 2, 4 whose gradient")
+    (sentence,) = advice([], [], 0.01, tried)
+    assert sentence.startswith("No window of 1, 2, 4 chunks") and "nearest, 4, is 2.0%" in sentence
 
 
 def test_the_unbiased_rule_that_averages_out_for_the_least_work() -> None:

@@ -27,6 +27,7 @@ class Visible:
     selection: Selection  # [layer][chunk], as in step.selection
     lengths: torch.Tensor | None = None  # [batch] tokens before padding
     document_start: torch.Tensor | None = None  # [batch, tokens] first key of each row's document
+    window: int | None = None  # chunks that gradient reaches back; None: all
     # q and k of each layer, kept for the tests that look at them.
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -39,6 +40,11 @@ class Visible:
         if self.document_start is not None:
             mask &= (index >= self.document_start[..., None])[:, None]
         return mask
+
+    def constant(self) -> torch.Tensor:
+        """[tokens, tokens]: keys and values that gradient of a row does not reach."""
+        chunk = torch.arange(self.tokens) // self.chunk_size
+        return chunk[:, None] - chunk[None] > (self.tokens if self.window is None else self.window)
 
     def of_layer(self, layer: int, kv_heads: int, window: int) -> torch.Tensor:
         """[batch, kv_heads, tokens, tokens]: with the layer's window and selected pages."""
@@ -83,14 +89,18 @@ def _attention(
     group = query.shape[1] // key.shape[1]
     mask = _visible.of_layer(layer, key.shape[1], sliding_window or 0)
     key, value, mask = (x.repeat_interleave(group, dim=1) for x in (key, value, mask))
-    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
+    far = _visible.constant()
+    products = query @ key.transpose(-1, -2)
+    products = torch.where(far, query @ key.detach().transpose(-1, -2), products)
+    scores = (products * scaling).masked_fill(~mask, -torch.inf)
     if s_aux is not None:
         sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
     else:
         blind = ~mask.any(dim=-1, keepdim=True)
         weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return (weights @ value).transpose(1, 2), None
+    near, constant = weights.masked_fill(far, 0.0), weights.masked_fill(~far, 0.0)
+    return (near @ value + constant @ value.detach()).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, _attention)

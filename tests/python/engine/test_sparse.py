@@ -21,7 +21,7 @@ LENGTHS = torch.tensor([75, 49, 22])
 DOCUMENTS = torch.tensor([0] * 13 + [1] * 20 + [2] * 42)[None].expand(3, -1)
 
 
-def config(rule: oomb.TopKPages, **settings: Any) -> oomb.Config:
+def config(rule: oomb.Dense | oomb.PageRule, **settings: Any) -> oomb.Config:
     return oomb.Config(
         chunk_size=CHUNK, page_size=PAGE, attention=rule, record_selection=True, **settings
     )
@@ -34,7 +34,7 @@ def starts_of(documents: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    name: str, rule: oomb.TopKPages, inputs: str = "plain", **settings: Any
+    name: str, rule: oomb.Dense | oomb.PageRule, inputs: str = "plain", **settings: Any
 ) -> tuple[Result, Result, Visible]:
     """Sparse training and ordinary training under the dense mask of what it chose."""
     model = make(name)
@@ -56,6 +56,8 @@ def run(
     result = chunked(model, config(rule, **settings), ids, labels, **arguments)
     assert result.step is not None
     visible = Visible(batch, TOKENS, CHUNK, PAGE, result.step.selection, lengths, document_start)
+    if isinstance(settings.get("backward"), oomb.TruncatedChunks):
+        visible.window = settings["backward"].window
     with dense_attention(model, visible):
         expected = ordinary(model, ids, labels, starts=starts, position_ids=positions)
     return result, expected, visible

@@ -68,6 +68,7 @@ CONFIGURATIONS: dict[str, tuple[str, torch.dtype, dict[str, Any], Inputs]] = {
         padded(),
     ),
     "sampled": ("llama", torch.float32, {"backward": oomb.SampledChunks(keep=0.6)}, plain()),
+    "truncated": ("llama", torch.float32, {"backward": oomb.TruncatedChunks(window=1)}, padded()),
     "kept outputs": ("llama", torch.float32, {"keep_outputs": "all"}, padded()),
     "kept outputs, sparse": (
         "mistral",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from oomb.config import TopKPages
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.layout import Chunks
 from oomb.core.tiers import Caps, PageLayout
 from oomb.model.causal import LayerShape
@@ -18,7 +19,7 @@ def test_stored_pages_are_neighbours_on_the_host() -> None:
     chunks = Chunks(65_535, 4096, 128)
     call = PageCall(
         chunks=chunks,
-        swept=tuple(range(chunks.number)),
+        reach=GradientReach(tuple(range(chunks.number)), None),
         shapes=(LayerShape(28, 4, 128, 0),) * 28,
         layout=PageLayout.of(4, 128, 128, torch.bfloat16, "float32"),
         batch=1,

@@ -21,9 +21,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     tokens: int = 1200
+    layers: int = 3
 
 
 SAMPLED = {"backward": oomb.SampledChunks(keep=0.4)}
+TRUNCATED = {"backward": oomb.TruncatedChunks(window=2)}
 SPARSE = {"attention": oomb.TopKPages(budget=4)}
 CASES = (
     Case("all-on-device"),
@@ -38,6 +40,9 @@ CASES = (
     Case("two-tiers-windows", model="mistral", settings={"device_memory": "300KiB"}),
     Case("two-tiers-sampled", settings={**SAMPLED, "device_memory": "200KiB"}),
     Case("two-tiers-smallest", settings={"device_memory": "20KiB"}, tokens=400),
+    Case("truncated", settings=TRUNCATED, batch=2),
+    Case("truncated-one-layer", settings={"backward": oomb.TruncatedChunks(window=5)}, layers=1),
+    Case("two-tiers-truncated", settings={**TRUNCATED, "device_memory": "200KiB"}),
     Case("one-chunk", tokens=50),
     Case("kept", settings={"keep_outputs": "all"}, batch=2),
     Case("kept-two-tiers", settings={"keep_outputs": 0.6, "device_memory": "300KiB"}, batch=2),
@@ -54,7 +59,8 @@ CASES = (
 def test_pools(case: Case) -> None:
     host = {"host_memory": "1GiB"} if "device_memory" in case.settings else {}
     config = oomb.Config(chunk_size=80, page_size=8, **host, **case.settings)
-    model = make(case.model, case.dtype, max_position_embeddings=2048)
+    sizes = {"num_hidden_layers": case.layers, "max_position_embeddings": 2048}
+    model = make(case.model, case.dtype, **sizes)
     predicted = Planner(model, Machine.here("cpu")).predict(
         case.tokens, config, batch_size=case.batch, optimizer=None, timed=False, step=0
     )

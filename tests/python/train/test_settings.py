@@ -105,6 +105,11 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         assert getattr(config, field.name) != getattr(oomb.Config(), field.name), field.name
 
 
+def test_truncated_chunks_arrive(tmp_path: Path) -> None:
+    settings = read(tmp_path, LEAST, "engine.backward={type: truncated, window: 2}")
+    assert settings.engine.made().backward == oomb.TruncatedChunks(window=2)
+
+
 def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
     settings = read(tmp_path, LEAST + "optimizer: {learning_rate: 3e-5, epsilon: 1E-8}\n")
     assert settings.optimizer.learning_rate == 3e-5
