@@ -64,8 +64,11 @@ class Shape:
 HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk in (4096, 8192)]
 
 
-def headline(path: str | None) -> list[Shape]:
-    """The tables of docs/performance.md: that of Hopper, or of the path for other GPUs."""
+def headline(path: str | None, wide: bool = False) -> list[Shape]:
+    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of head dim 256."""
+    if wide:
+        heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 256}
+        return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
     if path is None:
         return HEADLINE
     return [dataclasses.replace(shape, head_dim=dim) for dim in (128, 64) for shape in HEADLINE]
@@ -283,6 +286,7 @@ def write_json(path: Path | None, kind: str, result: dict[str, Any]) -> None:
 def parser(doc: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
     result.add_argument("--grid", action="store_true", help="the grid of shapes")
+    result.add_argument("--wide", action="store_true", help="16 and 4 heads of 256")
     result.add_argument("--path", choices=["sm80"], help="force the path for other GPUs")
     result.add_argument("--repetitions", type=int, default=7)
     result.add_argument("--seconds", type=float, help="begin no further shape after that long")
@@ -302,7 +306,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"matrix product {ceiling:.0f} TFLOP/s"
     )
-    shapes = grid() if options.grid else headline(options.path)
+    shapes = grid() if options.grid else headline(options.path, options.wide)
     rows = []
     for index, shape in enumerate(shapes):
         seconds = time.monotonic() - begin
@@ -316,7 +320,8 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         errors = [f"{k[:-6]}: {v}" for k, v in row.items() if k.endswith("_error")]
         print(f"{kind} {shape}: " + "  ".join(figures + ratios + errors), flush=True)
         torch.cuda.empty_cache()
-    name = "-".join(["attention", kind, *(["grid"] if options.grid else []), options.path or ""])
+    variant = [name for name in ("grid", "wide") if getattr(options, name)]
+    name = "-".join(["attention", kind, *variant, options.path or ""])
     write_json(
         options.json,
         name.rstrip("-"),

@@ -2,7 +2,8 @@
 
 // Attention on a CUDA device: picks the kernels at run time, the first of these that take a call.
 //
-//   sm90    compute capability 9.x, bfloat16, head dim 64 or 128, pages of 64 or 128 tokens
+//   sm90    compute capability 9.x, bfloat16, head dim 64, 128 or 256, pages of 64 or 128
+//           tokens
 //   sm80    8.0 and newer, bfloat16 or float16, head dim 64, 96 or 128, pages of 64 or 128
 //           tokens
 //   plain   8.0 and newer, everything else: correct and slow, announced by one warning

@@ -1,6 +1,6 @@
 #pragma once
 
-// Attention backward for sm_90a: bf16, head dim 64 or 128, pages of 64 or 128 tokens.
+// Attention backward for sm_90a: bf16, head dim 64, 128 or 256, pages of 64 or 128 tokens.
 
 #include <cstdint>
 

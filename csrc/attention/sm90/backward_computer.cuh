@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "attention/device/gradient_page.cuh"
 #include "attention/sm90/backward_plan.h"
+#include "attention/sm90/backward_rows.cuh"
 #include "attention/sm90/backward_shared.cuh"
 #include "attention/sm90/ptx/backward_ops.h"
 #include "attention/sm90/ptx/barrier.h"
@@ -37,22 +37,6 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kDim / 4], const __nv_bf
   }
 }
 
-// A thread's place in its warpgroup. Read anew where it is needed: kept across the loop, the
-// addresses that follow from it would take registers that the accumulators need.
-struct Place {
-  int lane;
-  int warp;
-
-  __device__ __forceinline__ Place() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    lane = thread % 32;
-    warp = thread / 32 % 4;
-  }
-  __device__ int row() const { return warp * 16 + lane / 4; }  // the second is 8 further
-  __device__ int column() const { return lane % 4 * 2; }       // and 8 j further
-};
-
 // One of the two computing warpgroups.
 template <int kDim, int kKeys, bool kSums>
 struct Computer {
@@ -66,42 +50,6 @@ struct Computer {
 
   __device__ Computer(const BackwardKernelArgs& args, Shared& shared, int half)
       : args(args), shared(shared), half(half) {}
-
-  // Hides what a query may not see.
-  __device__ void mask(float (&s)[32], const StepInfo& info, const Unit& unit) const {
-    const Place place;
-    const int row0 = half * 64 + place.row();
-    const int column0 = place.column();
-    const Visibility& visibility = args.params.visibility;
-    const int chunk = static_cast<int>(args.params.shape.chunk);
-    const int past_tokens = static_cast<int>(args.params.past.num_tokens);
-    const int range_begin = info.key_range & 0xff;
-    const int range_end = info.key_range >> 8 & 0xff;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = info.row + 8 * j + column0 + e;
-        int begin = range_begin;
-        int end = range_end;
-        if (info.key_range & kCausal) end = min(end, row - unit.tile * kKeys + 1);
-        if (info.key_range & kLower) {
-          int lower = 0;
-          if (visibility.first_key != nullptr) {
-            lower = visibility
-                        .first_key[static_cast<int64_t>(unit.batch) * chunk + min(row, chunk - 1)];
-          }
-          if (visibility.window > 0) {
-            lower = static_cast<int>(
-                max(static_cast<int64_t>(lower), past_tokens + row - visibility.window + 1));
-          }
-          begin = max(begin, lower - unit.key_begin);
-        }
-        if (row0 < begin || row0 >= end) s[4 * j + e] = -INFINITY;
-        if (row0 + 8 < begin || row0 + 8 >= end) s[4 * j + 2 + e] = -INFINITY;
-      }
-    }
-  }
 
   // Hands a dQ tile to the adding warp: boxes of 32 floats x 64 rows, swizzled.
   __device__ void hand_over(const float (&dq)[kDim / 4], const StepInfo& info) {
@@ -194,7 +142,7 @@ struct Computer {
 
       wgmma_wait<1>();  // S, and dK of the step before
       if (lagging && Place().lane == 0) barrier_arrive(&shared.q_empty[stage ^ 1]);
-      if (info.key_range & kMasked) mask(s, info, unit);
+      if (info.key_range & kMasked) mask_scores<kKeys>(s, args, info, unit, half * 64);
       const int column0 = Place().column();
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -298,10 +246,15 @@ struct Computer {
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.0f;
       const bool any = walk(unit, dk, dv);
+      const BackwardParams& params = args.params;
+      const GradientRows<kDim> rows{params, unit, half * 64};
+      const float scale = static_cast<float>(params.scale);
       if (unit.own) {
-        write_own(unit, dk, dv);
+        rows.template write_own<kKeys>(params.dk, params.dk_strides, dk, scale);
+        rows.template write_own<kKeys>(params.dv, params.dv_strides, dv, 1.0f);
       } else if (any) {
-        add_page(unit, dk, dv);
+        rows.add_page(0, dk, scale);
+        rows.add_page(1, dv, 1.0f);
       }
     }
     if constexpr (kSums) {
@@ -311,96 +264,6 @@ struct Computer {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(&shared.dq_full[half]);
     }
-  }
-
-  __device__ void write_own(const Unit& unit, const float (&dk)[kDim / 2],
-                            const float (&dv)[kDim / 2]) const {
-    const BackwardParams& params = args.params;
-    const float scale = static_cast<float>(params.scale);
-    const Place at;
-    const int row0 = half * 64 + at.row();
-    const int column0 = at.column();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t token = unit.tile * kKeys + row0 + 8 * i;
-      if (token >= params.shape.chunk) continue;
-      auto* dk_row = static_cast<__nv_bfloat16*>(params.dk) + unit.batch * params.dk_strides.batch +
-                     unit.kv_head * params.dk_strides.head + token * params.dk_strides.token;
-      auto* dv_row = static_cast<__nv_bfloat16*>(params.dv) + unit.batch * params.dv_strides.batch +
-                     unit.kv_head * params.dv_strides.head + token * params.dv_strides.token;
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const int column = 8 * j + column0;
-        *reinterpret_cast<uint32_t*>(dk_row + column) =
-            pack_bf16(dk[4 * j + 2 * i] * scale, dk[4 * j + 2 * i + 1] * scale);
-        *reinterpret_cast<uint32_t*>(dv_row + column) =
-            pack_bf16(dv[4 * j + 2 * i], dv[4 * j + 2 * i + 1]);
-      }
-    }
-  }
-
-  __device__ void add_page(const Unit& unit, const float (&dk)[kDim / 2],
-                           const float (&dv)[kDim / 2]) const {
-    const BackwardParams& params = args.params;
-    const int page_size = static_cast<int>(params.shape.page_size);
-    // All rows of a warpgroup lie in one page.
-    const int page = (unit.key_begin + half * 64) / page_size;
-    if (half * 64 >= unit.row_end || half * 64 + 64 <= unit.row_begin) return;
-    const device::GradientPage dk_page(params.grads, params.past.table_stride, unit.batch, page, 0);
-    const device::GradientPage dv_page(params.grads, params.past.table_stride, unit.batch, page, 1);
-    const float scale = static_cast<float>(params.scale);
-    if (dk_page.dtype == DType::kFloat32) {
-      add_floats(dk_page, unit, dk, scale);
-      add_floats(dv_page, unit, dv, 1.0f);
-    } else {
-      add_bfloat16s(dk_page, unit, dk, scale);
-      add_bfloat16s(dv_page, unit, dv, 1.0f);
-    }
-  }
-
-  // Calls visit(i, element) for the two rows of this thread, with its first element in the page.
-  template <typename Visit>
-  __device__ __forceinline__ void visit_rows(const device::GradientPage& page, const Unit& unit,
-                                             const Visit& visit) const {
-    if (page.data == nullptr) return;
-    const Place at;
-    const int page_size = static_cast<int>(args.params.shape.page_size);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = half * 64 + at.row() + 8 * i;
-      if (row >= unit.row_end) continue;
-      visit(i,
-            (unit.kv_head * page_size + (unit.key_begin + row) % page_size) * kDim + at.column());
-    }
-  }
-
-  __device__ __forceinline__ void add_floats(const device::GradientPage& page, const Unit& unit,
-                                             const float (&values)[kDim / 2], float scale) const {
-    visit_rows(page, unit, [&](int i, int element) {
-      float* target = static_cast<float*>(page.data) + element;
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        reduce_add_pair(target + 8 * j, values[4 * j + 2 * i] * scale,
-                        values[4 * j + 2 * i + 1] * scale);
-      }
-    });
-  }
-
-  __device__ __forceinline__ void add_bfloat16s(const device::GradientPage& page, const Unit& unit,
-                                                const float (&values)[kDim / 2],
-                                                float scale) const {
-    visit_rows(page, unit, [&](int i, int element) {
-      // All loads of a row first, so that it waits for one flight.
-      uint32_t* target = static_cast<uint32_t*>(page.data) + element / 2;
-      uint32_t old[kDim / 8];
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) old[j] = target[4 * j];
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        target[4 * j] = page.added_pair(old[j], values[4 * j + 2 * i] * scale,
-                                        values[4 * j + 2 * i + 1] * scale, element + 8 * j);
-      }
-    });
   }
 };
 

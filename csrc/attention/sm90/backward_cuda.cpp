@@ -81,7 +81,10 @@ Tiling plan_tiling(const BackwardParams& params) {
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
   Tiling tiling;
-  if (past.selection != nullptr) tiling.key_rows = static_cast<int32_t>(shape.page_size);
+  const auto page_size = static_cast<int32_t>(shape.page_size);
+  if (past.selection != nullptr) tiling.key_rows = page_size;
+  if (shape.head_dim == 256) tiling.key_rows = 64;
+  tiling.block_rows = past.selection != nullptr ? page_size : tiling.key_rows;
   if (has_past(params)) {
     const int64_t end = ceil_div(past.page_end * shape.page_size, tiling.key_rows);
     tiling.tile_begin = static_cast<int32_t>(past.page_begin * shape.page_size / tiling.key_rows);
@@ -89,7 +92,7 @@ Tiling plan_tiling(const BackwardParams& params) {
   }
   const int64_t row_bytes = 8 * (shape.query_heads / shape.kv_heads) * shape.head_dim;
   const int64_t stripes = std::max<int64_t>(ceil_div(shape.chunk * row_bytes, kStripeBytes), 1);
-  const int64_t blocks = ceil_div(shape.chunk, tiling.key_rows);
+  const int64_t blocks = ceil_div(shape.chunk, tiling.block_rows);
   int64_t stripe_blocks = std::max<int64_t>(blocks, 1);
   if (past.selection != nullptr) {
     tiling.own_descends = true;
@@ -144,7 +147,8 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
 
 bool backward_supported(const BackwardParams& params) {
   const Shape& shape = params.shape;
-  return params.dtype == DType::kBFloat16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
+  return params.dtype == DType::kBFloat16 &&
+         (shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256) &&
          (shape.page_size == 64 || shape.page_size == 128) &&
          (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16);
 }
@@ -156,7 +160,8 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 void backward(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
-  expect(backward_supported(params), "head_dim, page_size, dtype", "64 or 128, 64 or 128, bfloat16",
+  expect(backward_supported(params), "head_dim, page_size, dtype",
+         "64, 128 or 256, 64 or 128, bfloat16",
          concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype)));
   expect(params.dq_acc != nullptr || (params.first_wave && params.last_wave), "dq_acc",
          "an accumulator where the past comes in several waves", "none");
@@ -171,7 +176,8 @@ void backward(const BackwardParams& params) {
                           shape.chunk, shape.head_dim, kQueryRows);
   args.d_o = make_token_map("d_o", params.d_o, params.do_strides, shape.batch, shape.query_heads,
                             shape.chunk, shape.head_dim, kQueryRows);
-  set_key_maps(args, args.tiling.key_rows, static_cast<int>(shape.page_size));
+  set_key_maps(args, args.tiling.key_rows,
+               std::min(args.tiling.key_rows, static_cast<int>(shape.page_size)));
   float* sum = params.dq_acc != nullptr ? static_cast<float*>(params.dq_acc) : workspace.dq;
   args.dq = args.q;
   if (!queries_apart(params)) {
@@ -191,20 +197,20 @@ void backward(const BackwardParams& params) {
   launch_backward_prepare(args);
   launch_backward_units(args);
   const int blocks = num_multiprocessors();
-  if (shape.head_dim == 64) {
-    launch_backward_d64(args, blocks);
-  } else {
-    launch_backward_d128(args, blocks);
+  switch (shape.head_dim) {
+    case 64: launch_backward_d64(args, blocks); break;
+    case 128: launch_backward_d128(args, blocks); break;
+    default: launch_backward_d256(args, blocks);
   }
   if (!queries_apart(params)) {
     if (params.last_wave) launch_backward_finish(params, workspace);
     return;
   }
   set_key_maps(args, kQueryKernelKeys, kQueryKernelKeys);
-  if (shape.head_dim == 64) {
-    launch_backward_query_d64(args);
-  } else {
-    launch_backward_query_d128(args);
+  switch (shape.head_dim) {
+    case 64: return launch_backward_query_d64(args);
+    case 128: return launch_backward_query_d128(args);
+    default: return launch_backward_query_d256(args);
   }
 }
 

@@ -11,6 +11,9 @@
 // With lists of pages of 64 a key tile is one such page, as its neighbour has other readers, and a
 // thread block has two units at work.
 //
+// At head dim 256 a key tile has 64 rows: a page of 64 or half a page of 128. dQ comes from a
+// kernel of its own (backward_query.cuh) in every mode, so there is nothing to put in order.
+//
 // dQ and determinism. Each query tile has a counter. A unit adds its part when the counter has
 // reached its rank, and then raises it, so the order of the sum is fixed:
 //   own tiles from the diagonal down to the first one, then past tiles ascending.
@@ -95,10 +98,11 @@ struct BackwardWorkspace {
 // Lays the workspace out at `base` (null: only sizes it).
 BackwardWorkspace plan_workspace(const BackwardParams& params, void* base);
 
-// Key tiles and query blocks (of as many rows), and how units go through them.
+// Key tiles and query blocks, and how units go through them.
 struct Tiling {
-  int32_t key_rows = 128;  // or 64
-  int32_t tile_begin = 0;  // past key tiles of the wave
+  int32_t key_rows = 128;    // or 64
+  int32_t block_rows = 128;  // of a query block; with lists a page's, else as many as a tile's
+  int32_t tile_begin = 0;    // past key tiles of the wave
   int32_t past_tiles = 0;
   int32_t stripes = 1;  // of query blocks; a past key tile is one unit per stripe
   int32_t stripe_blocks = 0;
@@ -123,6 +127,7 @@ struct BackwardKernelArgs {
 
 // Whether dQ comes from the query kernel (backward_query.cuh).
 inline bool queries_apart(const BackwardParams& params) {
+  if (params.shape.head_dim == 256) return true;
   return params.past.selection != nullptr && (params.deterministic || params.shape.page_size == 64);
 }
 
@@ -137,8 +142,10 @@ int64_t heads_together(const BackwardParams& params);
 // One translation unit per kernel and head dimension.
 void launch_backward_d64(const BackwardKernelArgs& args, int blocks);
 void launch_backward_d128(const BackwardKernelArgs& args, int blocks);
+void launch_backward_d256(const BackwardKernelArgs& args, int blocks);
 void launch_backward_query_d64(const BackwardKernelArgs& args);
 void launch_backward_query_d128(const BackwardKernelArgs& args);
+void launch_backward_query_d256(const BackwardKernelArgs& args);
 
 // Before it: delta, lse and bounds, zeroed counters and sums; then units. After it: dq.
 void launch_backward_prepare(const BackwardKernelArgs& args);

@@ -84,7 +84,7 @@ struct Planner {
       return unit.row_begin > 0 || unit.row_end < min(kKeys, rows);
     }
     const int page_size = static_cast<int>(args.params.shape.page_size);
-    return ((unit.row_begin | unit.row_end) & (page_size - 1)) != 0;
+    return ((unit.row_begin | unit.row_end) & (min(page_size, kKeys) - 1)) != 0;
   }
 
   __device__ void copy_tile(const Unit& unit, __nv_bfloat16* target, const CUtensorMap& own_map,
@@ -105,8 +105,10 @@ struct Planner {
         const int slot =
             args.params.past.block_table[unit.batch * args.params.past.table_stride + page];
         if (slot < 0) __trap();  // a page that is not resident must never be read as zeros
-        pool_row = slot * args.pool_rows_per_slot +
-                   (kind * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head) * page_size;
+        pool_row =
+            slot * args.pool_rows_per_slot +
+            (kind * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head) * page_size +
+            (unit.key_begin + row) % page_size;
       }
       for (int d = 0; d < kDim; d += 64) {
         tma_load_2d(target + d * kKeys + row * 64, args.pool, barrier, d, pool_row,
@@ -118,7 +120,8 @@ struct Planner {
   // The query tiles of the unit's blocks that can see it, block by block and in a block head by
   // head, so that the group's heads stay close together. With lists those that list the unit.
   __device__ void walk(const Unit& unit) {
-    constexpr int kTilesPerBlock = kKeys / kQueryRows;
+    const int tiles_per_block = kDim == 256 ? args.tiling.block_rows / kQueryRows  // pages of 128
+                                            : kKeys / kQueryRows;
     const bool listed = !unit.own && args.params.past.selection != nullptr;
     const bool descends = unit.own && args.tiling.own_descends;
     int block = unit.block_begin;
@@ -129,8 +132,8 @@ struct Planner {
 #pragma unroll 1
       for (int head = 0; head < args.group; ++head) {
 #pragma unroll 1
-        for (int i = 0; i < kTilesPerBlock; ++i) {
-          emit(unit, place * kTilesPerBlock + i, head);
+        for (int i = 0; i < tiles_per_block; ++i) {
+          emit(unit, place * tiles_per_block + i, head);
         }
       }
       ++block;

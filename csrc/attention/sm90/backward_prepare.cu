@@ -155,8 +155,10 @@ void launch_backward_prepare(const BackwardKernelArgs& args) {
   const auto row_blocks = static_cast<uint32_t>(ceil_div(rows, kWarps));
   if (shape.head_dim == 64) {
     rows_kernel<64><<<row_blocks, kThreads, 0, stream>>>(params, workspace);
-  } else {
+  } else if (shape.head_dim == 128) {
     rows_kernel<128><<<row_blocks, kThreads, 0, stream>>>(params, workspace);
+  } else {
+    rows_kernel<256><<<row_blocks, kThreads, 0, stream>>>(params, workspace);
   }
   const dim3 tiles(static_cast<uint32_t>(ceil_div(shape.chunk, kQueryRows)),
                    static_cast<uint32_t>(shape.batch));

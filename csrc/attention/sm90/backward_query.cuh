@@ -1,10 +1,10 @@
 #pragma once
 
 // dQ where it is not summed on the way: with page lists, in deterministic mode and with pages of
-// 64. Units of the main kernel that are at work together share query blocks in no useful order, so
-// that adding dQ up in a fixed order would make them wait for each other; and with units of 64 keys
-// the sums would cost twice the traffic. Instead this kernel walks a query block's own list once
-// more, as the forward does, and recomputes S and dP:
+// 64, and at head dim 256. Units of the main kernel that are at work together share query blocks in
+// no useful order, so that adding dQ up in a fixed order would make them wait for each other; and
+// with units of 64 keys the sums would cost twice the traffic. Instead this kernel walks a query
+// block's pages once more, as the forward does, and recomputes S and dP:
 //
 //   S  = Q K^T     64 queries x 64 keys
 //   dP = dO V^T    the same, while S becomes P
@@ -22,197 +22,20 @@
 #include <cstdint>
 
 #include "attention/sm90/backward_plan.h"
-#include "attention/sm90/hidden_rows.cuh"
+#include "attention/sm90/backward_query_loader.cuh"
 #include "attention/sm90/ptx/backward_ops.h"
 #include "attention/sm90/ptx/barrier.h"
-#include "attention/sm90/ptx/tma.h"
 #include "attention/sm90/ptx/wgmma.h"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm90 {
 
 inline constexpr int kQueryKernelThreads = 384;
-inline constexpr int kQueryKernelStages = 4;
-
-// A stage's keys.
-struct KeyInfo {
-  int32_t key_begin;  // in the sequence; -1: no more
-  int32_t row_begin;  // rows that exist
-  int32_t row_end;
-  int32_t masked;
-};
-
-template <int kDim>
-struct QueryShared {
-  static constexpr int kTile = 64 * kDim;
-
-  alignas(1024) __nv_bfloat16 k[kQueryKernelStages][kTile];
-  alignas(1024) __nv_bfloat16 v[kQueryKernelStages][kTile];
-  alignas(1024) __nv_bfloat16 q[2][kTile];
-  alignas(1024) __nv_bfloat16 d_o[2][kTile];
-  KeyInfo keys[kQueryKernelStages];
-  uint64_t full[kQueryKernelStages], empty[kQueryKernelStages];
-  uint64_t q_full;
-  uint64_t settled;  // see hidden_rows.cuh
-};
-
-// What a warpgroup works on.
-struct QueryUnit {
-  int batch;
-  int kv_head;
-  int block;  // of page_size queries
-  int tile;   // of 64 queries
-  int head;
-  bool valid;
-
-  __device__ QueryUnit(const BackwardKernelArgs& args, int half) {
-    const Shape& shape = args.params.shape;
-    const int group = args.group;
-    const int kv_heads = static_cast<int>(shape.kv_heads);
-    const int page_size = static_cast<int>(shape.page_size);
-    const int chunk = static_cast<int>(shape.chunk);
-    const int blocks = (chunk + page_size - 1) / page_size;
-    const bool two_tiles = page_size == 2 * kQueryRows;
-    const int units = two_tiles ? group : (group + 1) / 2;
-    int index = blockIdx.x;
-    const int of_group = two_tiles ? index % units : 2 * (index % units) + half;
-    index /= units;
-    block = index % blocks;
-    index /= blocks;
-    kv_head = index % kv_heads;
-    batch = index / kv_heads;
-    tile = two_tiles ? 2 * block + half : block;
-    head = kv_head * group + of_group;
-    valid = of_group < group && tile * kQueryRows < chunk;
-  }
-};
-
-// Loads queries once, then keys and values. One warp; its lanes walk together and lane 0 issues.
-template <int kDim>
-__device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDim>& shared) {
-  const BackwardParams& params = args.params;
-  const PastPages& past = params.past;
-  const QueryUnit unit(args, 0);
-  const QueryUnit other(args, 1);
-  const int chunk = static_cast<int>(params.shape.chunk);
-  const int page_size = static_cast<int>(params.shape.page_size);
-  const int past_tokens = static_cast<int>(past.num_tokens);
-  const bool leads = threadIdx.x == 0;
-
-  if (leads) barrier_arrive_expect(&shared.q_full, sizeof(shared.q) + sizeof(shared.d_o));
-#pragma unroll
-  for (int i = 0; i < 2 && leads; ++i) {
-    // What does not exist arrives as zeros.
-    const QueryUnit& half = i == 0 ? unit : other;
-    const int row = half.valid ? half.tile * kQueryRows : chunk;
-    const int head = half.valid ? half.head : 0;
-    for (int d = 0; d < kDim; d += 64) {
-      tma_load_4d(shared.q[i] + d * 64, args.q, &shared.q_full, d, row, head, unit.batch);
-      tma_load_4d(shared.d_o[i] + d * 64, args.d_o, &shared.q_full, d, row, head, unit.batch);
-    }
-  }
-
-  const QueryTile* tiles = args.workspace.query_tiles + unit.batch * args.query_tiles;
-  int lower_min = tiles[unit.tile].lower_min;
-  int lower_max = tiles[unit.tile].lower_max;
-  if (other.valid) {
-    lower_min = min(lower_min, tiles[other.tile].lower_min);
-    lower_max = max(lower_max, tiles[other.tile].lower_max);
-  }
-  int num_keys = 0x7fffffff;
-  if (params.visibility.num_keys != nullptr) num_keys = params.visibility.num_keys[unit.batch];
-
-  int step = 0;
-  uint32_t settled = 0;
-  // Fills a stage with the keys [key_begin + row_begin, key_begin + row_end); `rows` of the tile
-  // are there, the others arrive as zeros. copy(to, is K, barrier, first column) is called by one
-  // lane.
-  const auto put = [&](int key_begin, int row_end, int rows, bool masked, const auto& copy) {
-    const int stage = step % kQueryKernelStages;
-    barrier_wait(&shared.empty[stage], (step / kQueryKernelStages & 1) ^ 1);
-    ++step;
-    const int row_begin = max(0, lower_min - key_begin);
-    const bool hides = row_begin > 0 || row_end < rows;
-    if (leads) {
-      KeyInfo& info = shared.keys[stage];
-      info.key_begin = key_begin;
-      info.row_begin = row_begin;
-      info.row_end = row_end;
-      info.masked = masked || row_begin > 0 || row_end < kQueryKernelKeys || lower_max > key_begin;
-      uint64_t* barrier = hides ? &shared.settled : &shared.full[stage];
-      barrier_arrive_expect(barrier, 2 * sizeof(shared.k[0]));
-#pragma unroll 1
-      for (int d = 0; d < kDim; d += 64) {
-        copy(shared.k[stage] + d * 64, true, barrier, d);
-        copy(shared.v[stage] + d * 64, false, barrier, d);
-      }
-    }
-    if (hides) {
-      barrier_wait(&shared.settled, settled & 1);
-      ++settled;
-      zero_rows_outside<kQueryKernelKeys, kDim>(shared.k[stage], row_begin, row_end);
-      zero_rows_outside<kQueryKernelKeys, kDim>(shared.v[stage], row_begin, row_end);
-      if (leads) barrier_arrive(&shared.full[stage]);
-    }
-  };
-
-  if (args.own_tiles > 0) {
-    const int first = max(0, lower_min - past_tokens) / kQueryKernelKeys;
-    const int last = other.valid ? other.tile : unit.tile;
-#pragma unroll 1
-    for (int tile = first; tile <= last; ++tile) {
-      const int row = tile * kQueryKernelKeys;
-      const int rows = min(kQueryKernelKeys, chunk - row);
-      const int row_end = min(rows, num_keys - past_tokens - row);
-      if (row_end <= 0) break;
-      put(past_tokens + row, row_end, rows, tile >= unit.tile,
-          [&](void* to, bool is_key, uint64_t* barrier, int d) {
-            tma_load_4d(to, is_key ? args.k : args.v, barrier, d, row, unit.kv_head, unit.batch);
-          });
-    }
-  }
-
-  if (args.tiling.past_tiles > 0) {
-    const int lists = static_cast<int>(past.selection_heads);
-    const int blocks = (chunk + page_size - 1) / page_size;
-    const int64_t list = (static_cast<int64_t>(unit.batch) * blocks + unit.block) * lists +
-                         (lists == 1 ? 0 : unit.kv_head);
-    const int32_t* pages = past.selection + list * past.budget;
-    const int budget = static_cast<int>(past.budget);
-    const int tokens = min(past_tokens, num_keys);
-#pragma unroll 1
-    for (int i = 0; i < budget; ++i) {
-      const int page = pages[i];
-      if (page < 0 || page >= past.page_end) break;
-      if (page < past.page_begin) continue;
-      if ((page + 1) * page_size <= lower_min) continue;
-      const int slot = past.block_table[unit.batch * past.table_stride + page];
-      if (slot < 0) __trap();  // a page that is not resident must never be read as zeros
-#pragma unroll 1
-      for (int row = 0; row < page_size; row += kQueryKernelKeys) {
-        const int key_begin = page * page_size + row;
-        const int row_end = min(kQueryKernelKeys, tokens - key_begin);
-        if (row_end <= 0) break;
-        const int k_row = slot * args.pool_rows_per_slot + unit.kv_head * page_size + row;
-        const int v_row = k_row + static_cast<int>(params.shape.kv_heads) * page_size;
-        put(key_begin, row_end, kQueryKernelKeys, false,
-            [&](void* to, bool is_key, uint64_t* barrier, int d) {
-              tma_load_2d(to, args.pool, barrier, d, is_key ? k_row : v_row);
-            });
-      }
-    }
-  }
-  const int stage = step % kQueryKernelStages;
-  barrier_wait(&shared.empty[stage], (step / kQueryKernelStages & 1) ^ 1);
-  if (leads) {
-    shared.keys[stage].key_begin = -1;
-    barrier_arrive(&shared.full[stage]);
-  }
-}
 
 template <int kDim>
 __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
                                                 QueryShared<kDim>& shared, int half) {
+  using Shared = QueryShared<kDim>;
   const BackwardParams& params = args.params;
   const int chunk = static_cast<int>(params.shape.chunk);
   const int past_tokens = static_cast<int>(params.past.num_tokens);
@@ -261,10 +84,16 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
 
   if (!valid) {  // leaves the tensor cores to the other one
     for (int step = 0;; ++step) {
-      const int stage = step % kQueryKernelStages;
-      barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
-      if (shared.keys[stage].key_begin < 0) return;
-      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+      const int k_stage = step % Shared::kKeyStages;
+      const int v_stage = step % Shared::kValueStages;
+      barrier_wait(&shared.k_full[k_stage], step / Shared::kKeyStages & 1);
+      if (shared.keys[k_stage].key_begin < 0) return;
+      barrier_wait(&shared.v_full[v_stage], step / Shared::kValueStages & 1);
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(&shared.k_empty[k_stage]);
+        barrier_arrive(&shared.v_empty[v_stage]);
+      }
     }
   }
 
@@ -273,17 +102,18 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
   const uint64_t do_rows = operand_k_major(shared.d_o[half]);
 
   for (int step = 0;; ++step) {
-    const int stage = step % kQueryKernelStages;
-    barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
-    const KeyInfo& info = shared.keys[stage];
+    const int k_stage = step % Shared::kKeyStages;
+    const int v_stage = step % Shared::kValueStages;
+    barrier_wait(&shared.k_full[k_stage], step / Shared::kKeyStages & 1);
+    const KeyInfo& info = shared.keys[k_stage];
     if (info.key_begin < 0) break;
 
     // Declared here, so that none of them lives on into the next step.
     float s[32];
     float dp[32];
     uint32_t packed_ds[16];
-    const uint64_t k_rows = operand_k_major(shared.k[stage]);
-    const uint64_t v_rows = operand_k_major(shared.v[stage]);
+    const uint64_t k_rows = operand_k_major(shared.k[k_stage]);
+    const uint64_t v_rows = operand_k_major(shared.v[v_stage]);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
@@ -291,6 +121,17 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
                    operand_advance(k_rows, operand_k_step(d, 64)), d > 0);
     }
     wgmma_commit();
+    // Sums of 128 registers leave no room for dP beside the dS of the step before.
+    const auto keys_done = [&] {
+      if (step > 0 && lane == 0) {
+        barrier_arrive(&shared.k_empty[(step - 1) % Shared::kKeyStages]);
+      }
+    };
+    if constexpr (kDim == 256) {
+      wgmma_wait<1>();  // dQ of the step before
+      keys_done();
+    }
+    barrier_wait(&shared.v_full[v_stage], step / Shared::kValueStages & 1);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
@@ -300,9 +141,7 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     wgmma_commit();
 
     wgmma_wait<1>();  // S, and dQ of the step before
-    if (step > 0 && lane == 0) {
-      barrier_arrive(&shared.empty[(step - 1) % kQueryKernelStages]);
-    }
+    if constexpr (kDim != 256) keys_done();
     if (info.masked) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -325,15 +164,16 @@ __device__ __forceinline__ void compute_queries(const BackwardKernelArgs& args,
     }
     // Passes at once; but ptxas moves the exponentials behind the wait for dP if nothing but
     // arithmetic lies between, and then nothing runs beside that product.
-    barrier_wait(&shared.full[stage], step / kQueryKernelStages & 1);
+    barrier_wait(&shared.k_full[k_stage], step / Shared::kKeyStages & 1);
     wgmma_wait<0>();  // dP
+    if (lane == 0) barrier_arrive(&shared.v_empty[v_stage]);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float minus = delta[i % 2];
       packed_ds[i] =
           pack_bf16(s[2 * i] * (dp[2 * i] - minus), s[2 * i + 1] * (dp[2 * i + 1] - minus));
     }
-    const uint64_t k_columns = operand_mn_major(shared.k[stage], 64 * 128);
+    const uint64_t k_columns = operand_mn_major(shared.k[k_stage], 64 * 128);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -380,9 +220,14 @@ __global__ void __launch_bounds__(kQueryKernelThreads, 1)
   if (threadIdx.x == 0) {
     barrier_init(&shared.q_full, 1);
     barrier_init(&shared.settled, 1);
-    for (int i = 0; i < kQueryKernelStages; ++i) {
-      barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], 8);  // a lane of each computing warp
+    // To the empty ones a lane of each computing warp arrives.
+    for (int i = 0; i < QueryShared<kDim>::kKeyStages; ++i) {
+      barrier_init(&shared.k_full[i], 1);
+      barrier_init(&shared.k_empty[i], 8);
+    }
+    for (int i = 0; i < QueryShared<kDim>::kValueStages; ++i) {
+      barrier_init(&shared.v_full[i], 1);
+      barrier_init(&shared.v_empty[i], 8);
     }
     barrier_init_fence();
   }

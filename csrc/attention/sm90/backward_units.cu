@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One thread per list entry: sets the query block's bit at the key tile.
+// One thread per list entry: sets the query block's bit at the page's key tiles.
 __global__ void __launch_bounds__(kThreads)
     readers_kernel(const __grid_constant__ BackwardKernelArgs args) {
   const Shape& shape = args.params.shape;
@@ -20,15 +20,19 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t blocks = ceil_div(shape.chunk, shape.page_size);
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= shape.batch * blocks * past.selection_heads * past.budget) return;
-  const int64_t page = past.selection[index];  // with lists a key tile is a page
+  const int64_t page = past.selection[index];
   if (page < past.page_begin || page >= past.page_end) return;
   const int64_t row = index / past.budget;
   const int64_t list = row % past.selection_heads;
   const int64_t block = row / past.selection_heads % blocks;
   const int64_t batch = row / past.selection_heads / blocks;
-  const int64_t entry =
-      (batch * past.selection_heads + list) * workspace.list_tiles + page - past.page_begin;
-  atomicOr(workspace.readers + entry * workspace.reader_words + block / 32, 1u << block % 32);
+  const int64_t tiles = shape.page_size / args.tiling.key_rows;  // of a page
+  const int64_t entry = (batch * past.selection_heads + list) * workspace.list_tiles +
+                        (page - past.page_begin) * tiles;
+  for (int64_t i = 0; i < tiles; ++i) {
+    atomicOr(workspace.readers + (entry + i) * workspace.reader_words + block / 32,
+             1u << block % 32);
+  }
 }
 
 // One block: the tiles with readers, ascending, for each list.
@@ -117,12 +121,14 @@ __device__ int first_seen(const BackwardKernelArgs& args, const Unit& unit) {
   const Visibility& visibility = args.params.visibility;
   if (visibility.first_key == nullptr && visibility.window == 0) return 0;
   const bool listed = !unit.own && args.params.past.selection != nullptr;
-  const int tiles_per_block = args.tiling.key_rows / kQueryRows;
+  const int tiles_per_block = args.tiling.block_rows / kQueryRows;
   const uint32_t* readers = args.workspace.readers + unit.entry * args.workspace.reader_words;
   const QueryTile* tiles = args.workspace.query_tiles + unit.batch * args.query_tiles;
   const int end = min(unit.block_end * tiles_per_block, args.query_tiles);
   int first = INT32_MAX;
-  for (int tile = unit.block_begin * tiles_per_block; tile < end; ++tile) {
+  int tile = unit.block_begin * tiles_per_block;
+  if (unit.own) tile = unit.tile * args.tiling.key_rows / kQueryRows;
+  for (; tile < end; ++tile) {
     const int block = tile / tiles_per_block;
     if (listed && !(readers[block / 32] >> block % 32 & 1)) continue;
     first = min(first, tiles[tile].lower_min);
@@ -138,7 +144,8 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_heads = static_cast<int>(shape.kv_heads);
   const int heads = static_cast<int>(shape.batch) * kv_heads;
   const int key_rows = args.tiling.key_rows;
-  const int blocks = (static_cast<int>(shape.chunk) + key_rows - 1) / key_rows;
+  const int block_rows = args.tiling.block_rows;
+  const int blocks = (static_cast<int>(shape.chunk) + block_rows - 1) / block_rows;
   const bool listed = past.selection != nullptr;
   const int own_units = args.own_tiles * heads;  // with lists these come first
   const int index = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
@@ -163,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
   if (place.tile < args.own_tiles) {
     unit.own = 1;
     unit.tile = args.own_tiles - 1 - place.tile;
-    unit.block_begin = unit.tile;
+    unit.block_begin = unit.tile * key_rows / block_rows;
     unit.block_end = blocks;
     unit.key_begin = static_cast<int>(past.num_tokens) + unit.tile * key_rows;
     unit.row_begin = 0;

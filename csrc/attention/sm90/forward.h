@@ -1,6 +1,6 @@
 #pragma once
 
-// Attention forward for sm_90a: bf16, head dim 64 or 128, pages of 64 or 128 tokens.
+// Attention forward for sm_90a: bf16, head dim 64, 128 or 256, pages of 64 or 128 tokens.
 //
 // Shared device primitives of the kernels in this folder:
 //   ptx/barrier.h   transaction barriers, named barriers, proxy fences, register hand-over

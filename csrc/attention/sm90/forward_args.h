@@ -47,5 +47,7 @@ void launch_forward_d64_p64(const ForwardArgs& args, void* stream);
 void launch_forward_d64_p128(const ForwardArgs& args, void* stream);
 void launch_forward_d128_p64(const ForwardArgs& args, void* stream);
 void launch_forward_d128_p128(const ForwardArgs& args, void* stream);
+void launch_forward_d256_p64(const ForwardArgs& args, void* stream);
+void launch_forward_d256_p128(const ForwardArgs& args, void* stream);
 
 }  // namespace oomb::attention::sm90

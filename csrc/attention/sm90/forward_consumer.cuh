@@ -50,10 +50,11 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int32_t quad) {
   }
 }
 
-template <int kHeadDim, int kTileKeys>
+template <int kHeadDim, int kPageSize>
 struct Consumer {
-  using Shared = ForwardShared<kHeadDim, kTileKeys>;
-  using Config = ForwardConfig<kHeadDim, kTileKeys>;
+  using Shared = ForwardShared<kHeadDim, kPageSize>;
+  using Config = ForwardConfig<kHeadDim, kPageSize>;
+  static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kScores = kTileKeys / 2;  // registers of S per thread
   static constexpr int kOutputs = kHeadDim / 2;
 

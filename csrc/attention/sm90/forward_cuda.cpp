@@ -14,6 +14,10 @@ namespace {
 
 constexpr int kTaskRows = 64;  // of the kernel: query rows per warpgroup
 
+bool takes_head_dim(int64_t head_dim) {
+  return head_dim == 64 || head_dim == 128 || head_dim == 256;
+}
+
 void expect_fits(const char* argument, int64_t value) {
   expect(value >= 0 && value <= std::numeric_limits<int32_t>::max() / 2, argument, "0 to 2^30 - 1",
          value);
@@ -23,7 +27,7 @@ void check(const ForwardParams& params) {
   const Shape& shape = params.shape;
   const PastPages& past = params.past;
   expect(params.dtype == DType::kBFloat16, "dtype", "bfloat16", name_of(params.dtype));
-  expect(shape.head_dim == 64 || shape.head_dim == 128, "head_dim", "64 or 128", shape.head_dim);
+  expect(takes_head_dim(shape.head_dim), "head_dim", "64, 128 or 256", shape.head_dim);
   expect(shape.page_size == 64 || shape.page_size == 128, "page_size", "64 or 128",
          shape.page_size);
   expect(shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0, "query_heads",
@@ -57,7 +61,7 @@ void check(const ForwardParams& params) {
 
 bool forward_supported(const ForwardParams& params) {
   const Shape& shape = params.shape;
-  return params.dtype == DType::kBFloat16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
+  return params.dtype == DType::kBFloat16 && takes_head_dim(shape.head_dim) &&
          (shape.page_size == 64 || shape.page_size == 128) && params.scale > 0;
 }
 
@@ -68,18 +72,19 @@ void forward(const ForwardParams& params) {
   if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
   const bool has_past = past.page_begin < past.page_end;
   const int page = static_cast<int>(shape.page_size);
+  const int tile = shape.head_dim == 256 ? 64 : page;  // keys that the kernel loads at a time
 
   ForwardArgs args = {};
   args.q_map = make_token_map("q", params.q, params.q_strides, shape.batch, shape.query_heads,
                               shape.chunk, shape.head_dim, kTaskRows);
   if (params.own_chunk) {
     args.k_map = make_token_map("k", params.k, params.k_strides, shape.batch, shape.kv_heads,
-                                shape.chunk, shape.head_dim, page);
+                                shape.chunk, shape.head_dim, tile);
     args.v_map = make_token_map("v", params.v, params.v_strides, shape.batch, shape.kv_heads,
-                                shape.chunk, shape.head_dim, page);
+                                shape.chunk, shape.head_dim, tile);
   }
   if (has_past) {
-    args.pool_map = make_pool_map(past, shape, page);
+    args.pool_map = make_pool_map(past, shape, tile);
     args.rows_per_slot = static_cast<int32_t>(pool_rows_per_slot(past, shape));
     args.num_slots = static_cast<int32_t>(past.kv_num_slots);
   }
@@ -119,10 +124,14 @@ void forward(const ForwardParams& params) {
   args.lse = static_cast<float*>(params.lse);
   args.o_strides = params.o_strides;
 
-  const auto launch = shape.head_dim == 64
-                          ? (page == 64 ? launch_forward_d64_p64 : launch_forward_d64_p128)
-                          : (page == 64 ? launch_forward_d128_p64 : launch_forward_d128_p128);
-  launch(args, params.stream);
+  switch (shape.head_dim) {
+    case 64:
+      return (page == 64 ? launch_forward_d64_p64 : launch_forward_d64_p128)(args, params.stream);
+    case 128:
+      return (page == 64 ? launch_forward_d128_p64 : launch_forward_d128_p128)(args, params.stream);
+    default:
+      return (page == 64 ? launch_forward_d256_p64 : launch_forward_d256_p128)(args, params.stream);
+  }
 }
 
 }  // namespace oomb::attention::sm90

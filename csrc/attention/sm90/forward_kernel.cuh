@@ -40,11 +40,11 @@
 
 namespace oomb::attention::sm90 {
 
-template <int kHeadDim, int kTileKeys>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kTileKeys>::kThreads, 1)
+template <int kHeadDim, int kPageSize>
+__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPageSize>::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Shared = ForwardShared<kHeadDim, kTileKeys>;
-  using Config = ForwardConfig<kHeadDim, kTileKeys>;
+  using Shared = ForwardShared<kHeadDim, kPageSize>;
+  using Config = ForwardConfig<kHeadDim, kPageSize>;
   extern __shared__ char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
 
@@ -68,19 +68,19 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kTileKeys>::kThreads, 
   if (warpgroup == 0) {
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
-      Producer<kHeadDim, kTileKeys>{args, shared, static_cast<int32_t>(threadIdx.x)}.run();
+      Producer<kHeadDim, kPageSize>{args, shared, static_cast<int32_t>(threadIdx.x)}.run();
     }
   } else {
     registers_grow<Config::kConsumerRegisters>();
-    Consumer<kHeadDim, kTileKeys>(args, shared, warpgroup - 1).run();
+    Consumer<kHeadDim, kPageSize>(args, shared, warpgroup - 1).run();
   }
 }
 
-template <int kHeadDim, int kTileKeys>
+template <int kHeadDim, int kPageSize>
 void launch_forward(ForwardArgs args, void* stream) {
-  using Config = ForwardConfig<kHeadDim, kTileKeys>;
-  const auto kernel = forward_kernel<kHeadDim, kTileKeys>;
-  constexpr int kBytes = sizeof(ForwardShared<kHeadDim, kTileKeys>) + 1024;
+  using Config = ForwardConfig<kHeadDim, kPageSize>;
+  const auto kernel = forward_kernel<kHeadDim, kPageSize>;
+  constexpr int kBytes = sizeof(ForwardShared<kHeadDim, kPageSize>) + 1024;
   int device = 0, processors = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),

@@ -16,11 +16,12 @@
 
 namespace oomb::attention::sm90 {
 
-template <int kHeadDim, int kTileKeys>
+template <int kHeadDim, int kPageSize>
 struct Producer {
-  using Shared = ForwardShared<kHeadDim, kTileKeys>;
-  using Config = ForwardConfig<kHeadDim, kTileKeys>;
-  using Reader = PageReader<kTileKeys, Config::kLists>;
+  using Shared = ForwardShared<kHeadDim, kPageSize>;
+  using Config = ForwardConfig<kHeadDim, kPageSize>;
+  using Reader = PageReader<kPageSize, Config::kLists>;
+  static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kConsumers = Config::kConsumers;
   static constexpr uint32_t kAllConsumers = (1u << kConsumers) - 1;
   static constexpr int kBoxes = kHeadDim / 64;
@@ -119,23 +120,27 @@ struct Producer {
 
   __device__ __forceinline__ void put_page(const Unit<Config>& unit, int32_t page, int32_t slot,
                                            int32_t real_end, uint32_t listed_by) {
-    const int32_t key = page * kTileKeys;
-    int32_t first;
-    const int flags = flags_of(key, real_end, false, listed_by, first);
-    if (!(flags & kSeenByAny)) return;
-    const int32_t row = slot * args.rows_per_slot + unit.kv_head * kTileKeys;
-    put(key, flags, first - key, real_end - key,
-        [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
-          tma_load_2d(to, args.pool_map, barrier, box * 64,
-                      is_key ? row : row + args.kv_heads * kTileKeys);
-        });
+#pragma unroll 1
+    for (int32_t begin = 0; begin < kPageSize; begin += kTileKeys) {
+      const int32_t key = page * kPageSize + begin;
+      if (key >= real_end) return;
+      int32_t first;
+      const int flags = flags_of(key, real_end, false, listed_by, first);
+      if (!(flags & kSeenByAny)) continue;
+      const int32_t row = slot * args.rows_per_slot + unit.kv_head * kPageSize + begin;
+      put(key, flags, first - key, real_end - key,
+          [&](void* to, bool is_key, uint64_t* barrier, int box) __attribute__((always_inline)) {
+            tma_load_2d(to, args.pool_map, barrier, box * 64,
+                        is_key ? row : row + args.kv_heads * kPageSize);
+          });
+    }
   }
 
   __device__ __forceinline__ void past_pages(const Unit<Config>& unit, int32_t key_min,
                                              int32_t key_end) {
     const int32_t n = args.num_past;
     const int32_t real_end = min(key_end, n);
-    const int32_t page_begin = max(args.page_begin, key_min / kTileKeys);
+    const int32_t page_begin = max(args.page_begin, key_min / kPageSize);
     if (args.page_begin >= args.page_end) return;
 
     Reader reader = lists(unit);

@@ -14,8 +14,10 @@ namespace oomb::attention::sm90 {
 inline constexpr int kTaskRows = 64;
 inline constexpr uint32_t kAllLanes = 0xffffffff;
 
-template <int kHeadDim, int kTileKeys>
+template <int kHeadDim, int kPageSize>
 struct ForwardConfig {
+  // A page is a tile; at head dim 256 two, as the sums of a row alone take 128 registers a thread.
+  static constexpr int kTileKeys = kHeadDim == 256 ? 64 : kPageSize;
   // Head dim 64 has half the matrix work per exponential: a third consumer hides more of them.
   static constexpr int kConsumers = kHeadDim == 64 ? 3 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -25,13 +27,15 @@ struct ForwardConfig {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (1 + kConsumers) * kLaunchRegisters);
-  static constexpr int kStages = kTileKeys == 128 && kHeadDim == 128 ? 2 : 4;
+  // 2 stages at head dim 256: Q 2 x 32 KiB, K 2 x 32 KiB, V 2 x 32 KiB, of 227 KiB.
+  static constexpr int kStages = kTileKeys * kHeadDim >= 128 * 128 ? 2 : 4;
   // Reading Q from shared memory again for every tile costs power, and at 64 keys half the
-  // bandwidth.
-  static constexpr bool kQueriesInRegisters = kHeadDim == 128 || kTileKeys == 64;
+  // bandwidth. At head dim 256 Q would take 64 registers more than there are.
+  static constexpr bool kQueriesInRegisters =
+      kHeadDim == 128 || (kHeadDim == 64 && kTileKeys == 64);
   // Where the tensor cores are not the limit, testing for factors of 1 is cheaper than multiplying.
   static constexpr bool kTestFactors = kHeadDim == 64 || kTileKeys == 64;
-  static constexpr int kTasksPerBlock = kTileKeys / kTaskRows;  // and head; a page is a tile
+  static constexpr int kTasksPerBlock = kPageSize / kTaskRows;  // and head
   static constexpr int kLists = kTasksPerBlock % kConsumers == 0 ? 1 : kConsumers;
 };
 
@@ -46,9 +50,10 @@ inline constexpr int kMasked = 8;  // some key of it is hidden from some row
 inline constexpr int kOwn = 16;    // of the own chunk
 inline constexpr int kEnd = 32;    // no tile: the unit is complete
 
-template <int kHeadDim, int kTileKeys>
+template <int kHeadDim, int kPageSize>
 struct ForwardShared {
-  using Config = ForwardConfig<kHeadDim, kTileKeys>;
+  using Config = ForwardConfig<kHeadDim, kPageSize>;
+  static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kStages = Config::kStages;
   static constexpr int kTileElements = kTileKeys * kHeadDim;
   static constexpr uint32_t kTileBytes = kTileElements * 2;

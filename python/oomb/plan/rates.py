@@ -54,6 +54,7 @@ _DENSE = {"past_forward": 0.63, "past_backward": 0.52}
 _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
+_WIDE_FORWARD = 1.2  # dense, with heads of 256
 _CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
 _PAST = 16  # chunks of past that a GPU attends to while it is measured
 _QUEUED = 8  # runs between two waits for a GPU
@@ -62,6 +63,8 @@ _QUEUED = 8  # runs between two waits for a GPU
 def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None) -> Rates:
     """Rates of a GPU that is not here: the shares of its figures that an H200 reaches."""
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
+    if selection is None and shape.head_dim == 256:
+        shares["past_forward"] *= _WIDE_FORWARD
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(
         matrix=_SHARE_MATRIX * gpu.flops,

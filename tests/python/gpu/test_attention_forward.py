@@ -35,7 +35,9 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("past", PASTS)
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
-@pytest.mark.parametrize(("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128])))
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), list(itertools.product([64, 128, 256], [64, 128]))
+)
 def test_shapes(head_dim: int, page_size: int, lists: str, past: str) -> None:
     tokens = past_of(past, page_size)
     budget = 40 if past == "long" else 3
@@ -61,7 +63,7 @@ def test_long_chunk_and_batch(page_size: int, lists: str) -> None:
     check(Case(group=7, page_size=page_size, chunk=2048, past=1500, batch=2, lists=lists, budget=5))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
 @pytest.mark.parametrize("limits", [*LIMITS, dict(packed=True)], ids=str)
@@ -95,7 +97,7 @@ def test_rows_that_see_nothing() -> None:
     assert (o.double() - expected).abs().max().item() < 0.02
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
 def test_waves_change_no_bit(head_dim: int, page_size: int, lists: str) -> None:

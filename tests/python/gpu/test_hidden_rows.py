@@ -55,7 +55,9 @@ def poison(problem: Problem, value: float) -> int:
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("limits", [{}, {"window": 300}, {"documents": True}], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
-@pytest.mark.parametrize(("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128])))
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), list(itertools.product([64, 128, 256], [64, 128]))
+)
 def test_hidden_rows(
     head_dim: int, page_size: int, lists: str, limits: dict[str, int], ends: str
 ) -> None:

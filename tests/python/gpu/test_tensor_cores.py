@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 on_sm80 = pytest.mark.parametrize("implementation", ["sm80"], indirect=True)
 lists_of_pages = pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
 dims_and_pages = pytest.mark.parametrize(
-    ("head_dim", "page_size"), list(itertools.product([64, 128], [64, 128]))
+    ("head_dim", "page_size"), list(itertools.product([64, 128, 256], [64, 128]))
 )
 in_both_orders = pytest.mark.parametrize(
     "deterministic", [True, False], ids=["ordered", "any-order"]
@@ -29,6 +29,9 @@ in_both_orders = pytest.mark.parametrize(
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
+    dims = [request.getfixturevalue(name) for name in request.fixturenames if name == "head_dim"]
+    if request.param == "sm80" and 256 in dims:
+        pytest.skip("sm80 takes no head dim of 256")
     _C.force_attention(request.param)
     yield request.param
     _C.force_attention(None)
@@ -74,17 +77,19 @@ def test_shapes_of_sm80(
 
 
 @in_both_orders
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("chunk", [1, 63, 64, 65, 128, 129, 1000])
 def test_no_past(head_dim: int, chunk: int, deterministic: bool) -> None:
     check(Case(head_dim=head_dim, chunk=chunk, deterministic=deterministic))
 
 
 @in_both_orders
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
-def test_long_past(lists: str, deterministic: bool) -> None:
+def test_long_past(lists: str, head_dim: int, deterministic: bool) -> None:
     check(
         Case(
+            head_dim=head_dim,
             chunk=128,
             past=65536,
             kv_heads=1,
@@ -100,8 +105,9 @@ def test_long_past(lists: str, deterministic: bool) -> None:
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "shared"])
 @pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_long_chunk(
-    page_size: int, lists: str, dkv_dtype: torch.dtype, deterministic: bool
+    head_dim: int, page_size: int, lists: str, dkv_dtype: torch.dtype, deterministic: bool
 ) -> None:
     """Dozens of key tiles of the chunk itself add to a row's dQ, dozens of queries to a page.
 
@@ -110,6 +116,7 @@ def test_long_chunk(
     """
     check(
         Case(
+            head_dim=head_dim,
             page_size=page_size,
             group=7,
             kv_heads=1,
@@ -145,9 +152,10 @@ def test_masks(
     )
 
 
-def test_rows_that_see_nothing() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rows_that_see_nothing(head_dim: int) -> None:
     """A sequence whose keys all end before the chunk's documents begin."""
-    problem = Problem(Case(chunk=200, past=300, documents=True, batch=2))
+    problem = Problem(Case(chunk=200, past=300, head_dim=head_dim, documents=True, batch=2))
     problem.num_keys = torch.full((2,), 300, device="cuda", dtype=torch.int32)
     ours, expected = problem.run(), problem.dense(torch.float64)
     empty = expected.lse == float("-inf")
@@ -162,9 +170,13 @@ def test_rows_that_see_nothing() -> None:
 @in_both_orders
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @lists_of_pages
-def test_gradient_dtypes(lists: str, dkv_dtype: torch.dtype, deterministic: bool) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_gradient_dtypes(
+    head_dim: int, lists: str, dkv_dtype: torch.dtype, deterministic: bool
+) -> None:
     check(
         Case(
+            head_dim=head_dim,
             chunk=300,
             past=1500,
             group=7,
