@@ -81,6 +81,8 @@ _SIZES: dict[str, Any] = {
     "mamba_num_heads": 6,
     "mamba_head_dim": 16,
     "state_size": 8,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
@@ -111,7 +113,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"layer_types": None, "max_window_layers": 1},
     "cohere_compass_text": {"layer_types": None},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba2": {
+        "num_hidden_layers": 4,  # two of them share their attention
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 2,
+    },
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "nemotron_h": {"n_groups": 1, "layers_block_type": ["mamba", "attention"]},
     "gptj": {"rotary_dim": 4},
     "codegen": {"n_head": 4, "rotary_dim": 4},

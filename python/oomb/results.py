@@ -26,6 +26,8 @@ class Stats:
         kept_output_share: of attention's outputs that could be kept for the sweep, those that were.
         kept_output_bytes: memory of both tiers that they took.
         kept_output_seconds: that the fill took to compute them; the sweep did not do it again.
+        border_state_bytes: of the host's memory that states of recurrences and convolutions at the
+            borders between chunks took, beside the pools.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
@@ -47,6 +49,7 @@ class Stats:
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
     kept_output_seconds: float = 0.0
+    border_state_bytes: int = 0
     reserved_ratio: float = 1.0
 
 

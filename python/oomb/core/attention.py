@@ -12,6 +12,7 @@ import torch
 
 from oomb import _C
 from oomb.core.call_pages import CallPages
+from oomb.core.carry import FillComplete
 from oomb.core.finite import expect_finite
 from oomb.core.output_pages import keep_output, take_output
 from oomb.core.own_pages import end_own, extend_gradients, gradient_arguments, write_own
@@ -20,10 +21,6 @@ from oomb.core.stopwatch import Stopwatch
 from oomb.core.waves import launches, resident
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
-
-
-class FillComplete(Exception):  # no error: the fill has all it needs
-    """The last layer's keys and values are written; nothing behind them is needed."""
 
 
 class ChunkAttention:
@@ -60,6 +57,10 @@ class ChunkAttention:
         yield
         if choice is not None:
             choice.lists.finish(chunk)
+
+    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """None: attention's backward takes what later chunks left on its keys and values."""
+        return [], []
 
     def begin(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """What comes before attention itself: pages of the chunk, and the choice of past pages.

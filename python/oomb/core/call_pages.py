@@ -89,14 +89,15 @@ def begin_pages(
     spilled = caps.host_slots > 0
     outputs = demand.outputs or demand.nothing_kept
     config, chunks, swept = demand.config, demand.chunks, demand.swept or []
-    # Where lists and pages have to travel, two chunks of the fill hide it for each other.
-    paired = spilled and demand.rule is not None
+    # Where lists and pages have to travel, two chunks of the fill hide it for each other, unless
+    # one needs the states that the other leaves.
+    paired = spilled and demand.rule is not None and not demand.chained
     order = call_order(
         chunks,
         [shape.window for shape in demand.shapes],
         chunks.number if demand.whole_fill else demand.filled,
         swept,
-        whole_fill=demand.whole_fill,
+        whole_fill=demand.whole_fill or demand.fills_all,
         paired=paired,
         output_span=outputs.span,
     )

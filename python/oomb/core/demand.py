@@ -27,6 +27,9 @@ class Demand:
         outputs: of attention that the fill keeps for the sweep; None: none.
         every_output: the fill runs all chunks to their end, though a sweep follows.
         lists: that an earlier fill of the same call has chosen; None: none has.
+        border_bytes: of the host's memory that states at borders take.
+        chained: a chunk needs states that the one before leaves.
+        fills_all: the fill runs the attention of every layer: a mixer comes behind the last.
     """
 
     config: Config
@@ -37,6 +40,9 @@ class Demand:
     outputs: KeptOutputs | None = None
     every_output: bool = False
     lists: PageLists | None = None
+    border_bytes: int = 0
+    chained: bool = False
+    fills_all: bool = False
 
     @property
     def device(self) -> torch.device:

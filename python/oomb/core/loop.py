@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 
 from oomb.core.alternation import Alternation
-from oomb.core.attention import ChunkAttention, FillComplete
+from oomb.core.attention import ChunkAttention
+from oomb.core.border_states import BorderStates
+from oomb.core.carry import Carry, FillComplete
 from oomb.core.finite import expect_finite
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
@@ -45,6 +47,7 @@ class ChunkLoop:
         rope_angles: str,
         on_progress: OnProgress | None,
         sums: WeightSums | None,
+        borders: BorderStates | None = None,
     ) -> None:
         self._model = model
         self._inputs = inputs
@@ -55,6 +58,8 @@ class ChunkLoop:
         self._rope_angles = rope_angles
         self._on_progress = on_progress
         self._sums = sums
+        self._borders = borders or BorderStates()
+        self._carries: tuple[Carry, ...] = (attention, self._borders)
         self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
@@ -67,6 +72,7 @@ class ChunkLoop:
         session = self._model.session(
             self._attend,
             self._runner,
+            self._borders.run,
             largest_position=self._inputs.largest_position,
             rope_angles=self._rope_angles,
             sums=self._sums,
@@ -98,13 +104,16 @@ class ChunkLoop:
         """Forward of chunks [0, num_chunks); ``consume`` takes each one's hidden states."""
         began = time.perf_counter()
         attention = self._attention
-        attention.phase = "fill"
-        attention.stop_at_last = consume is None
+        for carry in self._carries:
+            carry.phase = "fill"
+        ends_in_mixer = self._model.ends_in_mixer
+        attention.stop_at_last = consume is None and not ends_in_mixer
+        self._borders.stop_at_last = consume is None and ends_in_mixer
         done: deque[int] = deque()
 
         def run(first: int, step: int) -> None:
             for chunk in range(first, num_chunks, step):
-                with attention.on(chunk):
+                with attention.on(chunk), self._borders.on(chunk):
                     hidden = self._run(chunk)
                 if consume is not None:
                     assert hidden is not None
@@ -134,23 +143,34 @@ class ChunkLoop:
         """Gradients of chunks ``swept`` (ascending), last first. Returns seconds."""
         began = time.perf_counter()
         attention = self._attention
-        attention.phase, attention.stop_at_last = "sweep", False
+        for carry in self._carries:
+            carry.phase, carry.stop_at_last = "sweep", False
         done = 0
         with torch.enable_grad():
             for chunk in reversed(swept):
                 begin, end = self._chunks.span(chunk)
-                with attention.on(chunk):
+                with attention.on(chunk), self._borders.on(chunk):
                     hidden = self._run(chunk)
                     assert hidden is not None
                     grad = self._loss.of_chunk(hidden, begin, loss_factor)
                     if attention.pages.check_finite:
                         expect_finite("the loss", self._loss.total, chunk=chunk)
                     if hidden.requires_grad:
-                        hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+                        grad = torch.zeros_like(hidden) if grad is None else grad
+                        self._propagate(hidden, grad)
                     del hidden, grad
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
         return time.perf_counter() - began
+
+    def _propagate(self, hidden: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward from a chunk's hidden states, and from what it hands on."""
+        roots, gradients = [hidden], [grad]
+        for carry in self._carries:
+            handed, theirs = carry.roots()
+            roots += handed
+            gradients += theirs
+        torch.autograd.backward(roots, gradients)
 
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
@@ -165,9 +185,11 @@ class ChunkLoop:
             return None
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
-        layer = self._model.layer_of(call.module)
+        layer = self._model.paged[self._model.layer_of(call.module)]
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
-        q, k, v = call.q.to(dtype), call.k, call.v.to(dtype)
+        # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
+        width = max(call.k.shape[-1], call.v.shape[-1])
+        q, k, v = (_padded(x.to(dtype), width) for x in (call.q, call.k, call.v))
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
@@ -182,7 +204,7 @@ class ChunkLoop:
         o, lse = self._runner.attention(attend, q, k, v)
         if call.sinks is not None:
             o = with_sinks(o, lse, call.sinks)
-        return o.to(call.q.dtype)
+        return _cut(o, call.v.shape[-1]).to(call.q.dtype)
 
     def _let_the_other_run(self, turns: Alternation) -> None:
         """The other chunk computes while this one's lists and pages are on their way."""
@@ -212,6 +234,18 @@ class ChunkLoop:
                     exposed_copy_seconds=counters["exposed_copy_seconds"],
                 )
             )
+
+
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _cut(o: torch.Tensor, width: int) -> torch.Tensor:
+    """The first of each head's features, tokens first in memory."""
+    if o.shape[-1] == width:
+        return o
+    return o[..., :width].transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _bytes_in_use(pool: dict[str, int]) -> int:

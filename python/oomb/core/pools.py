@@ -141,7 +141,7 @@ class Pools:
         assert not isinstance(config.host_memory, str)
         device = device_room(self._device, config.device_memory, others) // slot
         on_cpu = self._device.type == "cpu"
-        taken = device * slot if on_cpu else 0  # one memory, given once
+        taken = demand.border_bytes + (device * slot if on_cpu else 0)  # one memory, given once
         host = host_room(config.host_memory, 0 if held is None else held.host_bytes, taken) // slot
         return Rooms(
             device - needed, host, config.device_memory is not None, config.host_memory is not None
@@ -168,6 +168,7 @@ class Pools:
             demand.smallest_slots,
             others,
             self._held(demand),
+            demand.border_bytes,
         )
 
     def _held(self, demand: Demand) -> Held | None:

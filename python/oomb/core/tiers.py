@@ -95,6 +95,7 @@ class Caps:
         smallest_slots: int,
         others: int,
         held: Held | None = None,
+        beside: int = 0,
     ) -> Caps:
         """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
 
@@ -102,6 +103,7 @@ class Caps:
             others: bytes that the call needs on the device besides its pages; a tier without a cap
                 leaves them free.
             held: pools that can be used again.
+            beside: bytes that the call needs of the host's memory besides its pages.
 
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
@@ -128,7 +130,7 @@ class Caps:
             return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
         kept = 0 if held is None else held.host_bytes
-        host_free = host_room(host_memory, kept, taken)
+        host_free = host_room(host_memory, kept, taken + beside)
         capacity = host_free // layout.slot_bytes
         if capacity + device_slots < needed_slots:
             needed, free = needed_slots * layout.slot_bytes, device_free + host_free

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from oomb.config import Config
 from oomb.core.attention import ChunkAttention
+from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.collector import older_objects_aside
 from oomb.core.demand import Demand
 from oomb.core.inputs import CallInputs
@@ -25,6 +26,7 @@ from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.generators import kept_generators
+from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
 from oomb.model.swap import Swaps, swapping
 from oomb.results import Selection, Stats, Step
@@ -40,6 +42,7 @@ class Call:
     loop: ChunkLoop
     loss: ChunkLoss
     attention: ChunkAttention
+    borders: BorderStates
 
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
         """What the caller gets; before the call's pages are gone."""
@@ -72,6 +75,7 @@ class Call:
                 kept_output_share=pages.outputs.share,
                 kept_output_bytes=pages.outputs.num_bytes,
                 kept_output_seconds=self.attention.kept_seconds.total,
+                border_state_bytes=self.borders.kept_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
             ),
             selection=selection,
@@ -178,13 +182,18 @@ class Calls:
             swept=swept,
             every_output=every_output,
             lists=lists,
+            chained=bool(model.mixers),
+            fills_all=model.ends_in_mixer,
         )
         others = 0
         if swept is not None:
+            handed = border_bytes(state_bytes(model.mixers), inputs.batch, demand.chunks.number)
+            demand = replace(demand, border_bytes=handed)
             others = activation_bytes(model, inputs.batch, tokens, recompute)
             others += gradient_bytes(model)
         pages = self._pools.call(swaps, demand, others, seed_of_call(step))
         attention = ChunkAttention(pages)
+        borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         loop = ChunkLoop(
             model,
             inputs,
@@ -195,8 +204,9 @@ class Calls:
             config.rope_angles,
             on_progress,
             grads,
+            borders,
         )
-        return Call(model, config, inputs, loop, loss, attention)
+        return Call(model, config, inputs, loop, loss, attention, borders)
 
     def layout(self, config: Config) -> PageLayout:
         """Pages as the caller's autocast state has them."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from oomb.config import Config, SampledChunks
 from oomb.core.arguments import check_callable, expect, kind_of
+from oomb.core.border_states import expect_every_chunk
 from oomb.core.inputs import CallInputs, all_labels, check_inputs
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
@@ -70,6 +71,7 @@ class Engine:
             self._shapes = checked_shapes(self._model)
             if self.config.rope_angles == "float64":
                 check_float64_angles(self._model.decoder)
+            expect_every_chunk(self._model.mixers, self.config)
             self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
 
     # Calls ----------------------------------------------------------------------------------------

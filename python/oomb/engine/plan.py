@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config, PageRule
+from oomb.core.border_states import border_bytes
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Keeping, KeptOutputs, Rooms
 from oomb.core.layout import Chunks
@@ -17,6 +18,7 @@ from oomb.core.list_sizes import ListSizes
 from oomb.core.tiers import PageLayout, free_memory, slots_of_call
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.mixers import state_bytes
 from oomb.trace.layerwise import LayerwiseBytes, layerwise_bytes
 from oomb.trace.trace import Setting, Tracer
 from oomb.units import bytes_text
@@ -37,7 +39,7 @@ class Plan:
 
     Attributes:
         device_bytes: device tier, a chunk's activations and the gradient sums.
-        host_bytes: host tier and page lists.
+        host_bytes: host tier, page lists, and states at the borders between chunks.
         seconds: predicted time; None until a call of this shape was measured.
         fits: both tiers hold it now.
         advice: what to change, most useful first, and whether ordinary training would need less;
@@ -120,7 +122,7 @@ def _gradient_bytes_as_they_are(model: CausalModel) -> int:
 def _layerwise(model: CausalModel, shapes: list[LayerShape], tokens: int) -> LayerwiseBytes:
     return layerwise_bytes(
         tokens,
-        layers=len(shapes),
+        layers=len(model.layers),
         hidden_size=model.decoder.config.hidden_size,
         shape=shapes[0],
         element_bytes=torch.finfo(model.dtype).bits // 8,
@@ -158,6 +160,7 @@ def plan_call(
         sizes = ListSizes.of(config.attention, chunks, shapes, batch)
         summaries = sizes.layers * pages * layout.summary_bytes
         lists = sizes.host_bytes(model.device.type)
+    handed = border_bytes(state_bytes(model.mixers), batch, chunks.number)
     # Mean keys are gone before the sums of gradients come.
     others = _counted(model, batch, counted_tokens(config, tokens), recompute)
     others += max(gradient_bytes(model), summaries)
@@ -171,7 +174,7 @@ def plan_call(
         host_free = free_memory(torch.device("cpu"))
         if model.device.type == "cpu":
             host_free = max(0, host_free - others - on_device)
-        host_free = max(0, host_free - lists)
+        host_free = max(0, host_free - lists - handed)
         return host_free if host_memory is None else min(host_free, host_memory)
 
     # Where pages alone do not fit, what would be kept beside them does not matter.
@@ -201,7 +204,7 @@ def plan_call(
         advice.append(f"raise host_memory to {bytes_text(on_host)}")
     layerwise = _layerwise(model, shapes, num_tokens * batch)
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + others + on_host + lists:
+    if theirs < on_device + others + on_host + lists + handed:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {bytes_text(theirs)} on device and host, "
@@ -209,7 +212,7 @@ def plan_call(
         )
     return Plan(
         device_bytes=on_device + others,
-        host_bytes=on_host + lists,
+        host_bytes=on_host + lists + handed,
         seconds=None,
         fits=fits,
         advice=tuple(advice),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,16 @@ from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head
 from oomb.model.interface import Handler, attention_handler, placeholder_mask
 from oomb.model.linear import WeightSums, summed_forwards
+from oomb.model.mixers import Mixer, MixerRunner
 from oomb.model.rope import angles_of_call
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
 from oomb.model.swap import Swaps
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
 LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_SHARED = -1  # in place of the layer of a module that several layers lead to
+_running: ContextVar[int] = ContextVar("decoder layer that is running")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class LayerShape:
 class CausalModel:
     """Decoder, layers and head of a causal language model.
 
+    Attributes:
+        mixers: what hands states from token to token beside attention, in the order of the forward.
+        paged: of each decoder layer that calls attention, its number among these.
+        ends_in_mixer: nothing attends behind the last mixer.
+
+    The check at construction finds these three; without it every layer has attention alone.
+
     Raises:
         UnsupportedModelError: the model cannot be run exactly; names the layer and the reason.
     """
@@ -50,7 +62,11 @@ class CausalModel:
         self._attention_layer: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for module in layer.modules():
-                self._attention_layer[id(module)] = index
+                known = self._attention_layer.setdefault(id(module), index)
+                self._attention_layer[id(module)] = index if known == index else _SHARED
+        self.mixers: list[Mixer] = []
+        self.paged = {index: index for index in range(len(self.layers))}
+        self.ends_in_mixer = False
         _refuse_routing(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
@@ -98,7 +114,11 @@ class CausalModel:
             raise UnsupportedModelError(
                 f"{type(module).__name__}: attention outside the decoder's layers"
             )
-        return index
+        return _running.get() if index == _SHARED else index
+
+    def layer_forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+        """Forwards of the layers, during which :meth:`layer_of` knows whose turn it is."""
+        return {layer: _telling(index, layer.forward) for index, layer in enumerate(self.layers)}
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`."""
@@ -115,6 +135,7 @@ class CausalModel:
         self,
         handler: Handler,
         run_layer: LayerRunner | None = None,
+        run_mixer: MixerRunner | None = None,
         *,
         largest_position: int,
         rope_angles: str,
@@ -138,17 +159,34 @@ class CausalModel:
                 swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))
                 swaps.also(replaced_forwards(summed_embedding(self.causal, sums)))
             swaps.also(angles_of_call(self.decoder, largest_position, rope_angles))
-            if run_layer is not None:
-                for index, layer in enumerate(self.layers):
-                    swaps.replace(layer, "forward", _routed(index, layer.forward, run_layer))
+            for index, (layer, forward) in enumerate(self.layer_forwards().items()):
+                routed = forward if run_layer is None else _routed(index, forward, run_layer)
+                swaps.replace(layer, "forward", routed)
+            if run_mixer is not None:
+                for index, mixer in enumerate(self.mixers):
+                    forward = _routed(index, mixer.module.forward, run_mixer)
+                    swaps.replace(mixer.module, "forward", forward)
             swaps.also(self.head.attached())
 
         return Swaps(begin)
 
 
-def _routed(index: int, forward: Callable[..., Any], run_layer: LayerRunner) -> Callable[..., Any]:
+def _telling(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def telling(*args: Any, **keywords: Any) -> Any:
+        before = _running.set(index)
+        try:
+            return forward(*args, **keywords)
+        finally:
+            _running.reset(before)
+
+    return telling
+
+
+def _routed(
+    index: int, forward: Callable[..., Any], run: LayerRunner | MixerRunner
+) -> Callable[..., Any]:
     def routed(*args: Any, **keywords: Any) -> Any:
-        return run_layer(index, forward, args, keywords)
+        return run(index, forward, args, keywords)
 
     return routed
 

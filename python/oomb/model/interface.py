@@ -39,7 +39,10 @@ _INERT = frozenset(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention by a layer; q [B, Hq, C, D], k and v [B, Hkv, C, D], after RoPE."""
+    """One call of attention by a layer; q [B, Hq, C, D], k and v [B, Hkv, C, D], after RoPE.
+
+    The head dim of v, and so of the result, may be another one.
+    """
 
     module: nn.Module
     q: torch.Tensor
@@ -51,7 +54,7 @@ class AttentionCall:
     mask: torch.Tensor | None
 
 
-# Takes a call, returns o as [B, Hq, C, D].
+# Takes a call, returns o as [B, Hq, C, D of v].
 Handler = Callable[[AttentionCall], torch.Tensor]
 
 # One process drives one GPU, and autograd may recompute a layer from another thread: plain globals.
@@ -112,7 +115,7 @@ def _attention(
             "in from_pretrained(…, attention_dropout=0.0), or set it to 0 in its config.json "
             "(GPT-2's name for it: attn_pdrop)"
         )
-    if value.shape != key.shape:
+    if value.shape[:3] != key.shape[:3]:
         raise UnsupportedModelError(
             f"{where}: keys {tuple(key.shape)} and values {tuple(value.shape)} differ in shape"
         )

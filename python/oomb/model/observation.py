@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from oomb.model.causal import CausalModel
 from oomb.model.generators import kept_generators
 from oomb.model.interface import AttentionCall
+from oomb.model.mixers import joined
 from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
 from oomb.model.rope import rotary_modules
@@ -33,10 +34,14 @@ class Attended:
 
 @dataclass
 class Observation:
-    """Hidden states that enter and leave layers, and their attention; by layer."""
+    """Hidden states that enter and leave layers, and their attention; by layer.
+
+    ``mixed`` has what mixers gave, by their number.
+    """
 
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
     attended: dict[int, Attended] = field(default_factory=dict)
+    mixed: dict[int, Any] = field(default_factory=dict)
     left: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: torch.Tensor | None = None  # the decoder's output
     logits: torch.Tensor | None = None
@@ -63,9 +68,15 @@ def observe_own(
         seen.hidden = output.last_hidden_state
         return output
 
+    def mixer(index: int, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        seen.mixed[index] = forward(*args, **keywords)
+        return seen.mixed[index]
+
     forwards = {model.decoder: partial(decoder, model.decoder.forward)}
-    for index, module in enumerate(model.layers):
-        forwards[module] = partial(layer, index, module.forward)
+    for index, mixing in enumerate(model.mixers):
+        forwards[mixing.module] = partial(mixer, index, mixing.module.forward)
+    for index, (module, forward) in enumerate(model.layer_forwards().items()):
+        forwards[module] = partial(layer, index, forward)
     with watched_attention(attended), _replaced_forwards(forwards):
         reseed(model, -1)
         output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
@@ -82,8 +93,9 @@ def observe_chunks(
 ) -> Observation:
     """The decoder as the engine runs it, a chunk in each row; what it does is observed only once.
 
-    Every layer is given what it was given in ``own``, and the same results of attention. So what
-    differs is the layer's own doing, and a router that flips by rounding is not carried on.
+    Every layer is given what it was given in ``own``, and the same results of attention and of
+    mixers. So what differs is the layer's own doing, and a router that flips by rounding is not
+    carried on. A mixer runs row by row, and each row has the states that the one before has left.
 
     Args:
         first: token of each row from where this is so; those before it keep what they have, and
@@ -93,7 +105,7 @@ def observe_chunks(
 
     def attention(call: AttentionCall) -> torch.Tensor:
         index = model.layer_of(call.module)
-        shape = call.q.transpose(1, 2).shape
+        shape = (*call.q.transpose(1, 2).shape[:3], call.v.shape[-1])
         o = own.attended[index].o.to(call.q.dtype).reshape(shape).clone()
         o[:, :first] = 0
         seen.attended[index] = Attended(call, o)
@@ -109,8 +121,17 @@ def observe_chunks(
         seen.left[index] = _first(output).clone()
         return output
 
+    def mixer(index: int, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        mixing = model.mixers[index]
+        outputs, states = [], None
+        for row in mixing.given(args, keywords).split(1):
+            output, states = mixing.stretch(forward, args, keywords, row, states)
+            outputs.append(output)
+        seen.mixed[index] = joined(outputs, dim=0)
+        return _exchanged(seen.mixed[index], own.mixed[index], first)
+
     session = model.session(
-        attention, layer, largest_position=int(positions.max()), rope_angles="model"
+        attention, layer, mixer, largest_position=int(positions.max()), rope_angles="model"
     )
     with session:
         reseed(model, -1)
@@ -185,6 +206,15 @@ def _replaced(args: tuple[Any, ...], given: torch.Tensor, new: torch.Tensor) -> 
 
 def _swapped(keywords: dict[str, Any], given: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
     return {name: new if x is given else x for name, x in keywords.items()}
+
+
+def _exchanged(ours: Any, theirs: Any, first: int) -> Any:
+    """Their output of a mixer from token ``first`` of each row on, in the shape of ours."""
+    if not isinstance(ours, torch.Tensor):
+        return type(ours)(_exchanged(x, y, first) for x, y in zip(ours, theirs, strict=True))
+    exchanged = theirs.reshape(ours.shape).to(ours.dtype).clone()
+    exchanged[:, :first] = ours[:, :first]
+    return exchanged
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,46 +17,64 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.faults import models_own
 from oomb.model.interface import AttentionCall, recorded_masks
+from oomb.model.mixers import Mixer, StateName
 
+NO_CALL = (
+    "does not call attention through transformers' interface: it has none (a recurrence, a "
+    "convolution, experts alone) or brings one of its own"
+)
 _LARGEST_HEAD_DIM = 256  # of the kernels
 
 
 def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[LayerShape]:
-    """Shapes of every layer's attention, from one forward of two tokens.
+    """Shapes of the attention of each layer that has it, from one forward of two tokens.
+
+    The model then knows its mixers, and which of its layers have pages.
 
     Args:
         own_calls: layers whose attention the model's own forward takes from transformers.
 
     Raises:
-        UnsupportedModelError: a layer keeps another state than keys and values, does not call
-            attention exactly once, sees its past in a shape that is neither causal nor a sliding
+        UnsupportedModelError: a layer keeps a state that a mixer does not give back, calls
+            attention more than once, sees its past in a shape that is neither causal nor a sliding
             window, or differs from the others in its pages.
     """
-    cache = _AskedCache(model)
+    cache: _AskedCache | None = _AskedCache(model)
     try:
         shapes = _shapes(model, cache)
     except UnsupportedModelError as error:
         if isinstance(error, _Asked):
             raise
-        _expect_calls(model, own_calls)
+        _expect_calls(model, own_calls, own_calls)
+        cache = None
         shapes = _shapes(model, None)  # this model knows no cache like ours
-    _expect_calls(model, own_calls)
-    _expect_calls(model, shapes)
-    for layer, name in enumerate(model.layer_names):
-        shape = shapes[layer]
-        if _page_of(shape) != _page_of(shapes[0]):
+    if not shapes and cache is not None and cache.mixers:
+        mixer = next(iter(cache.mixers.values()))
+        raise UnsupportedModelError(
+            f"{mixer.name}: hands on states, but no layer calls attention: the engine trains "
+            "models with at least one layer of keys and values"
+        )
+    _expect_calls(model, own_calls, shapes)
+    layers = sorted(shapes)
+    for layer in layers:
+        shape, name = shapes[layer], model.layer_names[layer]
+        if _page_of(shape) != _page_of(shapes[layers[0]]):
             raise UnsupportedModelError(
-                f"{name}: its keys and values differ in shape from layer 0's: expected "
-                f"{_words(shapes[0])}, got {_words(shape)}"
+                f"{name}: its keys and values differ in shape from layer {layers[0]}'s: expected "
+                f"{_words(shapes[layers[0]])}, got {_words(shape)}"
             )
         if shape.head_dim > _LARGEST_HEAD_DIM:
             raise UnsupportedModelError(
                 f"{name}: expected a head dim of at most {_LARGEST_HEAD_DIM}, got {shape.head_dim}"
             )
-    return [shapes[layer] for layer in range(len(model.layers))]
+    model.paged = {layer: number for number, layer in enumerate(layers)}
+    if cache is not None:
+        model.mixers = list(cache.mixers.values())
+        model.ends_in_mixer = cache.ends_in_mixer
+    return [shapes[layer] for layer in layers]
 
 
-def _shapes(model: CausalModel, cache: Cache | None) -> dict[int, LayerShape]:
+def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerShape]:
     shapes: dict[int, LayerShape] = {}
 
     def record(call: AttentionCall) -> torch.Tensor:
@@ -66,8 +85,12 @@ def _shapes(model: CausalModel, cache: Cache | None) -> dict[int, LayerShape]:
         if call.mask is not None:
             _expect_window(where, int(call.mask), call.window)
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
-        shapes[layer] = LayerShape(heads, kv_heads, call.q.shape[3], call.window)
-        return torch.zeros_like(call.q)
+        head_dim = max(call.k.shape[3], call.v.shape[3])
+        shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
+        if cache is not None:
+            cache.ends_in_mixer = False
+        batch, heads, tokens = call.q.shape[:3]
+        return call.q.new_zeros(batch, tokens, heads, call.v.shape[3]).transpose(1, 2)
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
@@ -101,13 +124,14 @@ def _expect_window(where: str, of_mask: int, of_call: int) -> None:
     )
 
 
-def _expect_calls(model: CausalModel, seen: Collection[int]) -> None:
+def _expect_calls(model: CausalModel, own: Collection[int], ours: Collection[int]) -> None:
+    """Some layer calls attention; what the engine gets is what the model's own forward calls.
+
+    A layer that never calls it has none, or one of its own: a later check tells.
+    """
     for layer, name in enumerate(model.layer_names):
-        if layer not in seen:
-            raise UnsupportedModelError(
-                f"{name}: does not call attention through transformers' interface: it has none "
-                "(a recurrence, a convolution, experts alone) or brings one of its own"
-            )
+        if (layer in own) != (layer in ours) or not ours:
+            raise UnsupportedModelError(f"{name}: {NO_CALL}")
 
 
 def _page_of(shape: LayerShape) -> tuple[int, int]:
@@ -123,11 +147,18 @@ class _Asked(UnsupportedModelError):
 
 
 class _AskedCache(Cache):
-    """Gives keys and values back as they come, and names who asks for anything else."""
+    """Gives keys and values back as they come, and names who asks for anything else.
+
+    Attributes:
+        mixers: by module id, in the order in which they left a state.
+        ends_in_mixer: whether the last to be heard of was one of them.
+    """
 
     def __init__(self, model: CausalModel) -> None:
         super().__init__(layers=[])
         self._model = model
+        self.mixers: dict[int, Mixer] = {}
+        self.ends_in_mixer = False
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         return key_states, value_states
@@ -147,28 +178,77 @@ class _AskedCache(Cache):
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         asker = self._asker()
         if asker is not None:
-            self._refuse(asker, "the state of a recurrence or convolution")
+            self._refuse(
+                asker,
+                "the state of a recurrence or convolution, in the way of transformers before 5.21",
+            )
         return False
 
-    def get_conv_state(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(self._asker(), "the state of a convolution")
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        self._expect_asker("the state of a convolution")
 
-    update_conv_state = get_conv_state
+    get_recurrent_state = get_conv_state
 
-    def get_recurrent_state(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(self._asker(), "the state of a recurrence")
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        size = conv_kernel_size or conv_states.shape[-1]
+        self._leaves(
+            ("conv", state_idx), conv_states[..., :1].expand(*conv_states.shape[:-1], size)
+        )
+        return conv_states
 
-    update_recurrent_state = get_recurrent_state
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._leaves(("recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def _leaves(self, name: StateName, state: torch.Tensor) -> None:
+        """A mixer hands on a state [1, …]."""
+        module, layer, where = self._expect_asker("the state of a recurrence or convolution")
+        parameters = inspect.signature(type(module).forward).parameters
+        if not {"cache_params", "past_key_values"} & parameters.keys():
+            self._refuse(where, "a state; it takes its cache by a name of its own")
+        mixer = self.mixers.pop(id(module), Mixer(module, layer, where, {}))
+        if layer != mixer.layer:
+            self._refuse(where, "states in several layers that share it")
+        shapes = {**mixer.shapes, name: (state.shape[1:], state.dtype)}
+        self.mixers[id(module)] = replace(mixer, shapes=shapes)
+        self.ends_in_mixer = True
 
     def update_indexer(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse(self._asker(), "the keys of an indexer that chooses what attention sees")
 
     def _asker(self) -> str | None:
         """Name of the innermost module of a decoder layer that is running."""
+        asker = self._asking()
+        return None if asker is None else asker[2]
+
+    def _expect_asker(self, what: str) -> tuple[nn.Module, int, str]:
+        asker = self._asking()
+        if asker is None:
+            self._refuse(None, what)
+        return asker
+
+    def _asking(self) -> tuple[nn.Module, int, str] | None:
+        """The innermost module of a decoder layer that is running, its layer and name."""
         inside = {
-            id(part): f"{where.split(' ')[0]}{'.' * bool(name)}{name} ({type(part).__name__})"
-            for layer, where in zip(self._model.layers, self._model.layer_names, strict=True)
-            for name, part in layer.named_modules()
+            id(part): (
+                part,
+                index,
+                f"{where.split(' ')[0]}{'.' * bool(name)}{name} ({type(part).__name__})",
+            )
+            for index, where in enumerate(self._model.layer_names)
+            for name, part in self._model.layers[index].named_modules()
         }
         frame = sys._getframe(1)
         while frame is not None:

@@ -1,6 +1,8 @@
-"""Whether a model's tokens meet in attention alone, and its attention is what the engine computes.
+"""Whether a model's tokens meet in attention and in states that are handed on, and nowhere else.
 
-Then running it in chunks is exact. Rounding decides nothing here: the same tokens go through each
+Its attention has to be what the engine computes, and a mixer (a recurrence, a convolution) has to
+give in two stretches, with its states carried over, what it gives in one. Then running the model in
+chunks is exact. Rounding decides nothing here: the same tokens go through each
 layer twice, as one row of two chunks and as two rows of one, with the same hidden states given to
 every layer and the same results of attention. What works token by token cannot tell the two apart,
 routers and experts included. What looks at other tokens, at the length of its input or at a place
@@ -20,7 +22,7 @@ from oomb.model.faults import is_models_own, models_own
 from oomb.model.interface import AttentionCall
 from oomb.model.observation import Observation, observe_chunks, observe_own, undisturbed
 from oomb.model.own_attention import plain_attention
-from oomb.model.probe import attention_shapes
+from oomb.model.probe import NO_CALL, attention_shapes
 
 _CHUNK = 16  # tokens; two chunks are looked at
 _FAR = 100_000  # a position that no short text has
@@ -40,7 +42,7 @@ _Place = tuple[int, str]  # a layer (their number: behind them all), and a part 
 
 
 def checked_shapes(model: CausalModel) -> list[LayerShape]:
-    """Shapes of every layer's attention, of a model that gives in chunks what it gives as a whole.
+    """Shapes of the attention of layers, of a model that gives in chunks what it gives as a whole.
 
     The model runs in the mode that it is in, and is afterwards as it was.
 
@@ -54,6 +56,8 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
     with undisturbed(model), torch.autocast(model.device.type, enabled=False):
         own = _own(model, ids)
         shapes = attention_shapes(model, own.attended.keys())
+        if model.mixers:
+            own = _own(model, ids)  # with what they give
         _check_attention(model, own)
         _check_head(model, own)
         _check_layers(model, own, ids, near)
@@ -148,9 +152,21 @@ def _check_layers(
     other_past[:, :_CHUNK] = ids[:, _CHUNK:].flip(1)
     limit = _same(model)
     rows = observed(ids.view(2, _CHUNK), positions.view(2, _CHUNK))
+    for mixer, output in rows.mixed.items():
+        error = float(_errors(_of_tokens(output), _of_tokens(own.mixed[mixer])).max())
+        if not error <= _rounded(model):
+            raise UnsupportedModelError(
+                f"{model.mixers[mixer].name}: what it gives for tokens whose past it has as a "
+                "state is not what it gives for all of them at once: it starts anew, or keeps "
+                f"more than that state{_at(positions)} ({_by(error, _rounded(model))})"
+            )
     for place, errors in _deviations(rows, whole).items():
         error = float(errors.max())
         if not error <= limit:
+            if place[1] == "left" and not _meets(model, own, place[0]):
+                raise UnsupportedModelError(
+                    f"{model.layer_names[place[0]]}: {NO_CALL}{_at(positions)}"
+                )
             whole = observed(ids, positions)
             mixed = _deviations(observed(other_past, positions, _CHUNK), whole, _CHUNK)
             if not float(_deviations(whole, own)[place].max()) <= _rounded(model):
@@ -209,13 +225,26 @@ def _deviations(seen: Observation, own: Observation, first: int = 0) -> dict[_Pl
     found: dict[_Place, torch.Tensor] = {}
     for layer in own.entered:
         found[layer, "entered"] = _from(first, seen.entered[layer], own.entered[layer])
-        ours, theirs = (_named(x.attended[layer].call) for x in (seen, own))
-        for name in ours:
-            found[layer, name] = _from(first, ours[name], theirs[name])
+        if layer in own.attended:
+            ours, theirs = (_named(x.attended[layer].call) for x in (seen, own))
+            for name in ours:
+                found[layer, name] = _from(first, ours[name], theirs[name])
         found[layer, "left"] = _from(first, seen.left[layer], own.left[layer])
     assert seen.hidden is not None and own.hidden is not None
     found[len(own.entered), "entered"] = _from(first, seen.hidden, own.hidden)
     return found
+
+
+def _meets(model: CausalModel, own: Observation, layer: int) -> bool:
+    """Whether tokens may meet in a layer."""
+    return layer in own.attended or any(mixer.layer == layer for mixer in model.mixers)
+
+
+def _of_tokens(output: Any) -> torch.Tensor:
+    """A mixer's output, one tensor or several, as [batch, tokens, features]."""
+    if isinstance(output, torch.Tensor):
+        return output.flatten(2)
+    return torch.cat([_of_tokens(part) for part in output], dim=-1)
 
 
 def _named(call: AttentionCall) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from oomb.core.attention import ChunkAttention, FillComplete
+from oomb.core.attention import ChunkAttention
+from oomb.core.carry import FillComplete
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
@@ -99,7 +100,8 @@ class TracedAttention(ChunkAttention):
         self._in_waves = waves
 
     def see(self, layer: int, call: AttentionCall) -> None:
-        heads, kv_heads, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+        heads, kv_heads = call.q.shape[1], call.k.shape[1]
+        head_dim = max(call.k.shape[3], call.v.shape[3])
         self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
         self.key_dtype = call.k.dtype
 

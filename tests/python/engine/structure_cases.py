@@ -50,6 +50,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "FalconH1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+    "Qwen3Next": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 
@@ -207,6 +225,4 @@ WRONG: dict[Callable[[float], PreTrainedModel], str] = {
     own_positions: r"layers\.2 .*depend on how many tokens it is given, or on its place",
     learnt_positions: r"hidden states before layers\.0 .*positions that it counts itself",
     biased_attention: r"layers\.0 .*'test_biased'\) does not give the softmax",
-    falcon_h1: r"layers\.0\.mamba \(FalconH1Mixer\): asks its cache",
-    zaya1: r"layers\.0\.\S+ \(\w+\): asks its cache for the state of a convolution",
 }

@@ -49,22 +49,6 @@ def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(config).eval()  # type: ignore[no-any-return]
 
 
-def hybrid() -> nn.Module:
-    """Attention in one layer, a recurrence in the other."""
-    return of(
-        "Qwen3Next",
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-
-
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
@@ -161,6 +145,25 @@ def experts_alone() -> nn.Module:
     layer = model.model.layers[1]
     layer.forward = lambda hidden_states, **_: layer.mlp(hidden_states)
     return model
+
+
+def own_attention() -> nn.Module:
+    """A layer that attends without transformers' interface."""
+    model = make("llama")
+    layer = model.model.layers[1]
+
+    def forward(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        q = hidden_states[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return hidden_states + mixed[:, 0]
+
+    layer.forward = forward
+    return model
+
+
+def test_a_layer_without_attention_is_exact() -> None:
+    model, ids = experts_alone(), random_ids(1, 50)
+    assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids))
 
 
 def window_of_the_mask() -> nn.Module:
@@ -282,9 +285,8 @@ def looks_at_other_tokens() -> nn.Module:
 
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (gemma2, r"^layer 0 \(Gemma2Attention\): soft-capped attention \(softcap=50"),
-    (mamba, r"layers\.0\.mixer \(MambaMixer\): asks its cache for the state of a convolution"),
-    (hybrid, r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\): asks its cache for the state"),
-    (experts_alone, r"layers\.1 \(LlamaDecoderLayer\): does not call attention.*experts alone"),
+    (mamba, r"layers\.0\.mixer \(MambaMixer\): hands on states, but no layer calls attention"),
+    (own_attention, r"layers\.1 \(LlamaDecoderLayer\): does not call attention.*one of its own"),
     (window_of_the_mask, r"layers\.0 .*: its mask is a sliding window of 12 .*does not tell"),
     (blocks, r"layers\.0 .*: its mask is neither causal nor .*blocks"),
     (keyword_in_words, r"attention keyword indices=a tensor \[1, 2, 2\] is not supported"),
