@@ -310,6 +310,9 @@ class Config:
         host_memory: cap of the host tier, likewise.
         kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.
             fp64 models keep fp64.
+        main_grad_dtype: of the sums of parameter gradients over chunks: ``"float32"``, or
+            ``"bfloat16"`` with stochastic rounding: half the memory. For bf16 parameters; others
+            keep sums in fp32 (fp64).
         recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
             attention, ``"auto"`` decides once for each size of a chunk by what fits. Changes no bit
             of the result.
@@ -319,7 +322,7 @@ class Config:
             as far as pages leave room. Changes no bit of the result.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
-        keep_main_grad: keep the higher-precision sum of each gradient for ``engine.main_grad``.
+        keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
         check_finite: raise at the first chunk and layer where a loss or gradient is not finite.
         record_selection: keep which pages each query block read in ``step.selection``.
     """
@@ -331,6 +334,7 @@ class Config:
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    main_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
     keep_outputs: Literal["auto", "none", "all"] | float = "none"
     rope_angles: Literal["model", "float64"] = "model"
@@ -366,6 +370,7 @@ class Config:
         object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))
         object.__setattr__(self, "host_memory", parse_size("host_memory", self.host_memory))
         _expect_one_of("kv_grad_dtype", self.kv_grad_dtype, ("float32", "bfloat16"))
+        _expect_one_of("main_grad_dtype", self.main_grad_dtype, ("float32", "bfloat16"))
         _expect_one_of("recompute", self.recompute, ("auto", "none", "layer"))
         keep = self.keep_outputs
         share = isinstance(keep, (int, float)) and not isinstance(keep, bool) and 0 <= keep <= 1

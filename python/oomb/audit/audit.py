@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from oomb.audit.advice import advice
-from oomb.audit.gradients import Gradients, Groups, compare, gradients_of_call
+from oomb.audit.gradients import KEPT_SUMS, Gradients, Groups, compare, gradients_of_call
 from oomb.audit.mass import attention_mass
 from oomb.audit.outputs import Recorder, compare_outputs
 from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer, TruncatedAudit
@@ -208,7 +208,7 @@ class _Reference:
         changed = {
             "attention": attention,
             "backward": backward or AllChunks(),
-            "keep_main_grad": True,
+            **KEPT_SUMS,
             "record_selection": True,
         }
         return Config(**{**vars(self._config), **changed})

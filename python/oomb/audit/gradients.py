@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from oomb.results import Step
 
 Gradients = dict[str, torch.Tensor]  # in host memory, fp32 (fp64 for fp64 models)
 
+# Settings of an engine whose gradients are compared.
+KEPT_SUMS: dict[str, Any] = {"main_grad_dtype": "float32", "keep_main_grad": True}
 OTHERS = -1  # group of the parameters outside the decoder's layers
 
 
@@ -46,7 +49,7 @@ def gradients_of_call(
 ) -> tuple[Step, Gradients]:
     """One ``forward_backward``; parameters that it does not reach have zeros.
 
-    The engine needs ``keep_main_grad=True``, so that nothing is rounded to the parameters' dtype.
+    The engine needs :data:`KEPT_SUMS`, so that nothing is rounded to the parameters' dtype.
     """
     step = engine.forward_backward(input_ids, labels, on_progress=on_progress)
     gradients = {}

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oomb.audit.gradients import Gradients, Groups, gradients_of_call, products, squared_distances
+from oomb.audit.gradients import (
+    KEPT_SUMS,
+    Gradients,
+    Groups,
+    gradients_of_call,
+    products,
+    squared_distances,
+)
 from oomb.audit.results import SampledAudit, Spread
 from oomb.config import Config, SampledChunks
 from oomb.engine.engine import Engine
@@ -64,7 +71,7 @@ def audit_sampled(
     """Gradients of a rule's draws against the exact one."""
     weights, exhaustive = subsets_of(rule, num_chunks, draws)
     given = _Given(keep=rule.keep, seed=rule.seed, cap=rule.cap, subsets=tuple(weights))
-    settings = {**vars(config), "backward": given, "keep_main_grad": True}
+    settings = {**vars(config), "backward": given, **KEPT_SUMS}
     mean = {name: torch.zeros_like(value) for name, value in exact.items()}  # of estimate - exact
     squares = dict.fromkeys(exact, 0.0)
     losses, errors = [], []

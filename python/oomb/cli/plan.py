@@ -69,6 +69,9 @@ def plan(
         int | None, typer.Option(help="Chunks that gradient reaches back (TruncatedChunks).")
     ] = None,
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16; '': choose.")] = "",
+    main_grad_dtype: Annotated[
+        str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
+    ] = "float32",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
@@ -93,6 +96,7 @@ def plan(
             page_size=page_size,
             attention=TopKPages(budget=budget) if budget else Dense(),
             backward=_backward(keep, window),
+            main_grad_dtype=main_grad_dtype,  # type: ignore[arg-type]
             **chosen,
         )
         tokens = parse_length("context", context)
@@ -203,6 +207,7 @@ def _settings(prediction: Prediction) -> str:
         f"chunk_size={config.chunk_size}",
         f"page_size={config.page_size}",
         f"kv_grad_dtype={config.kv_grad_dtype}",
+        f"main_grad_dtype={config.main_grad_dtype}",
         f"recompute={config.recompute}",
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
@@ -216,11 +221,12 @@ def _memory(prediction: Prediction) -> Table:
     table.add_column("memory")
     table.add_column("device", justify="right", min_width=12)
     table.add_column("host", justify="right", min_width=12)
+    config = prediction.config
     rows = (
         ("parameters", prediction.parameter_bytes, 0),
         ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
         ("kept gradients", prediction.kept_gradient_bytes, 0),
-        ("gradient sums (fp32)", prediction.sum_bytes, 0),
+        (f"gradient sums ({config.main_grad_dtype})", prediction.sum_bytes, 0),
         ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
         ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
         ("page lists", 0, prediction.list_bytes),

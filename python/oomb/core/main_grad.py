@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from oomb.core.rounded_sums import (
+    add_rounded,
+    add_rows_rounded,
+    pieces_of,
+    product,
+    seed_of_addition,
+    seed_of_parameter,
+)
 from oomb.errors import UnsupportedModelError
 from oomb.held_signals import with_signals_held
 from oomb.model.embedding import sum_by_row
@@ -15,25 +24,71 @@ from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
 
 
-class MainGrads:
-    """Adds each chunk's gradient to a buffer in fp32 (fp64 for fp64 parameters).
+def sum_dtype(parameter: torch.Tensor, main_grad_dtype: str) -> torch.dtype:
+    """Of the sum of a parameter's gradients: at least the parameter's precision.
 
-    A thousand bf16 additions would lose what the chunks bring. ``param.grad`` is set aside while a
-    call runs and comes back unchanged if it fails.
+    Args:
+        main_grad_dtype: as in :class:`oomb.Config`. ``"bfloat16"`` is for bf16 parameters alone;
+            their gradient ends in bf16 anyway.
+    """
+    if parameter.dtype == torch.float64:
+        return torch.float64
+    if parameter.dtype == torch.bfloat16 and main_grad_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
+
+
+def check_sums(parameters: Iterable[nn.Parameter], main_grad_dtype: str) -> None:
+    """Refuse sums in bf16 where no parameter would have one.
+
+    Raises:
+        ValueError: parameters are trained, and none of them is in bf16.
+    """
+    dtypes = {p.dtype for p in parameters if p.requires_grad}
+    if main_grad_dtype == "bfloat16" and dtypes and torch.bfloat16 not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(
+            "main_grad_dtype: expected 'float32' for a model that trains no parameter in bfloat16 "
+            f"(these are in {names}, whose sums stay in float32 or wider), got 'bfloat16'"
+        )
+
+
+class MainGrads:
+    """Adds each chunk's gradient to a sum of :func:`sum_dtype`.
+
+    A thousand bf16 additions to nearest would lose what the chunks bring; sums in bf16 are rounded
+    stochastically (:mod:`oomb.core.rounded_sums`). ``param.grad`` is set aside while a call runs
+    and comes back unchanged if it fails.
+
+    Args:
+        main_grad_dtype: as in :class:`oomb.Config`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, main_grad_dtype: str = "float32") -> None:
+        self._dtype = main_grad_dtype
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._seeds: dict[nn.Parameter, int] = {}
+        self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
         self._left: list[Any] | None = None  # parameters that commit() has still to reach
         self._keep = self._zeros = False
 
-    def collecting(self, parameters: list[nn.Parameter]) -> Swaps:
-        """While active, what backward leaves on the parameters is added to the sums."""
-        return Swaps(partial(self._begin, parameters))
+    def collecting(self, parameters: list[nn.Parameter], seed: int = 0) -> Swaps:
+        """While active, what backward leaves on the parameters is added to the sums.
 
-    def _begin(self, parameters: list[nn.Parameter], swaps: Swaps) -> None:
+        Args:
+            seed: of the call, for sums that are rounded stochastically.
+        """
+        return Swaps(partial(self._begin, parameters, seed))
+
+    def _begin(self, parameters: list[nn.Parameter], seed: int, swaps: Swaps) -> None:
         self.clear()
         _refuse_foreign_hooks(parameters)
+        self._additions = {}
+        self._seeds = {
+            parameter: seed_of_parameter(seed, place)
+            for place, parameter in enumerate(parameters)
+            if sum_dtype(parameter, self._dtype) == torch.bfloat16
+        }
         for parameter in parameters:
             swaps.afterwards(partial(self._let_go, parameter, parameter.grad))
         for parameter in parameters:
@@ -55,11 +110,15 @@ class MainGrads:
             raise UnsupportedModelError(
                 "sparse parameter gradients are not supported; use sparse=False"
             )
-        if parameter in self._sums:
-            self._sums[parameter].add_(grad)
+        total = self._sums.get(parameter)
+        if total is None:
+            dtype = sum_dtype(parameter, self._dtype)
+            # Rounded additions go through both as they lie in memory.
+            self._sums[parameter] = grad.contiguous() if dtype == grad.dtype else grad.to(dtype)
+        elif total.dtype == torch.bfloat16:
+            self._add_rounded(total, grad, self._next_seed(parameter))
         else:
-            dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            self._sums[parameter] = grad.to(dtype)
+            total.add_(grad)
 
     def takes(self, weight: torch.Tensor) -> bool:
         """Whether :meth:`add_product` can serve a weight."""
@@ -73,7 +132,11 @@ class MainGrads:
             right: [rows, in], its input.
         """
         total = self._sum_of(parameter)
-        if total.dtype == left.dtype:
+        if total.dtype == torch.bfloat16:
+            for begin, end in pieces_of(total):
+                addend = product(left[:, begin:end], right)
+                self._add_rounded(total[begin:end], addend, self._next_seed(parameter))
+        elif total.dtype == left.dtype:
             total.addmm_(left.t(), right)
         else:
             torch.ops.aten.addmm.dtype_out(total, left.t(), right, total.dtype, out=total)
@@ -86,6 +149,9 @@ class MainGrads:
             values: [n, width].
         """
         total = self._sum_of(parameter)
+        if total.dtype == torch.bfloat16:
+            add_rows_rounded(total, rows, values, self._next_seed(parameter))
+            return
         # Each row is then added once, so that atomic additions have no order to differ in.
         total.index_add_(0, *sum_by_row(rows, values.to(total.dtype)))
 
@@ -93,10 +159,19 @@ class MainGrads:
         """The parameter's sum so far; zeros at first."""
         total = self._sums.get(parameter)
         if total is None:
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            dtype = sum_dtype(parameter, self._dtype)
             total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             self._sums[parameter] = total
         return total
+
+    def _add_rounded(self, total: torch.Tensor, addend: torch.Tensor, seed: int) -> None:
+        add_rounded(total, addend, seed)
+
+    def _next_seed(self, parameter: nn.Parameter) -> int:
+        """Of the parameter's next rounded addition; each addition has noise of its own."""
+        addition = self._additions.get(parameter, 0)
+        self._additions[parameter] = addition + 1
+        return seed_of_addition(self._seeds[parameter], addition)
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.

@@ -189,8 +189,10 @@ class Calls:
         if swept is not None:
             handed = border_bytes(state_bytes(model.mixers), inputs.batch, demand.chunks.number)
             demand = replace(demand, border_bytes=handed)
-            others = activation_bytes(model, inputs.batch, tokens, recompute)
-            others += gradient_bytes(model)
+            others = activation_bytes(
+                model, inputs.batch, tokens, recompute, config.main_grad_dtype
+            )
+            others += gradient_bytes(model, config)
         pages = self._pools.call(swaps, demand, others, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)

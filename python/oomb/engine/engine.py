@@ -15,7 +15,7 @@ from oomb.core.inputs import CallInputs, all_labels, check_inputs
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss
-from oomb.core.main_grad import MainGrads
+from oomb.core.main_grad import MainGrads, check_sums
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan, counted_tokens, plan_call
@@ -46,7 +46,8 @@ class Engine:
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
-        ValueError: no model, or no :class:`oomb.Config`.
+        ValueError: no model, no :class:`oomb.Config`, or sums in bf16 for a model that trains no
+            parameter in bf16.
     """
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
@@ -55,7 +56,8 @@ class Engine:
         expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._model = CausalModel(model)
         check_places(self._model.causal.named_parameters())
-        self._grads = MainGrads()
+        check_sums(self._model.causal.parameters(), self.config.main_grad_dtype)
+        self._grads = MainGrads(self.config.main_grad_dtype)
         self._pools = Pools(self._model.device)
         self._process = os.getpid()
         self._training = Training(self._model, self.config, self._grads)
@@ -158,7 +160,7 @@ class Engine:
                     token_loss=token_loss,
                 ) as call:
                     swaps.afterwards(training.settled())
-                    with self._grads.collecting(parameters), call.loop.running():
+                    with self._training.collecting(parameters), call.loop.running():
                         fill_seconds = call.loop.fill(swept[-1])
                         sweep_seconds = call.loop.sweep(swept, training.loss_factor)
                     step = call.result(fill_seconds, sweep_seconds)
@@ -313,6 +315,8 @@ class Engine:
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).
+
+        With ``main_grad_dtype="bfloat16"`` that of a bf16 parameter is in bf16.
 
         Args:
             parameter: one of the model's.

@@ -15,6 +15,7 @@ from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Keeping, KeptOutputs, Rooms
 from oomb.core.layout import Chunks
 from oomb.core.list_sizes import ListSizes
+from oomb.core.main_grad import sum_dtype
 from oomb.core.tiers import PageLayout, free_memory, slots_of_call
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
@@ -67,21 +68,26 @@ def counted_tokens(config: Config, tokens: int) -> int:
     return min(config.chunk_size, -(-longest // step) * step)
 
 
-def activation_bytes(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
+def activation_bytes(
+    model: CausalModel, batch: int, tokens: int, recompute: bool, main_grad_dtype: str = "float32"
+) -> int:
     """What a chunk takes of torch's memory beside parameters and gradient sums.
 
     A rule of thumb where that is a trifle beside what is free; else counted.
 
     Args:
         tokens: of the chunk, as of :func:`counted_tokens`.
+        main_grad_dtype: as in :class:`oomb.Config`; sums in bf16 take work space.
     """
     estimate = _estimated(model, batch, tokens, recompute)
     if estimate < _TRIFLE * free_memory(model.device):
         return estimate
-    return _counted(model, batch, tokens, recompute)
+    return _counted(model, batch, tokens, recompute, main_grad_dtype)
 
 
-def _counted(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
+def _counted(
+    model: CausalModel, batch: int, tokens: int, recompute: bool, main_grad_dtype: str
+) -> int:
     """By a run of one chunk on tensors without memory."""
     if model.causal not in _tracers:
         try:
@@ -89,7 +95,9 @@ def _counted(model: CausalModel, batch: int, tokens: int, recompute: bool) -> in
         except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
             return _estimated(model, batch, tokens, recompute)
     try:
-        trace = _tracers[model.causal].trace(Setting(tokens, batch, recompute, True))
+        trace = _tracers[model.causal].trace(
+            Setting(tokens, batch, recompute, True, main_grad_dtype)
+        )
     except (UnsupportedModelError, TypeError):  # its forward looks at values
         return _estimated(model, batch, tokens, recompute)
     return int(trace.sweep_peak_bytes - trace.sum_bytes)
@@ -108,10 +116,10 @@ def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> 
     return batch * tokens * kept
 
 
-def gradient_bytes(model: CausalModel) -> int:
-    """The gradient sums in fp32 (fp64 for fp64 parameters)."""
+def gradient_bytes(model: CausalModel, config: Config) -> int:
+    """The sums of parameter gradients over chunks."""
     parameters = [p for p in model.causal.parameters() if p.requires_grad]
-    return sum(p.numel() * (8 if p.dtype == torch.float64 else 4) for p in parameters)
+    return sum(p.numel() * sum_dtype(p, config.main_grad_dtype).itemsize for p in parameters)
 
 
 def _gradient_bytes_as_they_are(model: CausalModel) -> int:
@@ -162,8 +170,9 @@ def plan_call(
         lists = sizes.host_bytes(model.device.type)
     handed = border_bytes(state_bytes(model.mixers), batch, chunks.number)
     # Mean keys are gone before the sums of gradients come.
-    others = _counted(model, batch, counted_tokens(config, tokens), recompute)
-    others += max(gradient_bytes(model), summaries)
+    counted = counted_tokens(config, tokens)
+    others = _counted(model, batch, counted, recompute, config.main_grad_dtype)
+    others += max(gradient_bytes(model, config), summaries)
     free = free_memory(model.device)
     assert config.device_memory is None or isinstance(config.device_memory, int)
     host_memory = config.host_memory

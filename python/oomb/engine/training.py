@@ -9,6 +9,7 @@ from torch import nn
 
 from oomb.config import Config, SampledChunks
 from oomb.core.main_grad import MainGrads
+from oomb.core.rounding import seed_of_call
 from oomb.model.causal import CausalModel
 from oomb.model.swap import Swaps, as_before_afterwards
 
@@ -59,6 +60,10 @@ class Training:
         """Of a drawn chunk."""
         rule = self.config.backward
         return rule.loss_factor if isinstance(rule, SampledChunks) else 1.0
+
+    def collecting(self, parameters: list[nn.Parameter]) -> Swaps:
+        """While active, the next call's gradients are added to the sums."""
+        return self.grads.collecting(parameters, seed_of_call(self.number))
 
     def settled(self) -> Callable[[], None]:
         """Ends the call that begins now: it counts if its gradients are written, all or none."""

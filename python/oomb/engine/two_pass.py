@@ -304,7 +304,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                 assert isinstance(loss, TokenValues)
                 loss.sweep_with(gradients, training.config.chunk_size)
                 swaps.afterwards(training.settled())
-                with training.grads.collecting(self._parameters), call.loop.running():
+                with training.collecting(self._parameters), call.loop.running():
                     seconds = call.loop.sweep(swept, training.loss_factor)
                 stats = call.result(self._fill_seconds, seconds).stats
                 self._held.put_back()  # room for the gradients

@@ -99,14 +99,14 @@ class Planner:
         call = self.pages(num_tokens, config, batch_size, step, choices)
         recompute = self._recompute(config, call, free)
 
-        trace = self._trace(call, recompute, waves=False)
+        trace = self._trace(config, call, recompute, waves=False)
         shortage = ""
         try:
             caps = self._caps(config, call, free, _call_bytes(call, trace))
             call = self._keeping_outputs(config, call, free, _call_bytes(call, trace))
             caps = self._caps(config, call, free, _call_bytes(call, trace))
             if caps.host_slots:
-                trace = self._trace(call, recompute, waves=True)
+                trace = self._trace(config, call, recompute, waves=True)
                 caps = self._caps(config, call, free, _call_bytes(call, trace))
             pools = pool_use(call, caps, dry_run=dry_run)
         except OutOfMemoryError as error:
@@ -174,14 +174,16 @@ class Planner:
 
     # Parts ----------------------------------------------------------------------------------------
 
-    def _trace(self, call: PageCall, recompute: bool, waves: bool) -> Trace:
+    def _trace(self, config: Config, call: PageCall, recompute: bool, waves: bool) -> Trace:
         tokens = min(call.chunks.chunk_size, call.chunks.tokens)
-        return self.tracer.trace(Setting(tokens, call.batch, recompute, waves))
+        return self.tracer.trace(
+            Setting(tokens, call.batch, recompute, waves, config.main_grad_dtype)
+        )
 
     def _recompute(self, config: Config, call: PageCall, free: int) -> bool:
         if config.recompute != "auto":
             return config.recompute == "layer"
-        trace = self._trace(call, False, waves=False)
+        trace = self._trace(config, call, False, waves=False)
         return trace.sweep_peak_bytes - trace.sum_bytes > ACTIVATION_SHARE * free
 
     def _caps(self, config: Config, call: PageCall, free: int, others: int) -> Caps:

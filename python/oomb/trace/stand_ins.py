@@ -15,6 +15,7 @@ from oomb.core.carry import FillComplete
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
+from oomb.core.rounded_sums import pieces_of
 from oomb.model.causal import LayerShape
 from oomb.model.interface import AttentionCall
 from oomb.trace.meter import Meter
@@ -55,8 +56,8 @@ class TracedMeter(Meter):
 class TracedSums(MainGrads):
     """Sums as the device that is planned for keeps them."""
 
-    def __init__(self, device_type: str, meter: Meter) -> None:
-        super().__init__()
+    def __init__(self, device_type: str, meter: Meter, main_grad_dtype: str) -> None:
+        super().__init__(main_grad_dtype)
         self._device_type = device_type
         self._meter = meter
 
@@ -67,13 +68,25 @@ class TracedSums(MainGrads):
     def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
         sums = self._sum_of(parameter)
         self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+        if sums.dtype == torch.bfloat16:
+            for begin, end in pieces_of(sums):
+                piece = torch.empty((end - begin, *sums.shape[1:]), dtype=torch.float32)
+                self._meter.work.moved_bytes += piece.numel() * piece.element_size()
+                self._add_rounded(sums[begin:end], piece, 0)
+                del piece
+            return
         self._meter.work.moved_bytes += 2 * sums.numel() * sums.element_size()
         self._meter.work.operations += 1
 
     def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
         total = self._sum_of(parameter)
-        added = values.to(total.dtype)
+        added = values.to(torch.float32 if total.dtype == torch.bfloat16 else total.dtype)
         self._meter.work.moved_bytes += 4 * added.numel() * added.element_size()
+        self._meter.work.operations += 1
+
+    def _add_rounded(self, total: torch.Tensor, addend: torch.Tensor, seed: int) -> None:
+        read = addend.numel() * addend.element_size()
+        self._meter.work.moved_bytes += 2 * total.numel() * total.element_size() + read
         self._meter.work.operations += 1
 
 

@@ -59,12 +59,14 @@ class Setting:
         tokens: of the chunk, per sequence; ``batch`` sequences.
         recompute: layers are recomputed in backward.
         waves: attention runs in several launches and carries its state between them.
+        main_grad_dtype: as in :class:`oomb.Config`.
     """
 
     tokens: int
     batch: int
     recompute: bool
     waves: bool
+    main_grad_dtype: str = "float32"
 
 
 class Tracer:
@@ -155,7 +157,7 @@ class Tracer:
             total = torch.zeros((), dtype=torch.float64)
         attention = TracedAttention(len(causal.layers), setting.waves)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
-        grads = TracedSums(self._device_type, meter)
+        grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,

@@ -84,6 +84,7 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         "device_memory": "3GiB",
         "host_memory": 10**9,
         "kv_grad_dtype": "bfloat16",
+        "main_grad_dtype": "bfloat16",
         "recompute": "layer",
         "keep_outputs": 0.5,
         "rope_angles": "float64",
