@@ -85,7 +85,9 @@ def losses(model: Qwen2ForCausalLM, tokens: int) -> dict[str, Callable[[], objec
     hidden = torch.randn(1, tokens, model.config.hidden_size, device="cuda").bfloat16()
     hidden.requires_grad_()
     sums = MainGrads()
-    loss = ChunkLoss.of_call(causal.head, inputs, tokens, model.config.vocab_size, False, sums)
+    loss = ChunkLoss.of_call(
+        causal.head, inputs, [(0, inputs.tokens)], model.config.vocab_size, False, sums
+    )
     through = ChunkLoss(**{**vars(loss), "weight": None})
 
     def way(of: ChunkLoss) -> Callable[[], object]:

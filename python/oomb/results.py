@@ -30,6 +30,7 @@ class Stats:
             borders between chunks took, beside the pools.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
+        exchange_seconds: that this rank spent in exchanges with the others, waiting included.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
     """
 
@@ -51,6 +52,7 @@ class Stats:
     kept_output_seconds: float = 0.0
     border_state_bytes: int = 0
     reserved_ratio: float = 1.0
+    exchange_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

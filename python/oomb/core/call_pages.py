@@ -18,6 +18,7 @@ from oomb.core.page_choice import PageChoice
 from oomb.core.shortage import with_torchs_unused
 from oomb.core.tiers import Caps, PageLayout
 from oomb.ops.launch import stream_of
+from oomb.parallel.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ def begin_pages(
     manager: _C.PageManager,
     caps: Caps,
     rounding_seed: int,
+    placement: Placement,
 ) -> CallPages:
     """Begin a call on a page manager whose tiers hold it."""
     spilled = caps.host_slots > 0
@@ -114,7 +116,9 @@ def begin_pages(
     )
     choice = None
     if demand.rule is not None:
-        choice = PageChoice.of(demand, demand.rule, order, manager, announces=spilled)
+        choice = PageChoice.of(
+            demand, demand.rule, order, manager, announces=spilled, placement=placement
+        )
     for layer in range(num_layers):
         for chunk in demand.reach.at_start:
             first, last = chunks.first_page(chunk), chunks.first_page(chunk + 1)

@@ -117,6 +117,13 @@ class Rooms:
     device_is_capped: bool
     host_is_capped: bool
 
+    @staticmethod
+    def least(rooms: Sequence[Rooms]) -> Rooms:
+        """What every one of several ranks has."""
+        return replace(
+            rooms[0], device=min(x.device for x in rooms), host=min(x.host for x in rooms)
+        )
+
     @property
     def all(self) -> int:
         return max(0, self.device + self.host)

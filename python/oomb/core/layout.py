@@ -38,6 +38,11 @@ class Chunks:
         begin = chunk * self.chunk_size
         return begin, min(begin + self.chunk_size, self.tokens)
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of all chunks, in order."""
+        return [self.span(chunk) for chunk in range(self.number)]
+
     def first_page(self, chunk: int) -> int:
         """Page that a chunk starts with; also the number of its past pages."""
         return chunk * (self.chunk_size // self.page_size)

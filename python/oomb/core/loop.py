@@ -23,6 +23,8 @@ from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
 from oomb.model.linear import WeightSums
 from oomb.model.swap import Swaps
+from oomb.parallel.placement import AllHere, Placement
+from oomb.parallel.slices import TokenSlices
 from oomb.results import Progress
 
 OnProgress = Callable[[Progress], None]
@@ -48,7 +50,9 @@ class ChunkLoop:
         on_progress: OnProgress | None,
         sums: WeightSums | None,
         borders: BorderStates | None = None,
+        placement: Placement = AllHere(),  # noqa: B008  # a constant
     ) -> None:
+        self._placement = placement
         self._model = model
         self._inputs = inputs
         self._chunks = chunks
@@ -115,9 +119,10 @@ class ChunkLoop:
             for chunk in range(first, num_chunks, step):
                 with attention.on(chunk), self._borders.on(chunk):
                     hidden = self._run(chunk)
-                if consume is not None:
+                begin, end = self._slices(chunk).own
+                if consume is not None and begin < end:
                     assert hidden is not None
-                    consume(self._chunks.span(chunk)[0], hidden)
+                    consume(begin, hidden)
                 done.append(chunk)
                 if first == 0:  # in the caller's context
                     report()
@@ -148,17 +153,20 @@ class ChunkLoop:
         done = 0
         with torch.enable_grad():
             for chunk in reversed(swept):
-                begin, end = self._chunks.span(chunk)
+                begin, end = self._slices(chunk).own
                 with attention.on(chunk), self._borders.on(chunk):
                     hidden = self._run(chunk)
                     assert hidden is not None
-                    grad = self._loss.of_chunk(hidden, begin, loss_factor)
+                    grad = None
+                    if begin < end:
+                        grad = self._loss.of_chunk(hidden, begin, loss_factor)
                     if attention.pages.check_finite:
                         expect_finite("the loss", self._loss.total, chunk=chunk)
                     if hidden.requires_grad:
                         grad = torch.zeros_like(hidden) if grad is None else grad
                         self._propagate(hidden, grad)
                     del hidden, grad
+                begin, end = self._chunks.span(chunk)
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
         return time.perf_counter() - began
@@ -176,7 +184,7 @@ class ChunkLoop:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
         self._runner.chunk = chunk
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
-        begin, end = self._chunks.span(chunk)
+        begin, end = self._slices(chunk).run
         try:
             return self._model.hidden(
                 self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end].long()
@@ -184,12 +192,15 @@ class ChunkLoop:
         except FillComplete:
             return None
 
+    def _slices(self, chunk: int) -> TokenSlices:
+        return self._placement.slices(*self._chunks.span(chunk))
+
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._model.paged[self._model.layer_of(call.module)]
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
         width = max(call.k.shape[-1], call.v.shape[-1])
-        q, k, v = (_padded(x.to(dtype), width) for x in (call.q, call.k, call.v))
+        q, k, v = self._to_heads(*(_padded(x.to(dtype), width) for x in (call.q, call.k, call.v)))
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
@@ -203,8 +214,24 @@ class ChunkLoop:
 
         o, lse = self._runner.attention(attend, q, k, v)
         if call.sinks is not None:
-            o = with_sinks(o, lse, call.sinks)
-        return _cut(o, call.v.shape[-1]).to(call.q.dtype)
+            o = with_sinks(o, lse, self._placement.of_heads(call.sinks))
+        return _cut(self._to_tokens(o), call.v.shape[-1]).to(call.q.dtype)
+
+    def _to_heads(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of the heads that are held here, of the whole chunk."""
+        placement = self._placement
+        if placement.ranks == 1:
+            return own
+        slices = self._slices(self._attention.chunk)
+        return self._runner.once(lambda: placement.to_heads(own, slices), *own)
+
+    def _to_tokens(self, o: torch.Tensor) -> torch.Tensor:
+        """Attention's output of the tokens that are run here."""
+        placement = self._placement
+        if placement.ranks == 1:
+            return o
+        slices = self._slices(self._attention.chunk)
+        return self._runner.once(lambda: (placement.to_tokens(o, slices),), o)[0]
 
     def _let_the_other_run(self, turns: Alternation) -> None:
         """The other chunk computes while this one's lists and pages are on their way."""
@@ -215,6 +242,7 @@ class ChunkLoop:
         self._attention.chunk = self._runner.chunk = chunk
 
     def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
+        self._placement.border()
         if self._on_progress is not None:
             seconds = time.perf_counter() - self._began
             assert phase in ("fill", "sweep")

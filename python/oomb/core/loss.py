@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -67,19 +67,23 @@ class ChunkLoss:
     def of_call(
         head: Head,
         inputs: CallInputs,
-        chunk_size: int,
+        spans: Iterable[tuple[int, int]],
         vocab_size: int,
         return_logprobs: bool,
         sums: WeightSums | None,
         token_loss: TokenLoss | None = None,
     ) -> ChunkLoss:
+        """
+        Args:
+            spans: tokens [begin, end) of each chunk, or of the part of it that is run here.
+        """
         device = inputs.input_ids.device
         logprobs = None
         if return_logprobs:
             dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
             logprobs = torch.zeros(inputs.batch, inputs.num_given, dtype=dtype, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        counted = count_by_chunk(inputs.targets != IGNORED, chunk_size)
+        counted = count_by_span(inputs.targets != IGNORED, spans)
         weight = head.plain_weight()
         return ChunkLoss(
             head, inputs, vocab_size, total, logprobs, counted, weight, sums, token_loss
@@ -254,13 +258,15 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-def count_by_chunk(mask: torch.Tensor, chunk_size: int) -> dict[int, int]:
-    """How many of [B, T] are true in the chunk that begins at a token.
+def count_by_span(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """How many of [B, T] are true in each of the spans [begin, end), by where it begins.
 
     Read once: a question to the device in every chunk would let it run dry.
     """
-    counts = F.pad(mask.sum(0), (0, -mask.shape[1] % chunk_size)).view(-1, chunk_size).sum(1)
-    return {chunk * chunk_size: count for chunk, count in enumerate(counts.tolist())}
+    before = F.pad(mask.sum(0).cumsum(0), (1, 0))
+    bounds = torch.tensor(list(spans), device=mask.device).view(-1, 2)
+    counts = before[bounds[:, 1]] - before[bounds[:, 0]]
+    return dict(zip(bounds[:, 0].tolist(), counts.tolist(), strict=True))
 
 
 def first_true(mask: torch.Tensor, count: int) -> torch.Tensor:

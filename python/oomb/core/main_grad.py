@@ -22,6 +22,7 @@ from oomb.held_signals import with_signals_held
 from oomb.model.embedding import sum_by_row
 from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
+from oomb.parallel.placement import Placement
 
 
 def sum_dtype(parameter: torch.Tensor, main_grad_dtype: str) -> torch.dtype:
@@ -172,6 +173,16 @@ class MainGrads:
         addition = self._additions.get(parameter, 0)
         self._additions[parameter] = addition + 1
         return seed_of_addition(self._seeds[parameter], addition)
+
+    def sum_over(self, placement: Placement, parameters: list[nn.Parameter]) -> None:
+        """Replace the sums by those over all ranks, which meet a parameter if one of them does."""
+        if placement.ranks == 1:
+            return
+        met = placement.collect(lambda: [p in self._sums for p in parameters])
+        reached = [
+            p for p, any_ in zip(parameters, map(any, zip(*met, strict=True)), strict=True) if any_
+        ]
+        placement.sum_([self._sum_of(p) for p in reached])
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.

@@ -11,6 +11,7 @@ from oomb.core.layout import READ_OUTPUT, Chunks, Order
 from oomb.core.list_sizes import ListSizes
 from oomb.core.page_lists import PageLists
 from oomb.core.selection import Selector
+from oomb.parallel.placement import Placement
 
 
 class PageChoice:
@@ -54,6 +55,7 @@ class PageChoice:
         manager: _C.PageManager,
         *,
         announces: bool,
+        placement: Placement,
     ) -> PageChoice:
         """With room for the mean keys of a call, and for its lists.
 
@@ -75,7 +77,7 @@ class PageChoice:
         lists = demand.lists
         if lists is None:
             lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
-        selector = Selector(rule)
+        selector = Selector(rule, placement)
         return PageChoice(selector, lists, summaries, demand.chunks, order, manager, announces)
 
     def summaries(self, layer: int) -> torch.Tensor | None:

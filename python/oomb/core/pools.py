@@ -23,6 +23,7 @@ from oomb.core.shortage import (
 from oomb.core.tiers import Caps, Held, PageLayout, device_room, host_room, page_manager
 from oomb.errors import Error, OutOfMemoryError
 from oomb.model.swap import Swaps
+from oomb.parallel.placement import Placement
 
 
 class Pools:
@@ -36,8 +37,9 @@ class Pools:
         test_switches: further arguments of the page manager, for tests.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, placement: Placement) -> None:
         self._device = device
+        self._placement = placement
         self._key: object = None
         self.manager: _C.PageManager | None = None
         self._reclaim: Callable[[], None] = lambda: None
@@ -72,9 +74,35 @@ class Pools:
         self._reclaim()
         swaps.afterwards(self._end_call)
         demand = self._keeping_outputs(demand, others)
-        caps = self._caps_with_room(demand, others)
-        manager = self._manager_for(demand, caps)
-        return begin_pages(demand, manager, caps, rounding_seed)
+        caps = self._agreed_caps(demand, others)
+
+        def begin() -> CallPages:
+            manager = self._manager_for(demand, caps)
+            return begin_pages(demand, manager, caps, rounding_seed, self._placement)
+
+        return self._placement.together(begin)
+
+    def _agreed_caps(self, demand: Demand, others: int) -> Caps:
+        """Sizes of the tiers that all ranks can have: whether pages spill decides their order."""
+        caps = self._caps_with_room
+        kept: list[Caps] = []
+
+        def own(device_memory: int | str | None) -> int:
+            kept.append(caps(demand, others, device_memory))
+            return kept[-1].device_slots
+
+        slots = self._placement.collect(lambda: own(demand.config.device_memory))
+        if min(slots) < max(slots):
+            least = min(slots) * demand.layout.slot_bytes
+            self._placement.collect(lambda: own(least))
+        spills = self._placement.collect(lambda: kept[-1].host_slots > 0)
+        if len(set(spills)) > 1:
+            raise OutOfMemoryError(
+                "host_memory: expected ranks with as much of it, got some whose pages spill and "
+                "some whose pages do not: the tiers are out of memory. Set device_memory and "
+                "host_memory"
+            )
+        return kept[-1]
 
     def lend(self, reclaim: Callable[[], None]) -> None:
         """To a call that keeps its pages when it returns.
@@ -121,36 +149,47 @@ class Pools:
         setting = demand.config.keep_outputs
         if demand.swept is None or setting == "none":
             return demand
-        self._caps_with_room(demand, others)  # says what is missing where pages alone do not fit
-        keeping, rooms = demand.keeping, self._rooms(demand, others)
+
+        def expect_pages_to_fit() -> None:  # or say what is missing
+            self._caps_with_room(demand, others, demand.config.device_memory)
+
+        self._placement.collect(expect_pages_to_fit)
+        keeping = demand.keeping
+        rooms = Rooms.least(self._placement.collect(lambda: self._rooms(demand, others)))
         outputs = keeping.wanted(setting, rooms, self._device.type)
         keeps = replace(demand, outputs=outputs)
         if setting != "auto":
             expect_room_for_outputs(keeping, outputs, rooms.all)
             return keeps
-        try:
-            self._caps_with_room(keeps, others)
-        except OutOfMemoryError:  # the device gives less than it says
-            return demand
-        return keeps
+
+        def has_room() -> bool:
+            try:
+                self._caps_with_room(keeps, others, keeps.config.device_memory)
+            except OutOfMemoryError:  # the device gives less than it says
+                return False
+            return True
+
+        return keeps if all(self._placement.collect(has_room)) else demand
 
     def _rooms(self, demand: Demand, others: int) -> Rooms:
         config, slot, needed = demand.config, demand.layout.slot_bytes, demand.needed_slots
         held = self._held(demand)
         assert not isinstance(config.device_memory, str)
         assert not isinstance(config.host_memory, str)
-        device = device_room(self._device, config.device_memory, others) // slot
+        here = self._placement.neighbours
+        device = device_room(self._device, config.device_memory, others, here) // slot
         on_cpu = self._device.type == "cpu"
         taken = demand.border_bytes + (device * slot if on_cpu else 0)  # one memory, given once
-        host = host_room(config.host_memory, 0 if held is None else held.host_bytes, taken) // slot
+        kept = 0 if held is None else held.host_bytes
+        host = host_room(config.host_memory, kept, taken, here) // slot
         return Rooms(
             device - needed, host, config.device_memory is not None, config.host_memory is not None
         )
 
-    def _caps_with_room(self, demand: Demand, others: int) -> Caps:
+    def _caps_with_room(self, demand: Demand, others: int, device_memory: int | str | None) -> Caps:
         """Sizes of the tiers; the device has what they and the rest of the call take of it."""
         expect_room(self._device, 0, others)
-        caps = self._caps(demand, demand.config.device_memory, others)
+        caps = self._caps(demand, device_memory, others)
         pool_bytes = caps.device_slots * demand.layout.slot_bytes
         expect_room(self._device, pool_bytes, others)
         given = leave_to_driver(self._device, pool_bytes)
@@ -169,6 +208,7 @@ class Pools:
             others,
             self._held(demand),
             demand.border_bytes,
+            self._placement.neighbours,
         )
 
     def _held(self, demand: Demand) -> Held | None:

@@ -29,7 +29,7 @@ class LayerRunner:
         self._recompute = recompute
         self._seed = seed
         self._gpus = gpus
-        self._kept: list[torch.Tensor] | None = None  # of the layer that runs; None: nothing is
+        self._kept: _Kept | None = None  # of the layer that runs; None: nothing is
         self.chunk = 0
 
     def __call__(
@@ -48,10 +48,11 @@ class LayerRunner:
 
         if not (self._recompute and torch.is_grad_enabled()):
             return run(*args)
-        kept: list[torch.Tensor] = []  # filled by the first run, used by the second
+        kept = _Kept()
 
         def run_keeping(*inputs: Any) -> Any:
             self._kept = kept
+            kept.start()
             try:
                 return run(*inputs)
             finally:
@@ -63,13 +64,28 @@ class LayerRunner:
         self, attend: Callable[[], Attended], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> Attended:
         """What ``attend`` returns; where a layer is computed again, what it returned before."""
-        if self._kept:
-            attended: Attended = _Again.apply(q, k, v, *self._kept)  # type: ignore[no-untyped-call]
+        known = None if self._kept is None else self._kept.next()
+        if known is not None:
+            attended: Attended = _Again.apply(q, k, v, *known)  # type: ignore[no-untyped-call]
             return attended
         o, lse = attend()
         if self._kept is not None:
-            self._kept += [o.detach(), lse.detach()]
+            self._kept.add(o, lse)
         return o, lse
+
+    def once(
+        self, send: Callable[[], tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``send`` makes of inputs, saving nothing for backward; nothing is sent again where a
+        layer is computed again."""
+        known = None if self._kept is None else self._kept.next()
+        if known is not None:
+            received: tuple[torch.Tensor, ...] = _Known.apply(len(inputs), *inputs, *known)  # type: ignore[no-untyped-call]
+            return received
+        received = send()
+        if self._kept is not None:
+            self._kept.add(*received)
+        return received
 
     def random_state(self) -> list[torch.Tensor] | None:
         """Of every generator a layer may draw from; None where nothing is drawn."""
@@ -84,6 +100,41 @@ class LayerRunner:
         torch.set_rng_state(state[0])
         for gpu, of_gpu in zip(self._gpus, state[1:], strict=True):
             torch.cuda.set_rng_state(of_gpu, gpu)
+
+
+class _Kept:
+    """What a layer's first run hands to its second, in the order in which it was made."""
+
+    def __init__(self) -> None:
+        self._made: list[list[torch.Tensor]] = []
+        self._runs = self._taken = 0
+
+    def start(self) -> None:
+        """A run of the layer begins: the first one adds, others take."""
+        self._runs += 1
+        self._taken = 0
+
+    def add(self, *tensors: torch.Tensor) -> None:
+        self._made.append([x.detach() for x in tensors])
+
+    def next(self) -> list[torch.Tensor] | None:
+        """What stood at this place of the first run; None: this is the first run."""
+        if self._runs == 1:
+            return None
+        self._taken += 1
+        return self._made[self._taken - 1]
+
+
+class _Known(torch.autograd.Function):
+    """What was received before, in place of another exchange; its inputs say what has gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[num_inputs:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("the graph of the second run is not used")
 
 
 class _Again(torch.autograd.Function):
@@ -113,6 +164,12 @@ def _seed_generators(seed: int, gpus: Sequence[torch.device]) -> None:
     torch.default_generator.manual_seed(seed)
     for gpu in gpus:
         torch.cuda.default_generators[gpu.index].manual_seed(seed)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Ranks of a sequence run other tokens and draw other numbers, whatever they were seeded with;
+    the first draws what a process alone would."""
+    return seed if rank == 0 else _layer_seed(seed, -rank, -1)
 
 
 def _layer_seed(seed: int, chunk: int, layer: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from oomb.config import PageRule, Past, TopKPages
+from oomb.ops.selection import top_k_lists
+from oomb.parallel.placement import Placement
 
 
 class Selector:
@@ -15,8 +17,9 @@ class Selector:
     has to wait for them.
     """
 
-    def __init__(self, rule: PageRule) -> None:
+    def __init__(self, rule: PageRule, placement: Placement) -> None:
         self._rule = rule
+        self._placement = placement
         self._is_ours = type(rule) is TopKPages
         self._checked = False
 
@@ -27,9 +30,9 @@ class Selector:
             ValueError: they are not what the rule promised.
         """
         with torch.no_grad():
+            if isinstance(self._rule, TopKPages) and self._is_ours:
+                return top_k_lists(self._rule, q.detach(), summaries, past, self._placement)
             lists = self._rule.choose(q.detach(), summaries, past)
-        if self._is_ours:
-            return lists
         self._check(lists, q, summaries, past)
         return _without_padding(lists, past)
 

@@ -96,6 +96,7 @@ class Caps:
         others: int,
         held: Held | None = None,
         beside: int = 0,
+        neighbours: int = 1,
     ) -> Caps:
         """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
 
@@ -104,11 +105,12 @@ class Caps:
                 leaves them free.
             held: pools that can be used again.
             beside: bytes that the call needs of the host's memory besides its pages.
+            neighbours: processes that share this host's memory.
 
         Raises:
             OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
         """
-        device_free = device_room(device, device_memory, others)
+        device_free = device_room(device, device_memory, others, neighbours)
         allowed = device_free // layout.slot_bytes
         device_slots = min(allowed, needed_slots)
         if device_slots < smallest_slots:
@@ -130,7 +132,7 @@ class Caps:
             return Caps(device_slots, 0, 0)
         taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
         kept = 0 if held is None else held.host_bytes
-        host_free = host_room(host_memory, kept, taken + beside)
+        host_free = host_room(host_memory, kept, taken + beside, neighbours)
         capacity = host_free // layout.slot_bytes
         if capacity + device_slots < needed_slots:
             needed, free = needed_slots * layout.slot_bytes, device_free + host_free
@@ -145,15 +147,20 @@ class Caps:
         return Caps(device_slots, min(capacity, needed_slots), capacity)
 
 
-def device_room(device: torch.device, device_memory: int | None, others: int) -> int:
-    """Bytes that the device tier may take beside ``others``."""
-    return device_memory or max(0, int(free_memory(device) * TIER_SHARE) - others)
+def device_room(
+    device: torch.device, device_memory: int | None, others: int, neighbours: int = 1
+) -> int:
+    """Bytes that the device tier may take beside ``others``; a CPU's memory is everybody's."""
+    free = free_memory(device) // (neighbours if device.type == "cpu" else 1)
+    return device_memory or max(0, int(free * TIER_SHARE) - others)
 
 
-def host_room(host_memory: int | None, kept: int, taken: int) -> int:
-    """Bytes that the host tier may take, which has ``kept`` already, beside ``taken``."""
-    free = free_memory(torch.device("cpu")) + kept
-    return host_memory or max(0, int(free * TIER_SHARE) - taken)
+def host_room(host_memory: int | None, kept: int, taken: int, neighbours: int = 1) -> int:
+    """Bytes that the host tier may take, which has ``kept`` already, beside ``taken``; all
+    ``neighbours`` on the host together may have ``host_memory``."""
+    free = free_memory(torch.device("cpu")) // neighbours + kept
+    own = None if host_memory is None else max(1, host_memory // neighbours)
+    return own or max(0, int(free * TIER_SHARE) - taken)
 
 
 def free_memory(device: torch.device) -> int:

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from oomb.core.inputs import IGNORED
-from oomb.core.loss import ChunkLoss, count_by_chunk, first_true
+from oomb.core.layout import Chunks
+from oomb.core.loss import ChunkLoss, count_by_span, first_true
 
 _LOWEST = -1e30  # a log-probability whose product with its probability, 0, is 0 and not NaN
 
@@ -38,7 +39,7 @@ class TokenValues(ChunkLoss):
     _reached: torch.Tensor | None = None  # [B, T]: rows whose logits reach the loss
     _num_reached: dict[int, int] = field(default_factory=dict)  # by first token of the chunk
 
-    def sweep_with(self, gradients: dict[str, torch.Tensor], chunk_size: int) -> None:
+    def sweep_with(self, gradients: dict[str, torch.Tensor], chunks: Chunks) -> None:
         """Begin the sweep; rows that no gradient reaches need no logits then."""
         self.gradients = gradients
         rows = [
@@ -49,7 +50,7 @@ class TokenValues(ChunkLoss):
         if rows:
             reached = rows[0] if len(rows) == 1 else rows[0] | rows[1]
             self._reached = reached & (self.inputs.targets != IGNORED)
-            self._num_reached = count_by_chunk(self._reached, chunk_size)
+            self._num_reached = count_by_span(self._reached, chunks.spans)
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
         """Take a chunk's values; or, with a graph, the gradient of hidden, times ``factor``."""

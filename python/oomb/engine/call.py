@@ -15,20 +15,24 @@ from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.collector import older_objects_aside
 from oomb.core.demand import Demand
 from oomb.core.inputs import CallInputs
+from oomb.core.layout import Chunks
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
-from oomb.core.recompute import LayerRunner
+from oomb.core.recompute import LayerRunner, seed_of_rank
 from oomb.core.rounding import seed_of_call
+from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
+from oomb.engine.ranks import spans_here
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.generators import kept_generators
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
 from oomb.model.swap import Swaps, swapping
+from oomb.parallel.placement import Placement
 from oomb.results import Selection, Stats, Step
 
 
@@ -43,6 +47,8 @@ class Call:
     loss: ChunkLoss
     attention: ChunkAttention
     borders: BorderStates
+    placement: Placement
+    exchanges: Stopwatch
 
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
         """What the caller gets; before the call's pages are gone."""
@@ -55,8 +61,13 @@ class Call:
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
             selection = pages.choice.lists.of_call(pages.num_layers)
+            if getattr(self.config.attention, "share", None) == "kv_head":
+                selection = self.placement.whole_lists(selection)
+        logprobs = self.loss.logprobs
+        if logprobs is not None:
+            logprobs = self.placement.total(logprobs)
         return Step(
-            loss=self.loss.total.to(self.model.loss_dtype),
+            loss=self.placement.total(self.loss.total).to(self.model.loss_dtype),
             num_valid_tokens=self.inputs.num_valid,
             stats=Stats(
                 fill_seconds=fill_seconds,
@@ -77,9 +88,10 @@ class Call:
                 kept_output_seconds=self.attention.kept_seconds.total,
                 border_state_bytes=self.borders.kept_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
+                exchange_seconds=self.exchanges.total,
             ),
             selection=selection,
-            logprobs=self.loss.logprobs,
+            logprobs=logprobs,
         )
 
 
@@ -107,8 +119,14 @@ class Calls:
     """
 
     def __init__(
-        self, model: CausalModel, shapes: list[LayerShape], pools: Pools, grads: MainGrads
+        self,
+        model: CausalModel,
+        shapes: list[LayerShape],
+        pools: Pools,
+        grads: MainGrads,
+        placement: Placement,
     ) -> None:
+        self._placement = placement
         self._model = model
         self._shapes = shapes
         self._pools = pools
@@ -140,7 +158,7 @@ class Calls:
         loss = ChunkLoss.of_call(
             model.head,
             inputs,
-            config.chunk_size,
+            spans_here(Chunks.of(config, inputs.tokens), self._placement),
             model.vocab_size,
             return_logprobs,
             None if swept is None else self._grads,
@@ -172,8 +190,11 @@ class Calls:
             every_output, lists: as of :class:`oomb.core.demand.Demand`.
         """
         model, grads = self._model, None if swept is None else self._grads
-        tokens = counted_tokens(config, inputs.tokens)
-        recompute = swept is not None and self.recomputes(config, inputs.batch, tokens)
+        placement = self._placement
+        tokens = -(-counted_tokens(config, inputs.tokens) // placement.ranks)
+        recompute = swept is not None and any(
+            placement.collect(lambda: self.recomputes(config, inputs.batch, tokens))
+        )
         demand = Demand(
             config=config,
             shapes=self._shapes,
@@ -207,8 +228,11 @@ class Calls:
             on_progress,
             grads,
             borders,
+            placement,
         )
-        return Call(model, config, inputs, loop, loss, attention, borders)
+        exchanges = Stopwatch()
+        placement.measure_with(exchanges)
+        return Call(model, config, inputs, loop, loss, attention, borders, placement, exchanges)
 
     def layout(self, config: Config) -> PageLayout:
         """Pages as the caller's autocast state has them."""
@@ -238,7 +262,7 @@ class Calls:
         """One draw from torch's generator per call; layers derive theirs from it."""
         if not self._model.causal.training:
             return None
-        seed = int(torch.randint(2**62, ()))
+        seed = seed_of_rank(int(torch.randint(2**62, ())), self._placement.rank)
         self.keep_generators(swaps)
         return seed
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from oomb.core.main_grad import MainGrads, check_sums
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan, counted_tokens, plan_call
+from oomb.engine.ranks import expect_no_mixers, expect_one_rank, expect_rule_of_ranks, shapes_here
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass, Wanted
 from oomb.errors import Error
@@ -30,7 +32,12 @@ from oomb.model.rope import (
 )
 from oomb.model.structure import checked_shapes
 from oomb.model.swap import Swaps, as_before_afterwards
+from oomb.parallel.agreement import arguments_text, model_text
+from oomb.parallel.mesh import placement_of
 from oomb.results import Stats, Step
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Engine:
@@ -39,42 +46,52 @@ class Engine:
     Args:
         model: a transformers causal language model, or one with peft adapters. It is patched for
             the length of a call; afterwards it is as it was.
-        config: settings; None: the defaults, which are exact.
+        config: settings; None: the defaults, which are exact. They mean the same on any number of
+            ranks.
+        mesh: ranks that share each sequence: a DeviceMesh with the dimension ``"cp"``, one GPU a
+            rank, the same model on each. Every rank makes the same calls with the same whole batch,
+            and gets the whole loss and gradient. None: this process alone.
 
     Looks at the model in a few short forwards: do its tokens meet in attention alone, and is that
     the attention which the engine computes?
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the text names the layer and reason.
-        ValueError: no model, no :class:`oomb.Config`, or sums in bf16 for a model that trains no
-            parameter in bf16.
+        ValueError: no model, no :class:`oomb.Config`, a mesh that does not fit, or sums in bf16
+            for a model that trains no parameter in bf16.
     """
 
-    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config | None = None, *, mesh: DeviceMesh | None = None
+    ) -> None:
         self.config = config if config is not None else Config()
         given = isinstance(self.config, Config)
         expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
-        self._model = CausalModel(model)
-        check_places(self._model.causal.named_parameters())
-        check_sums(self._model.causal.parameters(), self.config.main_grad_dtype)
+        self._placement = placement_of(mesh)
+        self._model = self._placement.together(lambda: _placed(model, self.config))
+        self._placement.expect_device(self._model.device)
         self._grads = MainGrads(self.config.main_grad_dtype)
-        self._pools = Pools(self._model.device)
+        self._pools = Pools(self._model.device, self._placement)
         self._process = os.getpid()
         self._training = Training(self._model, self.config, self._grads)
         self._closed = False
         self._warned_of_positions = False
         self._warned_of_unknown = False
         self._seconds_per_shape: dict[tuple[int, int], float] = {}
-        as_before_afterwards(self._check_model)
+        as_before_afterwards(partial(self._placement.together, self._check_model))
 
     def _check_model(self) -> None:
         with Swaps() as swaps:
             swaps.also(current_gpu(self._model.device))
-            self._shapes = checked_shapes(self._model)
+            self._shapes = shapes_here(checked_shapes(self._model), self._placement.ranks)
+            expect_rule_of_ranks(self.config, self._placement.ranks)
             if self.config.rope_angles == "float64":
                 check_float64_angles(self._model.decoder)
             expect_every_chunk(self._model.mixers, self.config)
-            self._calls = Calls(self._model, self._shapes, self._pools, self._grads)
+            expect_no_mixers(self._model.mixers, self._placement.ranks)
+            self._calls = Calls(
+                self._model, self._shapes, self._pools, self._grads, self._placement
+            )
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -127,29 +144,35 @@ class Engine:
 
         After any of them gradients are as they were, and the next call works.
         """
-        inputs = self._checked(
-            input_ids,
-            labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            loss_weights=loss_weights,
-            num_items_in_batch=num_items_in_batch,
-        )
-        check_callable("on_progress", on_progress)
-        check_callable("token_loss", token_loss)
-        if torch.is_inference_mode_enabled():
-            raise Error("forward_backward: expected no torch.inference_mode() around it, got one")
         training, config = self._training, self.config
-        swept = training.drawn(Chunks.of(config, inputs.tokens).number)
-        parameters = training.parameters()
+        given = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+            "loss_weights": loss_weights,
+            "num_items_in_batch": num_items_in_batch,
+        }
+
+        def prepare() -> tuple[CallInputs, list[int], list[nn.Parameter]]:
+            inputs = self._checked(input_ids, labels, **given)
+            check_callable("on_progress", on_progress)
+            check_callable("token_loss", token_loss)
+            if torch.is_inference_mode_enabled():
+                raise Error(
+                    "forward_backward: expected no torch.inference_mode() around it, got one"
+                )
+            swept = training.drawn(Chunks.of(config, inputs.tokens).number)
+            return inputs, swept, training.parameters()
+
+        inputs, swept, parameters = self._placement.together(prepare)
+        self._expect_alike(input_ids=input_ids, labels=labels, **given, **{"backward.draw": swept})
         if not swept:
             training.add_zeros(parameters)
             zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
             return Step(loss=zero, num_valid_tokens=inputs.num_valid, stats=Stats())
 
         def run() -> Step:
-            with Swaps() as swaps:
+            with self._placement.call(), Swaps() as swaps:
                 self._grads.clear()  # sums that were kept; the call's room is counted without them
                 with self._calls.under_way(
                     config,
@@ -164,7 +187,9 @@ class Engine:
                         fill_seconds = call.loop.fill(swept[-1])
                         sweep_seconds = call.loop.sweep(swept, training.loss_factor)
                     step = call.result(fill_seconds, sweep_seconds)
-                self._grads.commit(parameters, config.keep_main_grad, zeros=False)
+                self._grads.sum_over(self._placement, parameters)
+                keep = config.keep_main_grad
+                self._placement.settle(partial(self._grads.commit, parameters, keep, zeros=False))
                 seconds = fill_seconds + sweep_seconds
                 self._seconds_per_shape[inputs.num_given, inputs.batch] = seconds
                 return step
@@ -200,23 +225,30 @@ class Engine:
         Raises:
             ValueError, OutOfMemoryError, Error: as :meth:`forward_backward`.
         """
-        inputs = self._checked(
-            input_ids,
-            labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            loss_weights=loss_weights,
-            num_items_in_batch=num_items_in_batch,
-            every_token=on_logits is not None,
+        given = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+            "loss_weights": loss_weights,
+            "num_items_in_batch": num_items_in_batch,
+            "every_token": on_logits is not None,
+        }
+
+        def prepare() -> CallInputs:
+            check_callable("on_progress", on_progress)
+            check_callable("on_logits", on_logits)
+            return self._checked(input_ids, labels, **given)
+
+        inputs = self._placement.together(prepare)
+        self._expect_alike(
+            input_ids=input_ids, labels=labels, **given, return_logprobs=return_logprobs
         )
-        check_callable("on_progress", on_progress)
-        check_callable("on_logits", on_logits)
 
         def run() -> Step:
-            with self._calls.under_way(
+            begun = self._calls.under_way(
                 self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
-            ) as call:
+            )
+            with self._placement.call(), begun as call:
                 with call.loop.running():
                     seconds = call.loop.evaluate(on_logits)
                 return call.result(seconds)
@@ -255,6 +287,7 @@ class Engine:
         Raises:
             ValueError, Error: as :meth:`forward_backward`; nothing was run.
         """
+        expect_one_rank("two_pass", self._placement.ranks)
         wanted = Wanted.checked(logprobs, entropies, hidden, temperature)
         if labels is None:
             labels = all_labels(input_ids, attention_mask)
@@ -371,6 +404,7 @@ class Engine:
         self._closed = True
         self._pools.close()
         self._grads.clear()
+        self._placement.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -396,6 +430,13 @@ class Engine:
             self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
+    def _expect_alike(self, **arguments: Any) -> None:
+        settings = {"config": self.config, "engine.state_dict()": self.state_dict()}
+        causal = self._model.causal
+        self._placement.expect_same(
+            lambda: arguments_text(settings | arguments) | model_text(causal)
+        )
+
     def _expect_usable(self) -> None:
         self._expect_own_process()
         if self._closed:
@@ -407,3 +448,10 @@ class Engine:
                 f"engine: expected a call in process {self._process}, which made the engine, got "
                 f"one in process {os.getpid()}, forked from it; make an engine of its own there"
             )
+
+
+def _placed(model: nn.Module, config: Config) -> CausalModel:
+    causal = CausalModel(model)
+    check_places(causal.causal.named_parameters())
+    check_sums(causal.causal.parameters(), config.main_grad_dtype)
+    return causal

@@ -180,7 +180,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         plain = ChunkLoss.of_call(
             model.head,
             inputs,
-            self._training.config.chunk_size,
+            Chunks.of(self._training.config, self._inputs.tokens).spans,
             model.vocab_size,
             False,
             self._training.grads if self._train else None,
@@ -302,7 +302,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                 call = self._filled_again() if self._displaced else self._call
                 loss = call.loss
                 assert isinstance(loss, TokenValues)
-                loss.sweep_with(gradients, training.config.chunk_size)
+                loss.sweep_with(gradients, Chunks.of(training.config, self._inputs.tokens))
                 swaps.afterwards(training.settled())
                 with training.collecting(self._parameters), call.loop.running():
                     seconds = call.loop.sweep(swept, training.loss_factor)

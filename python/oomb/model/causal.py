@@ -267,11 +267,15 @@ def _refuse_distributed(model: nn.Module) -> None:
         name = type(module).__name__
         if name in wrappers or name.startswith("FSDP"):
             raise UnsupportedModelError(
-                f"{name}: models wrapped for distributed training are not supported"
+                f"{name}: models wrapped for distributed training are not supported; give the "
+                "engine the model itself, and mesh=… where ranks shall share each sequence"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise UnsupportedModelError(f"{name}: sharded parameters (DTensor) are not supported")
+            raise UnsupportedModelError(
+                f"{name}: sharded parameters (DTensor) are not supported; load the whole model on "
+                "each rank, and give the engine mesh=… where ranks shall share each sequence"
+            )
 
 
 def _refuse_routing(causal: PreTrainedModel) -> None:

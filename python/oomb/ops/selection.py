@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from oomb import _C
@@ -9,10 +11,30 @@ from oomb.config import Past, TopKPages
 from oomb.ops.launch import stream_of, workspace_on
 
 
+class OverRanks(Protocol):
+    """Ranks that hold heads of the same queries."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks."""
+        ...
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Maximum over ranks."""
+        ...
+
+
 def top_k_lists(
-    rule: TopKPages, q: torch.Tensor, summaries: torch.Tensor, past: Past
+    rule: TopKPages,
+    q: torch.Tensor,
+    summaries: torch.Tensor,
+    past: Past,
+    others: OverRanks | None = None,
 ) -> torch.Tensor:
-    """Lists of a chunk's queries; shapes as of :meth:`oomb.PageRule.choose`."""
+    """Lists of a chunk's queries; shapes as of :meth:`oomb.PageRule.choose`.
+
+    Args:
+        others: ranks with the other heads; None: all heads are here.
+    """
     batch, _, tokens, _ = q.shape
     heads = 1 if rule.share == "all_heads" else summaries.shape[2]
     blocks = -(-tokens // past.page_size)
@@ -30,8 +52,13 @@ def top_k_lists(
         workspace=workspace_on(q.device),
         stream=stream_of(q.device),
     )
+    if others is not None and rule.share == "all_heads":
+        scores = others.total(scores)
     if rule.chunk_budget is not None:
-        _keep_best_of_chunk(scores, rule)
+        best = scores.amax(dim=(1, 2))  # [B, pages]
+        if others is not None and rule.share == "kv_head":
+            best = others.largest(best)
+        _keep_best_of_chunk(scores, best, rule)
     shape = (batch, blocks, heads, rule.budget)
     lists = torch.empty(shape, dtype=torch.int32, device=q.device)
     _C.page_select(
@@ -45,14 +72,13 @@ def top_k_lists(
     return lists
 
 
-def _keep_best_of_chunk(scores: torch.Tensor, rule: TopKPages) -> None:
+def _keep_best_of_chunk(scores: torch.Tensor, best: torch.Tensor, rule: TopKPages) -> None:
     """Leave at most ``chunk_budget`` pages of each sequence as candidates of its whole chunk.
 
     Pages rank by the highest score any block gives them; ties go to the lower page. Forced pages
     stay.
     """
     assert rule.chunk_budget is not None
-    best = scores.amax(dim=(1, 2))  # [B, pages]
     num_pages = best.shape[1]
     if num_pages <= rule.chunk_budget:
         return

@@ -1,0 +1,76 @@
+"""What ranks of one sequence ask of a model and of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import replace
+
+from oomb.config import Config, PageRule, TopKPages
+from oomb.core.layout import Chunks
+from oomb.errors import Error, UnsupportedModelError
+from oomb.model.causal import LayerShape
+from oomb.parallel.placement import Placement
+
+
+def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
+    """Attention of each layer with the heads that one of ``ranks`` holds.
+
+    Raises:
+        UnsupportedModelError: they cannot have equal shares.
+    """
+    heads = shapes[0].kv_heads
+    if heads % ranks:
+        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise UnsupportedModelError(
+            f"mesh: expected ranks that divide the {heads} key/value heads of the model, got "
+            f"{ranks} ranks: share a sequence among {', '.join(fitting)}. More ranks than "
+            "key/value heads are not supported yet"
+        )
+    return [
+        replace(s, query_heads=s.query_heads // ranks, kv_heads=s.kv_heads // ranks) for s in shapes
+    ]
+
+
+def expect_rule_of_ranks(config: Config, ranks: int) -> None:
+    """Refuse a page rule that would have to see heads of other ranks.
+
+    Raises:
+        ValueError: it is one of the user's own.
+    """
+    rule = config.attention
+    if ranks > 1 and isinstance(rule, PageRule) and type(rule) is not TopKPages:
+        raise ValueError(
+            f"attention: expected oomb.Dense() or oomb.TopKPages(…) where ranks share a sequence, "
+            f"got {type(rule).__name__}, which would see the heads of one rank alone"
+        )
+
+
+def expect_one_rank(method: str, ranks: int) -> None:
+    """Refuse what ranks cannot share yet.
+
+    Raises:
+        Error: there are several.
+    """
+    if ranks > 1:
+        raise Error(
+            f"{method}: expected an engine without a mesh, got one of {ranks} ranks: ranks that "
+            "share a sequence cannot do it yet; use forward_backward"
+        )
+
+
+def expect_no_mixers(mixers: Sized, ranks: int) -> None:
+    """Refuse layers that hand a state from token to token: ranks run tokens side by side.
+
+    Raises:
+        UnsupportedModelError: there are some, and several ranks.
+    """
+    if ranks > 1 and len(mixers) > 0:
+        raise UnsupportedModelError(
+            f"mesh: expected a model of attention layers alone, got {len(mixers)} recurrent "
+            "layers, whose states ranks do not hand on yet: train it on one GPU"
+        )
+
+
+def spans_here(chunks: Chunks, placement: Placement) -> list[tuple[int, int]]:
+    """Tokens [begin, end) of each chunk that this rank runs for itself."""
+    return [placement.slices(*span).own for span in chunks.spans]

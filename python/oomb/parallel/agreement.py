@@ -1,0 +1,69 @@
+"""What ranks of one sequence must have alike: arguments, settings, weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """A text per argument that differs where the argument does; tensors by their bytes."""
+    return {name: _text(value) for name, value in arguments.items()}
+
+
+def model_text(model: nn.Module) -> dict[str, str]:
+    """Texts of a model's parameters: which there are, and checksums of their values."""
+    parameters = list(model.named_parameters())
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    with torch.no_grad():
+        sums = [_checksum(p) for _, p in parameters]
+        values = torch.stack(sums).tolist() if sums else []
+    return {
+        "model": _digest(repr((type(model).__name__, model.training, shapes)).encode()),
+        "weights of the model": _digest(repr(values).encode()),
+    }
+
+
+def expect_same(gathered: list[dict[str, str]], members: list[int]) -> None:
+    """Raise unless all ranks say the same of each argument.
+
+    Args:
+        gathered: what each rank says.
+        members: ranks of the job, in that order.
+
+    Raises:
+        ValueError: names the first argument that differs, and the ranks.
+    """
+    for name in gathered[0]:
+        values = [theirs.get(name) for theirs in gathered]
+        others = [rank for rank, value in zip(members, values, strict=True) if value != values[0]]
+        if others:
+            raise ValueError(
+                f"{name}: expected the same on all ranks of a sequence, got another on rank"
+                f"{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} than on rank "
+                f"{members[0]}"
+            )
+
+
+def _checksum(weight: torch.Tensor) -> torch.Tensor:
+    """Sum of the bits, which no order of addition changes."""
+    words = weight.detach().contiguous().view(-1).view(_WORDS[weight.element_size()])
+    return words.sum(dtype=torch.int64)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        whole = value.detach().cpu().contiguous()
+        data = whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+        return f"{whole.dtype} {tuple(whole.shape)} {_digest(data)}"
+    return repr(value)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

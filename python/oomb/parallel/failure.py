@@ -1,0 +1,136 @@
+"""One rank's error becomes every rank's: a key in the job's store, and a thread that watches it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
+
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 1.5  # between a connection that breaks and the key that says why
+
+_KINDS: dict[str, Callable[[str], Exception]] = {
+    kind.__name__: kind for kind in (ValueError, Error, OutOfMemoryError, UnsupportedModelError)
+}
+
+
+class RankLostError(Error):
+    """A rank of the sequence has ended, or does not answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, and on which rank of the job."""
+
+    rank: int
+    kind: str
+    text: str
+
+    @staticmethod
+    def of(rank: int, error: BaseException) -> Failure:
+        known = getattr(error, "_failure_of_ranks", None)
+        if isinstance(known, Failure):
+            return known
+        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+        kind = next(kinds, "")
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        return Failure(rank, kind, text)
+
+    def error(self) -> Exception:
+        """The same on every rank: of the class it had, where that is one of ours."""
+        error = _KINDS.get(self.kind, Error)(f"[rank {self.rank}] {self.text}")
+        error._failure_of_ranks = self  # type: ignore[attr-defined]
+        return error
+
+    def raise_again(self, own: BaseException | None) -> None:
+        """Raise it on a rank.
+
+        Args:
+            own: what this rank met itself. An exception that is not ours (a callback's, Ctrl-C)
+                goes on as it is, for whoever waits for it.
+        """
+        raised_before = getattr(own, "_failure_of_ranks", None) == self
+        not_ours = own is not None and not self.kind and Failure.of(self.rank, own) == self
+        if own is not None and (raised_before or not_ours):
+            raise own
+        raise self.error() from own
+
+
+class Alarm:
+    """Tells all ranks of a call that one of them has failed.
+
+        rank 0   exchange … waits ─────────────┐ watcher sees the key: abort; raises Failure
+        rank 1   layer 7: out of memory ─ key ─┘ raises Failure
+
+    Args:
+        store: of the job; the watcher has a connection of its own.
+        key: of this call.
+        abort: frees whoever waits for the others on this rank; called once, from the watcher.
+    """
+
+    def __init__(self, store: Any, key: str, abort: Callable[[], None]) -> None:
+        self._store = store
+        self._key = key
+        self._abort = abort
+        self._over = threading.Event()
+        self._seen: Failure | None = None
+        self._thread = threading.Thread(target=self._watch, name="oomb ranks", daemon=True)
+        self._thread.start()
+
+    def ring(self, failure: Failure) -> Failure:
+        """Tell the others; the failure of the call, which is another's where that came first."""
+        try:
+            first = self._store.compare_set(self._key, "", pickle.dumps(failure).hex())
+            self._seen = _read(first)
+        except Exception:  # the store is gone with the rank that kept it
+            self._seen = self._seen or failure
+        return self._seen
+
+    def expect_none(self) -> None:
+        """Raise where the watcher has seen a failure."""
+        if self._seen is not None:
+            self._seen.raise_again(None)
+
+    def explain(self, rank: int, error: BaseException) -> Failure:
+        """Why a connection broke: what the others say, or that one of them is gone."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._seen is None and time.monotonic() < deadline:
+            self._over.wait(_POLL_SECONDS / 4)
+        lost = RankLostError(
+            f"a rank of the sequence has ended or does not answer ({_first_line(error)})"
+        )
+        return self._seen or Failure(rank, "Error", str(lost))
+
+    def end(self) -> None:
+        """The call is over."""
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            try:
+                if self._store.check([self._key]):
+                    self._seen = self._seen or _read(self._store.get(self._key))
+            except Exception as error:
+                text = f"the store of the job does not answer ({_first_line(error)})"
+                self._seen = self._seen or Failure(-1, "Error", text)
+            if self._seen is not None:
+                with suppress(Exception):
+                    self._abort()
+                return
+
+
+def _read(value: bytes) -> Failure:
+    failure: Failure = pickle.loads(bytes.fromhex(value.decode()))
+    return failure
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,310 @@
+"""The ranks of one sequence: process groups of the engine's own, and what is sent through them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from oomb.errors import Error
+from oomb.held_signals import with_signals_held
+from oomb.parallel.failure import Alarm, Failure, RankLostError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)  # of one collective: the slowest rank may be pinning its memory
+_LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
+_NOTE_BYTES = 4096  # of an agreement's first message
+
+_engines: Counter[tuple[int, ...]] = Counter()
+
+
+class Ranks:
+    """Collectives among the ranks of one sequence, in that order; each ends where one rank fails.
+
+    Groups are made directly over the job's store, under a name of their own: the user's groups are
+    never aborted, no communicator is split from them, and after a failure the next call makes new
+    ones. Notes go through gloo, tensors through gloo on CPUs and NCCL on GPUs.
+
+    Args:
+        members: ranks of the job, in the order of the sequence.
+        device: where the tensors are.
+
+    Attributes:
+        rank: this one's place among them.
+        size: their number.
+        stopwatch: measures exchanges of tensors; None: nobody does.
+    """
+
+    def __init__(self, members: list[int], device: torch.device) -> None:
+        self.members = members
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
+        self.stopwatch: Any = None
+        self._device = device
+        key = tuple(members)
+        self._name = f"oomb/{'-'.join(map(str, key))}/{_engines[key]}"
+        _engines[key] += 1
+        self._generation = 0
+        self._calls = 0
+        self._notes: Any = None
+        self._tensors: Any = None
+        self._alarm: Alarm | None = None
+        self._settled = False
+        self._connect()
+
+    @property
+    def neighbours(self) -> int:
+        """Processes that share this host's memory."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+    # A call ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the engine: an error of one rank inside is raised by all of them.
+
+        After one the next call makes new groups, since the old ones may hold half a collective.
+        """
+        self._connect()
+        self._calls += 1
+        self._settled = False
+        key = f"{self._name}/failure/{self._calls}"
+        alarm = self._alarm = Alarm(_own_connection(), key, self._abort)
+        try:
+            yield
+        except BaseException as error:
+            if self._settled:  # the others have what they wait for
+                raise
+            failure = alarm.ring(Failure.of(self.members[self.rank], error))
+            self._disconnect()
+            failure.raise_again(error)
+        finally:
+            self._alarm = None
+            alarm.end()
+
+    def settle(self, work: Callable[[], object]) -> None:
+        """Do the last thing of a call, which either all ranks do or none."""
+
+        def settle() -> None:
+            self.collect(lambda: None)
+            self._settled = True
+            work()
+
+        with_signals_held(settle)
+
+    def border(self) -> None:
+        """Chunks end on all ranks together, so that no host runs ahead of a rank that is gone."""
+        self._wait_on_host(self._notes.allreduce([torch.ones(1)]))
+
+    def close(self) -> None:
+        """Leave the others; who still waits for this rank is told that it is gone."""
+        if self._device.type == "cuda" and self._tensors is not None:
+            torch.cuda.synchronize()  # what is under way may end
+        self._disconnect()
+
+    def _connect(self) -> None:
+        if self._notes is not None:
+            return
+        name = f"{self._name}/{self._generation}"
+        store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
+        self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+        if self._device.type == "cuda":
+            store = c10d.PrefixStore(f"{name}/tensors", c10d._get_default_store())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            if hasattr(options, "global_ranks_in_group"):
+                options.global_ranks_in_group = self.members
+            self._tensors = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        else:
+            self._tensors = self._notes
+
+    def _disconnect(self) -> None:
+        self._abort()
+        self._notes = self._tensors = None
+        self._generation += 1
+
+    def _abort(self) -> None:
+        """Frees whoever waits in a collective on the GPU."""
+        if self._device.type == "cuda" and self._tensors is not None:
+            with suppress(RuntimeError):
+                self._tensors.abort()
+
+    # Agreement ------------------------------------------------------------------------------------
+
+    def collect(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` returned on each rank. An error of one is raised by all; nothing hangs.
+
+        What it returns is small: numbers and texts.
+        """
+        self._connect()
+        note: tuple[Failure | None, T | None]
+        own: BaseException | None = None
+        try:
+            note = None, work()
+        except BaseException as error:
+            own = error
+            note = Failure.of(self.members[self.rank], error), None
+        notes: list[tuple[Failure | None, Any]] = self._gather_notes(note)
+        for failure, _ in notes:
+            if failure is not None:
+                failure.raise_again(own)
+        return [value for _, value in notes]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """As :meth:`collect`, for what is this rank's alone."""
+        kept: list[T] = []
+        self.collect(lambda: kept.append(work()))
+        return kept[0]
+
+    def _gather_notes(self, note: object) -> list[Any]:
+        text = pickle.dumps(note)
+        head = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+        head[:8] = _bytes(len(text).to_bytes(8, "little"))
+        first = text[: _NOTE_BYTES - 8]
+        head[8 : 8 + len(first)] = _bytes(first)
+        heads = self._all_gather(self._notes, head)
+        sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in heads]
+        longest = max(sizes) - (_NOTE_BYTES - 8)
+        rests = [b""] * self.size
+        if longest > 0:
+            rest = torch.zeros(longest, dtype=torch.uint8)
+            own = text[_NOTE_BYTES - 8 :]
+            if own:
+                rest[: len(own)] = _bytes(own)
+            rests = [row.numpy().tobytes() for row in self._all_gather(self._notes, rest)]
+        return [
+            pickle.loads((row[8:].numpy().tobytes() + rest)[:size])
+            for row, rest, size in zip(heads, rests, sizes, strict=True)
+        ]
+
+    # Tensors --------------------------------------------------------------------------------------
+
+    def all_to_all(
+        self, send: torch.Tensor, send_sizes: list[int], received_sizes: list[int]
+    ) -> torch.Tensor:
+        """Elements [sum of received_sizes], of each rank in turn; ``send`` is flat, likewise."""
+        received = send.new_empty(sum(received_sizes))
+        options = _options(c10d.AllToAllOptions(), self._device.type == "cuda")
+        with self._measured():
+            group = self._tensors
+            work = group.alltoall_base(received, send, received_sizes, send_sizes, options)
+            self._wait(work, on_gpu=self._device.type == "cuda")
+        return received
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks, …]: the tensor of each rank."""
+        with self._measured():
+            return self._all_gather(self._tensors, x)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, added in their order; the same bits on each."""
+        parts = self.all_gather(x)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def _all_gather(self, group: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = x.new_empty(self.size, *x.shape)
+        on_gpu = x.device.type == "cuda"
+        options = _options(c10d.AllgatherOptions(), on_gpu)  # type: ignore[attr-defined]
+        work = group._allgather_base(parts.view(-1), x.contiguous().view(-1), options)
+        self._wait(work, on_gpu=on_gpu)
+        return parts
+
+    def _measured(self) -> Any:
+        if self.stopwatch is None:
+            return nullcontext()
+        return self.stopwatch.running(self._device)
+
+    def _wait(self, work: Any, *, on_gpu: bool) -> None:
+        """Until a collective is done; on a GPU, until the stream waits for it."""
+        if not on_gpu:
+            self._wait_on_host(work)
+            return
+        if work is not None:
+            work.wait()
+        if self._alarm is not None:
+            self._alarm.expect_none()
+
+    def _wait_on_host(self, work: Any) -> None:
+        """Short waits, since a rank that waits in gloo cannot be freed by anybody."""
+        alarm = self._alarm
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        while True:
+            try:
+                work.wait(_LOOK)
+                break
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._explain(error)
+            if alarm is not None:
+                alarm.expect_none()
+            if time.monotonic() > deadline:
+                self._explain(TimeoutError(f"no answer within {TIMEOUT}"))
+
+    def _explain(self, error: BaseException) -> None:
+        rank = self.members[self.rank]
+        if self._alarm is None:
+            self._disconnect()
+            raise RankLostError(
+                f"[rank {rank}] a rank of the sequence has ended or does not answer "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        self._alarm.explain(rank, error).raise_again(None)
+
+    def expect_device(self, device: torch.device) -> None:
+        """Raise unless a model is where the mesh is, and each rank's has a GPU of its own."""
+        if self._device.type != device.type:
+            raise ValueError(
+                f"mesh: expected a mesh of the model's device type {device.type!r}, got "
+                f"{self._device.type!r}"
+            )
+        if device.type != "cuda":
+            return
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        places = self.collect(lambda: (socket.gethostname(), gpu))
+        for rank, place in enumerate(places):
+            if place in places[:rank]:
+                other = self.members[places.index(place)]
+                raise ValueError(
+                    f"mesh: expected a GPU for each rank, got ranks {other} and "
+                    f"{self.members[rank]} with one GPU of {place[0]}: start as many processes as "
+                    "there are GPUs, and load the model with device_map={'': LOCAL_RANK}"
+                )
+
+
+def _options(options: Any, on_gpu: bool) -> Any:
+    """On a GPU collectives run in the current stream, where torch can have them there."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = not on_gpu
+    return options
+
+
+def _bytes(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _own_connection() -> Any:
+    """The job's store through a connection that blocks nobody else."""
+    store: Any = c10d._get_default_store()
+    with suppress(RuntimeError, AttributeError):  # not every kind of store can
+        return store.clone()
+    return store
+
+
+def expect_process_group() -> None:
+    """Raise unless torch.distributed runs."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise Error("mesh: expected torch.distributed to be initialised; start with torchrun")

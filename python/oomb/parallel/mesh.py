@@ -1,0 +1,53 @@
+"""The argument ``mesh`` of an engine: which ranks share a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from oomb.parallel.group import Ranks, expect_process_group
+from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
+
+DIMENSION = "cp"
+
+
+def placement_of(mesh: Any) -> Placement:
+    """Where the parts of a sequence are.
+
+    Args:
+        mesh: a DeviceMesh with the one dimension ``"cp"``; None: this process runs alone.
+
+    Raises:
+        ValueError: it is no such mesh, or this rank is not in it; says what to give instead.
+    """
+    if mesh is None:
+        return AllHere()
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ValueError(
+            "mesh: expected a torch.distributed.device_mesh.DeviceMesh with a dimension 'cp', got "
+            f"{type(mesh).__name__}; make one with init_device_mesh('cuda', (ranks,), "
+            "mesh_dim_names=('cp',))"
+        )
+    expect_process_group()
+    names = tuple(mesh.mesh_dim_names or ())
+    if DIMENSION not in names:
+        raise ValueError(
+            f"mesh: expected a dimension named 'cp', got {names or 'none with a name'}; make it "
+            "with mesh_dim_names=('cp',)"
+        )
+    others = [name for i, name in enumerate(names) if name != DIMENSION and mesh.size(i) > 1]
+    if others:
+        raise ValueError(
+            f"mesh: expected the dimension 'cp' alone, got also {', '.join(others)}; give the "
+            "engine mesh['cp'], and average gradients over the other dimensions yourself"
+        )
+    members = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    if dist.get_rank() not in members:
+        raise ValueError(
+            f"mesh: expected one that holds this rank {dist.get_rank()}, got ranks {members}"
+        )
+    if len(members) == 1:
+        return AllHere()
+    return HeadsOverRanks(Ranks(members, torch.device(mesh.device_type)))

@@ -1,0 +1,249 @@
+"""Which rank holds which part of a layer's past, and runs which tokens of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from oomb.parallel.agreement import expect_same
+from oomb.parallel.exchange import ToHeads, ToTokens
+from oomb.parallel.group import Ranks
+from oomb.parallel.slices import TokenSlices
+from oomb.parallel.sums import sum_in_rank_order
+
+T = TypeVar("T")
+Attended = tuple[torch.Tensor, ...]
+Lists = list[list[torch.Tensor | None]]
+
+
+class Placement(Protocol):
+    """How a call is spread over ranks.
+
+    Attributes:
+        rank: of this process among those of the sequence.
+        ranks: their number.
+        neighbours: processes that share this host's memory.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def neighbours(self) -> int: ...
+
+    def slices(self, begin: int, end: int) -> TokenSlices:
+        """Who runs which of the tokens [begin, end) of a chunk."""
+        ...
+
+    def expect_device(self, device: torch.device) -> None:
+        """Raise unless a model's device is one that ranks can be on."""
+        ...
+
+    def close(self) -> None:
+        """No call will come."""
+        ...
+
+    def call(self) -> AbstractContextManager[None]:
+        """Around a call: an error of one rank inside is raised by all."""
+        ...
+
+    def expect_same(self, texts: Callable[[], dict[str, str]]) -> None:
+        """Raise a ValueError unless all ranks say the same of each argument."""
+        ...
+
+    def collect(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` returned on each rank; an error of one is raised by all."""
+        ...
+
+    def together(self, work: Callable[[], T]) -> T:
+        """As ``collect``, for what is this rank's alone."""
+        ...
+
+    def settle(self, work: Callable[[], object]) -> None:
+        """Do the last thing of a call, which either all ranks do or none."""
+        ...
+
+    def border(self) -> None:
+        """A chunk ends on all ranks."""
+        ...
+
+    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
+        """[B, H, tokens run here, D] → [B, heads held here, tokens of the chunk, D]."""
+        ...
+
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        """The way back."""
+        ...
+
+    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        """[H, …] → [heads held here, …]."""
+        ...
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, with the same bits on each."""
+        ...
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Maximum over ranks."""
+        ...
+
+    def sum_(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their sums over ranks."""
+        ...
+
+    def whole_lists(self, lists: Lists) -> Lists:
+        """Page lists [B, blocks, heads held here, budget] of layers and chunks, of all heads."""
+        ...
+
+    def measure_with(self, stopwatch: Any) -> None:
+        """From now on a stopwatch runs whenever ranks exchange tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllHere:
+    """One rank runs everything and holds the whole past."""
+
+    rank: int = 0
+    ranks: int = 1
+    neighbours: int = 1
+
+    def expect_device(self, device: torch.device) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def slices(self, begin: int, end: int) -> TokenSlices:
+        return TokenSlices(begin, end, 1, 0)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        yield
+
+    def expect_same(self, texts: Callable[[], dict[str, str]]) -> None:
+        pass
+
+    def collect(self, work: Callable[[], T]) -> list[T]:
+        return [work()]
+
+    def together(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def settle(self, work: Callable[[], object]) -> None:
+        work()
+
+    def border(self) -> None:
+        pass
+
+    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
+        return tensors
+
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        return o
+
+    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        return per_head
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def sum_(self, tensors: list[torch.Tensor]) -> None:
+        pass
+
+    def whole_lists(self, lists: Lists) -> Lists:
+        return lists
+
+    def measure_with(self, stopwatch: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class HeadsOverRanks:
+    """A rank runs a slice of each chunk's tokens and holds the past of its share of the heads.
+
+    Args:
+        group: the ranks of the sequence.
+    """
+
+    group: Ranks
+    rank: int = field(init=False)
+    ranks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", self.group.rank)
+        object.__setattr__(self, "ranks", self.group.size)
+
+    @property
+    def neighbours(self) -> int:
+        return self.group.neighbours
+
+    def expect_device(self, device: torch.device) -> None:
+        self.group.expect_device(device)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def slices(self, begin: int, end: int) -> TokenSlices:
+        return TokenSlices(begin, end, self.ranks, self.rank)
+
+    def call(self) -> AbstractContextManager[None]:
+        return self.group.call()
+
+    def expect_same(self, texts: Callable[[], dict[str, str]]) -> None:
+        expect_same(self.group.collect(texts), self.group.members)
+
+    def collect(self, work: Callable[[], T]) -> list[T]:
+        return self.group.collect(work)
+
+    def together(self, work: Callable[[], T]) -> T:
+        return self.group.together(work)
+
+    def settle(self, work: Callable[[], object]) -> None:
+        self.group.settle(work)
+
+    def border(self) -> None:
+        self.group.border()
+
+    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
+        exchanged: Attended = ToHeads.apply(self.group, slices, *tensors)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        (exchanged,) = ToTokens.apply(self.group, slices, o)  # type: ignore[no-untyped-call]
+        return exchanged  # type: ignore[no-any-return]
+
+    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        return per_head.chunk(self.ranks)[self.rank]
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.sum(x)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_gather(x).amax(dim=0)
+
+    def sum_(self, tensors: list[torch.Tensor]) -> None:
+        sum_in_rank_order(self.group, tensors)
+
+    def whole_lists(self, lists: Lists) -> Lists:
+        of_rank = self.group.collect(lambda: lists)
+        return [
+            [
+                None if parts[0] is None else torch.cat(parts, dim=2)
+                for parts in zip(*of_layer, strict=True)
+            ]
+            for of_layer in zip(*of_rank, strict=True)
+        ]
+
+    def measure_with(self, stopwatch: Any) -> None:
+        self.group.stopwatch = stopwatch

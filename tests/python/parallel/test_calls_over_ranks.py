@@ -1,0 +1,238 @@
+"""Calls over ranks beside plain training: adapters, dropout, evaluation, engines, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import oomb
+from engine.models import make
+from engine.reference import (
+    Result,
+    assert_equal,
+    assert_identical,
+    chunked,
+    random_ids,
+    relative_error,
+    take_gradients,
+)
+
+from .world import World, meshes
+
+CONFIG: dict[str, Any] = {"chunk_size": 16, "page_size": 8}
+FOUR_HEADS = {"num_key_value_heads": 4, "num_attention_heads": 8, "num_hidden_layers": 2}
+
+
+def small(**settings: Any) -> Any:
+    return make("qwen2", **{**FOUR_HEADS, **settings})
+
+
+def in_group(ranks: int) -> bool:
+    return meshes[ranks].get_coordinate() is not None
+
+
+# Adapters -----------------------------------------------------------------------------------------
+
+
+def with_adapters(dropout: float = 0.0) -> Any:
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=dropout
+    )
+    torch.manual_seed(3)
+    model = peft.get_peft_model(small(), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def train_adapters(rank: int, recompute: str) -> Result:
+    model, ids = with_adapters(), random_ids(2, 75)
+    config = oomb.Config(**CONFIG, recompute=recompute)
+    with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+        step = engine.forward_backward(ids, ids)
+    return Result(step.loss, take_gradients(model), step)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_adapters(world: World, recompute: str) -> None:
+    world.start(train_adapters, recompute)
+    ids = random_ids(2, 75)
+    alone = chunked(with_adapters(), oomb.Config(**CONFIG), ids, ids)
+    for found in world.answers():
+        assert_equal(found, alone)
+
+
+class Recorded(nn.Module):
+    """Dropout that notes what it drew, by layer and phase."""
+
+    def __init__(self, notes: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.rand_like(x) > 0.25).to(x.dtype)
+        self.notes.append(mask.detach().clone())
+        return x * mask / 0.75
+
+
+def draw_numbers(rank: int, recompute: str) -> list[torch.Tensor]:
+    model, notes = small(num_hidden_layers=1), []
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, Recorded(notes))
+    torch.manual_seed(0)
+    model.train()
+    ids = random_ids(1, 33)
+    with oomb.Engine(model, oomb.Config(**CONFIG, recompute=recompute), mesh=meshes[2]) as engine:
+        notes.clear()
+        engine.forward_backward(ids, ids)
+    return notes
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_ranks_draw_other_numbers_and_each_pass_the_same(world: World, recompute: str) -> None:
+    """One layer: the fill ends before its MLP, so a chunk's numbers are drawn in the sweep alone,
+    and again where it is recomputed."""
+    first, _, second, _ = world.run(draw_numbers, recompute)
+    assert len(first) == (4 if recompute == "layer" else 2)
+    if recompute == "layer":
+        for notes in (first, second):
+            assert torch.equal(notes[0], notes[1])
+            assert torch.equal(notes[2], notes[3])
+    assert not torch.equal(first[0], second[0])
+
+
+# Evaluation ---------------------------------------------------------------------------------------
+
+
+def evaluate(rank: int, every_token: bool) -> Any:
+    model, ids = small(), random_ids(2, 43)
+    labels = ids.clone()
+    labels[1, 20:30] = -100
+    seen: dict[int, torch.Tensor] = {}
+    on_logits = seen.__setitem__ if every_token else None
+    with oomb.Engine(model, oomb.Config(**CONFIG), mesh=meshes[2]) as engine:
+        step = engine.evaluate(ids, labels, return_logprobs=True, on_logits=on_logits)
+    assert all(p.grad is None for p in model.parameters())
+    return step.loss, step.logprobs, seen
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+def test_evaluation_has_all_log_probabilities_on_each_rank(world: World, every_token: bool) -> None:
+    world.start(evaluate, every_token)
+    model, ids = small(), random_ids(2, 43)
+    labels = ids.clone()
+    labels[1, 20:30] = -100
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    ours = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    expected = torch.zeros(2, 43, dtype=torch.float64)
+    expected[:, 1:] = ours.masked_fill(labels[:, 1:] == -100, 0)
+    found = world.answers()
+    for loss, logprobs, _ in found:
+        assert relative_error(logprobs, expected) <= 1e-12
+        assert relative_error(loss, -expected.sum() / (labels[:, 1:] != -100).sum()) <= 1e-12
+    if every_token:  # each rank is shown the logits of its own tokens
+        parts = {**found[0][2], **found[2][2]}
+        whole = torch.cat([parts[begin] for begin in sorted(parts)], dim=1)
+        assert relative_error(whole, logits) <= 1e-12
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def take_turns(rank: int) -> list[Result]:
+    """Two engines whose models have other heads, in turn."""
+    models = [small(), small(num_key_value_heads=2, num_attention_heads=2, head_dim=16)]
+    ids, found = random_ids(1, 43), []
+    engines = [oomb.Engine(model, oomb.Config(**CONFIG), mesh=meshes[2]) for model in models]
+    for turn in range(4):
+        step = engines[turn % 2].forward_backward(ids, ids)
+        found.append(Result(step.loss, take_gradients(models[turn % 2]), step))
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def test_engines_take_turns(world: World) -> None:
+    for first, second, again, once_more in world.run(take_turns):
+        assert_identical(again, first)
+        assert_identical(once_more, second)
+        assert not torch.equal(first.loss, second.loss)
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+def refused(rank: int, what: str) -> str:
+    """The error that a rank gets; rank 2 is the second of its sequence and differs."""
+    model, ids = small(), random_ids(1, 40)
+    settings, keywords, mesh = dict(CONFIG), {}, meshes[2]
+    odd = rank == 2
+    labels = ids.clone()
+    if what == "labels" and odd:
+        labels[0, 5] = -100
+    if what == "config" and odd:
+        settings["chunk_size"] = 32
+    if what == "weights" and odd:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1e-9
+    if what == "mode" and odd:
+        model.train()
+    if what == "bad argument" and odd:
+        labels[0, 5] = 10**6
+    if what == "weights per token" and odd:
+        keywords["loss_weights"] = torch.ones(1, 40)
+    if what == "heads":
+        model = small(num_key_value_heads=1)
+    if what == "names":
+        mesh = DeviceMesh("cpu", list(range(4)), mesh_dim_names=("sp",))
+    if what == "dimensions":
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    if what == "no mesh":
+        mesh = object()  # type: ignore[assignment]
+    if what == "rule":
+        settings["attention"] = type("Mine", (oomb.TopKPages,), {})(budget=2)
+    if what == "wrapped":
+        model = nn.DataParallel(model) if odd else model
+    try:
+        with oomb.Engine(model, oomb.Config(**settings), mesh=mesh) as engine:
+            engine.forward_backward(ids, labels, **keywords)
+    except (ValueError, oomb.Error) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# what differs: text that each rank of the sequence of ranks 0 and 2 reads
+DIFFERENT = {
+    "labels": "ValueError: labels: expected the same on all ranks of a sequence, got another on "
+    "rank 2 than on rank 0",
+    "config": "ValueError: config: expected the same on all ranks",
+    "weights": "ValueError: weights of the model: expected the same on all ranks",
+    "mode": "ValueError: model: expected the same on all ranks",
+    "weights per token": "ValueError: loss_weights: expected the same on all ranks",
+    "bad argument": "ValueError: [rank 2] labels: expected values in",
+    "wrapped": "UnsupportedModelError: [rank 2] DataParallel: models wrapped for distributed",
+}
+EVERYWHERE = {
+    "heads": "mesh: expected ranks that divide the 1 key/value heads of the model, got 2 ranks",
+    "names": "mesh: expected a dimension named 'cp', got ('sp',)",
+    "dimensions": "mesh: expected the dimension 'cp' alone, got also dp",
+    "no mesh": "mesh: expected a torch.distributed.device_mesh.DeviceMesh with a dimension 'cp'",
+    "rule": "attention: expected oomb.Dense() or oomb.TopKPages(…) where ranks share",
+}
+
+
+@pytest.mark.parametrize("what", [*DIFFERENT, *EVERYWHERE])
+def test_every_rank_says_what_is_wrong(world: World, what: str) -> None:
+    found = world.run(refused, what)
+    if what in EVERYWHERE:
+        assert all(EVERYWHERE[what] in text for text in found), found
+    else:
+        assert found[0] == found[2] and found[0].startswith(DIFFERENT[what]), found
+        assert found[1] == found[3] == "no error"  # the other sequence

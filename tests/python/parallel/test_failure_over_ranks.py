@@ -1,0 +1,187 @@
+"""One rank fails somewhere in a call: all raise the same, keep their gradients, and go on.
+
+Places are drawn at random: a phase, a layer, a chunk and a rank of a small call.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import oomb
+from engine.models import make
+from engine.reference import random_ids
+from oomb.core.attention import ChunkAttention
+
+from .world import Died, World, meshes
+
+LAYERS, CHUNKS = 2, 3
+TOKENS = 16 * CHUNKS
+LONGEST_SECONDS = 25.0  # far more than it takes on a busy machine, far less than a timeout
+
+
+class Place(NamedTuple):
+    """Where a rank fails, in the forward or the backward of a layer's attention."""
+
+    phase: str
+    layer: int
+    chunk: int
+    rank: int
+    how: str
+
+
+def places(count: int, kinds: list[str], seed: int) -> list[Place]:
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        phase = draw.choice(["fill", "sweep", "backward", "progress"])
+        chunk = draw.randrange(CHUNKS - 1 if phase == "fill" else CHUNKS)
+        place = Place(phase, draw.randrange(LAYERS), chunk, draw.randrange(2), draw.choice(kinds))
+        found.append(place)
+    return found
+
+
+def fail(how: str) -> None:
+    if how == "exception":
+        raise ZeroDivisionError("in the middle")
+    if how == "error":
+        raise oomb.Error("one of ours")
+    if how == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Sorry")
+    if how == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+    if how == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def failing(place: Place) -> Iterator[None]:
+    """The process fails when it comes to a place."""
+    begin, backward = ChunkAttention.begin, ChunkAttention.backward
+
+    def is_there(attention: ChunkAttention, phase: str, layer: int) -> bool:
+        return (phase, layer, attention.chunk) == (place.phase, place.layer, place.chunk)
+
+    def failing_begin(self: ChunkAttention, layer: int, *tensors: Any) -> None:
+        if is_there(self, self.phase, layer):
+            fail(place.how)
+        begin(self, layer, *tensors)
+
+    def failing_backward(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
+        if is_there(self, "backward", layer):
+            fail(place.how)
+        return backward(self, layer, *tensors)
+
+    ChunkAttention.begin, ChunkAttention.backward = failing_begin, failing_backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChunkAttention.begin, ChunkAttention.backward = begin, backward  # type: ignore[method-assign]
+
+
+def call(rank: int, place: Place) -> tuple[str, bool, bool]:
+    """A rank's error, whether its gradients stayed, and whether the next call is right."""
+    model = make("qwen2", num_hidden_layers=LAYERS, num_key_value_heads=2)
+    ids = random_ids(1, TOKENS + 1)
+    engine = oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8), mesh=meshes[2])
+    expected = gradients(engine, model, ids)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+
+    def on_progress(progress: oomb.Progress) -> None:
+        at = place.phase == "progress" and progress.chunk == place.chunk
+        if at and rank == place.rank:
+            fail(place.how)
+
+    text = "no error"
+    try:
+        if rank == place.rank:
+            with failing(place):
+                engine.forward_backward(ids, ids, on_progress=on_progress)
+        else:
+            engine.forward_backward(ids, ids, on_progress=on_progress)
+    except (Exception, KeyboardInterrupt) as error:
+        text = f"{type(error).__name__}: {error}"
+    kept = all(bool((p.grad == 0.5).all()) for p in model.parameters() if p.grad is not None)
+    if place.how in ("SIGTERM", "SIGKILL"):
+        return text, kept, True
+    found = gradients(engine, model, ids)
+    engine.close()
+    same = all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    return text, kept, same
+
+
+def gradients(engine: oomb.Engine, model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    engine.forward_backward(ids, ids)
+    return [p.grad for p in model.parameters()]
+
+
+# What a failing rank raises itself, and what the other one does.
+TEXTS = {
+    "exception": ("ZeroDivisionError: in the middle", "Error: [rank {0}] ZeroDivisionError: in"),
+    "interrupt": ("KeyboardInterrupt: ", "Error: [rank {0}] KeyboardInterrupt: "),
+    "error": ("Error: [rank {0}] one of ours",) * 2,
+    "memory": ("OutOfMemoryError: [rank {0}] torch needed ",) * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2) as ranks:
+        yield ranks
+
+
+def raised_by_both(pair: World, place: Place) -> None:
+    pair.start(call, place)
+    answers = pair.answers(seconds=LONGEST_SECONDS)
+    for rank, (text, kept, same) in enumerate(answers):
+        expected = TEXTS[place.how][0 if rank == place.rank else 1].format(place.rank)
+        assert text.startswith(expected), (place, answers)
+        assert kept, place
+        assert same, place
+
+
+@pytest.mark.parametrize("place", places(8, list(TEXTS), seed=1), ids=str)
+def test_an_error_of_one_rank_is_raised_by_all(pair: World, place: Place) -> None:
+    raised_by_both(pair, place)
+
+
+@pytest.mark.slow
+def test_errors_anywhere(pair: World) -> None:
+    for place in places(160, list(TEXTS), seed=2):
+        raised_by_both(pair, place)
+
+
+def left_behind(place: Place) -> None:
+    with World(2) as ranks:
+        ranks.start(call, place)
+        answers = ranks.answers(seconds=LONGEST_SECONDS)
+    assert isinstance(answers[place.rank], Died), answers
+    text, kept, _ = answers[1 - place.rank]
+    assert "a rank of the sequence has ended" in text or "does not answer" in text, text
+    assert kept
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place("sweep", 1, 1, 1, "SIGKILL"), Place("backward", 0, 2, 0, "SIGTERM")],
+    ids=str,
+)
+def test_the_others_do_not_wait_for_a_rank_that_is_gone(place: Place) -> None:
+    left_behind(place)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_gone_anywhere() -> None:
+    for place in places(40, ["SIGKILL", "SIGTERM"], seed=3):
+        left_behind(place)

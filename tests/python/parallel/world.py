@@ -1,0 +1,122 @@
+"""Processes of one job that run what a test sends them, each with its rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+ANSWER_SECONDS = 120.0
+
+# Imported once, before processes are forked. The path of the tests is not theirs yet.
+PRELOADED = [
+    "oomb.engine.engine",
+    "peft",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    *(f"transformers.models.{x}.modeling_{x}" for x in ("llama", "mistral", "qwen2", "qwen3")),
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+]
+
+# Which of four ranks share a sequence; the rank in a group is not the rank in the job.
+MEMBERS = {2: [[0, 2], [1, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
+
+
+class Died(AssertionError):
+    """A process has ended without an answer."""
+
+
+class World:
+    """Ranks of one job on this machine, with gloo. A context manager.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        port = _free_port()
+        self.processes = []
+        self._pipes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def start(self, work: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> None:
+        """Have ``work(rank, *arguments)`` run on the first ``ranks``; all of them by default."""
+        for pipe in self._pipes[:ranks]:
+            pipe.send_bytes(pickle.dumps((work, arguments)))
+
+    def answers(self, ranks: int | None = None, seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """What each returned; for a process that died, an instance of :class:`Died`."""
+        results: list[Any] = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            assert pipe.poll(seconds), f"rank {rank} has not answered within {seconds} s: a hang"
+            try:
+                worked, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                worked, value = True, Died(f"rank {rank}")
+            assert worked, f"rank {rank}:\n{value}"
+            results.append(value)
+        return results
+
+    def run(self, work: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
+        """:meth:`start`, then :meth:`answers`."""
+        self.start(work, *arguments, ranks=ranks)
+        return self.answers(ranks)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            pipe.close()
+            process.join(5)
+            process.kill()
+
+
+meshes: dict[int, DeviceMesh] = {}  # of this process, by the number of ranks that share a sequence
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    for number, groups in MEMBERS.items():
+        if number > size:
+            continue
+        if number * 2 == size:
+            meshes[number] = DeviceMesh("cpu", groups, mesh_dim_names=("dp", "cp"))["cp"]
+        else:
+            meshes[number] = DeviceMesh("cpu", list(range(number)), mesh_dim_names=("cp",))
+    while True:
+        try:
+            work, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)  # the others may be gone already
+        try:
+            answer = True, work(rank, *arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
