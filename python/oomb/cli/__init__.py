@@ -5,6 +5,7 @@ They import torch and transformers, which take seconds, only once their options 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Annotated
@@ -49,6 +50,9 @@ def main(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     for library in ("transformers", "peft", "accelerate", "trl"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\b")
+    # peft imports bitsandbytes where it is installed. On a CPU with bf16 products that warns of a
+    # kernel for inference which it would have to fetch.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 app.command()(audit)

@@ -77,6 +77,9 @@ def plan(
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
     ] = "adamw_torch_fused",
     lora_rank: Annotated[int, typer.Option(help="LoRA on every linear layer; 0: full.")] = 0,
+    quantization: Annotated[
+        str, typer.Option(help="Base in 4 bits under LoRA: nf4 or fp4; '': as it is.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
     accumulate: Annotated[bool, typer.Option(help="Several sequences per optimizer step.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
@@ -107,6 +110,12 @@ def plan(
             raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
         _expect_one_of("dtype", dtype, _DTYPES)
         _expect_one_of("optimizer", optimizer, OPTIMIZERS)
+        _expect_one_of("quantization", quantization, ("nf4", "fp4"))
+        if quantization and not lora_rank:
+            raise ValueError(
+                "quantization: expected --lora-rank beside it, got none; weights in 4 bits cannot "
+                "be trained themselves"
+            )
         adapter = _lora(lora_rank) if lora_rank else None
     except ValueError as error:
         refuse("plan", error)
@@ -136,6 +145,7 @@ def plan(
             accumulates=accumulate,
             dtype=getattr(torch, dtype) if dtype else None,
             adapter=adapter,
+            quantization=quantization or None,
         )
     except (ValueError, UnsupportedModelError) as error:
         refuse("plan", error)

@@ -25,6 +25,7 @@ from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass, Wanted
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
+from oomb.model.quantized import check_quantized
 from oomb.model.rope import (
     check_float64_angles,
     warn_of_far_positions,
@@ -454,4 +455,5 @@ def _placed(model: nn.Module, config: Config) -> CausalModel:
     causal = CausalModel(model)
     check_places(causal.causal.named_parameters())
     check_sums(causal.causal.parameters(), config.main_grad_dtype)
+    check_quantized(causal.causal)
     return causal

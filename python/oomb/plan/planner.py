@@ -39,6 +39,7 @@ class Planner:
         machine: None: this one.
         dtype: of the parameters, where the model is given by name or config; None: the config's.
         adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.
+        quantization: ``"nf4"`` or ``"fp4"``: the base in 4 bits under the adapter.
 
     Raises:
         ValueError: no such model.
@@ -52,9 +53,10 @@ class Planner:
         *,
         dtype: torch.dtype | None = None,
         adapter: Any = None,
+        quantization: str | None = None,
     ) -> None:
         self.machine = Machine.here() if machine is None else machine
-        bare = bare_model(model, dtype=dtype, adapter=adapter)
+        bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
         self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
 
     def predict(

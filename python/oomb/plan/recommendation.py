@@ -59,6 +59,7 @@ def predict(
     accumulates: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
+    quantization: str | None = None,
     timed: bool = True,
 ) -> Prediction:
     """What one step takes with given settings.
@@ -69,7 +70,7 @@ def predict(
         ValueError: an argument does not fit, or no such model.
         UnsupportedModelError: the model cannot be planned without running it.
     """
-    planner = Planner(model, machine, dtype=dtype, adapter=adapter)
+    planner = Planner(model, machine, dtype=dtype, adapter=adapter, quantization=quantization)
     return planner.predict(
         num_tokens,
         config,
@@ -95,6 +96,7 @@ def recommend(
     accumulates: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
+    quantization: str | None = None,
     timed: bool = True,
 ) -> Recommendation:
     """Chunk size, dtype of the pages' gradients and recompute for ``context`` tokens per sequence.
@@ -111,7 +113,7 @@ def recommend(
             ``recompute``.
         optimizer: as the stock trainer's ``optim``.
         accumulates: several calls per optimizer step.
-        dtype, adapter: as of :class:`Planner`.
+        dtype, adapter, quantization: as of :class:`Planner`.
         timed: predict seconds, which measures this machine for about a second.
 
     Raises:
@@ -120,7 +122,7 @@ def recommend(
     """
     if machine is None:
         machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
-    planner = Planner(model, machine, dtype=dtype, adapter=adapter)
+    planner = Planner(model, machine, dtype=dtype, adapter=adapter, quantization=quantization)
     base = config or Config()
     asked: dict[str, Any] = {
         "batch_size": batch_size,

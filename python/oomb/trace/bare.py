@@ -20,6 +20,7 @@ from oomb.hub import hub_arguments
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.trace.copied import copied_model
+from oomb.trace.quantized import FORMATS, pack_linears
 from oomb.trace.shapes import SHAPES, random_model
 
 
@@ -28,6 +29,7 @@ def bare_model(
     *,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
+    quantization: str | None = None,
 ) -> nn.Module:
     """A causal language model on the meta device: parameters have shape and dtype, no memory.
 
@@ -36,11 +38,14 @@ def bare_model(
             transformers finds, or a name of ``oomb.trace.shapes.SHAPES``.
         dtype: of the parameters; None: what the config says, else bf16.
         adapter: a ``peft.PeftConfig`` (LoRA and the like) to put on top, or None.
+        quantization: ``"nf4"`` or ``"fp4"``: linear layers but the head in 4 bits with double
+            quantisation, frozen under the adapter; not of a model that is given as a module.
 
     Raises:
-        ValueError: no model of that name, code of its own, or a config that no model can be made
-            from.
+        ValueError: no model of that name, code of its own, a config that no model can be made
+            from, or a quantised model without an adapter.
     """
+    _check_quantization(quantization, adapter)
     if isinstance(model, nn.Module):
         return model
     bare: PreTrainedModel
@@ -51,12 +56,29 @@ def bare_model(
         bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
         bare = _without_weights(_config_of(str(model)), dtype, str(model))
+    if quantization is not None:
+        pack_linears(bare)
     if adapter is None:
         return bare
     from peft import get_peft_model  # optional
 
     adapted: nn.Module = get_peft_model(bare, adapter)
     return adapted
+
+
+def _check_quantization(quantization: str | None, adapter: Any) -> None:
+    if quantization is None:
+        return
+    if quantization not in FORMATS:
+        raise ValueError(
+            f"quantization: expected one of {', '.join(FORMATS)}, got {quantization!r}"
+            f"{nearest(quantization, FORMATS)}"
+        )
+    if adapter is None:
+        raise ValueError(
+            "quantization: expected adapters beside it (LoRA), got none; weights in 4 bits cannot "
+            "be trained themselves"
+        )
 
 
 def _config_of(name: str) -> PretrainedConfig:

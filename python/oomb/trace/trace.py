@@ -25,6 +25,7 @@ from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
 from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
 from oomb.trace.meter import Work
+from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
@@ -94,6 +95,8 @@ class Tracer:
     def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bare = shapes_only(model, self._mode)
+        with self._mode:
+            unpack_as_shapes(self._bare)
         # Parameters without memory are of another type.
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
@@ -109,9 +112,7 @@ class Tracer:
         self.gradient_bytes = _bytes(self.trainable)
         self.dtype = causal.dtype
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
-        matrices = [p for p in causal.layers[0].parameters() if p.ndim == 2]
-        out, into = max(matrices, key=torch.Tensor.numel).shape
-        self.largest_product = (into, out)
+        self.largest_product = _largest_product(causal.layers[0])
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
         self.shapes = [seen.shapes[layer] for layer in range(len(causal.layers))]
         self.key_dtype = seen.key_dtype
@@ -214,6 +215,15 @@ class Tracer:
                 sweep=sweep,
             )
         return trace, attention
+
+
+def _largest_product(layer: nn.Module) -> tuple[int, int]:
+    """(in, out) sizes of a layer's largest matrix."""
+    sizes = [(p.shape[1], p.shape[0]) for p in layer.parameters() if p.ndim == 2]
+    packed = [m for m in layer.modules() if isinstance(m, PackedLinear)]
+    if packed:  # their parameters are bytes without a shape
+        sizes = [(m.in_features, m.out_features) for m in packed]
+    return max(sizes, key=lambda size: size[0] * size[1])
 
 
 def _layer_list(decoder: nn.Module) -> str:

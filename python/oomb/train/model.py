@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -18,6 +20,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from oomb.hub import hub_arguments
+from oomb.model.quantized import keep_training_layout
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.train.errors import BadInput
@@ -99,7 +102,7 @@ def load_model(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **({"device_map": {"": device}} if device.type == "cuda" else {}),
+            **_placement(settings, config, device),
             **_hub(settings),
         )
     except Exception as error:  # safetensors raises an Exception of its own
@@ -111,7 +114,32 @@ def load_model(
             f"model.name: expected weights for every parameter, got none for {len(missing)} of "
             f"them, {missing[0]} for one, in {settings.name}"
         )
+    keep_training_layout(model)
     return model if lora is None else with_adapters(model, lora)
+
+
+def _placement(
+    settings: ModelSettings, config: PreTrainedConfig, device: torch.device
+) -> dict[str, Any]:
+    """What transformers is told of the device, and of weights in 4 bits."""
+    if settings.quantization is None:
+        return {"device_map": {"": device}} if device.type == "cuda" else {}
+    if find_spec("bitsandbytes") is None:
+        raise BadInput(
+            "model.quantization: expected bitsandbytes to be installed; "
+            "pip install 'oomb[quantized]'"
+        )
+    own = getattr(config, "dtype", None)
+    compute = own if isinstance(own, torch.dtype) else torch.bfloat16
+    if settings.dtype != "auto":
+        compute = getattr(torch, settings.dtype)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=settings.quantization,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"device_map": {"": device}, "quantization_config": four_bits}
 
 
 def device_of(settings: ModelSettings) -> torch.device:

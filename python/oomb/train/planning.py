@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
+from oomb.trace.quantized import pack_linears
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
@@ -79,6 +80,8 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Modu
     kind = None if dtype == "auto" else getattr(torch, dtype)
     try:
         model: Any = bare_model(config, dtype=kind)
+        if settings.model.quantization is not None:
+            pack_linears(model)
     except Exception as error:  # whatever modules make of a config that fits no model
         reason = str(error).partition("\n")[0][:200]
         raise BadInput(

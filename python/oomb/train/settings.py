@@ -84,6 +84,8 @@ class ModelSettings(Section):
     """Run Python code that comes with the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of the weights; `auto`: as they were saved."""
+    quantization: Literal["nf4", "fp4"] | None = None
+    """Linear layers in 4 bits through bitsandbytes, with double quantisation, under `lora`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: the GPU where there is one."""
     rope: RopeSettings | None = None
@@ -290,6 +292,15 @@ class RunSettings(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     saving: SavingSettings = SavingSettings()
     logging: LoggingSettings = LoggingSettings()
+
+    @model_validator(mode="after")
+    def _quantized_bases_have_adapters(self) -> RunSettings:
+        if self.model.quantization is not None and self.lora is None:
+            raise ValueError(
+                "model.quantization: expected the section lora beside it, got none; weights in 4 "
+                "bits cannot be trained themselves"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> RunSettings:

@@ -1,0 +1,49 @@
+"""Quantised linear layers of bitsandbytes: which of them compute a chunk as they do the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from oomb.errors import UnsupportedModelError
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Refuse quantised layers that depend on what else is in the batch, or that should train.
+
+    Layers are told apart by the name of their class; nothing is imported for it.
+
+    Raises:
+        UnsupportedModelError: the text names the layer and the nearest thing that works.
+    """
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if "Linear8bitLt" in kinds and _threshold(module) > 0:
+            raise UnsupportedModelError(
+                f"{name}: LLM.int8 chooses its outlier columns from all tokens that it is given, "
+                "so a chunk would get others than the whole sequence; load the model with "
+                "llm_int8_threshold=0.0, or in 4 bits (load_in_4bit=True)"
+            )
+        weight = getattr(module, "weight", None)
+        quantized = kinds & {"Linear4bit", "Linear8bitLt"} and hasattr(weight, "requires_grad")
+        if quantized and weight.requires_grad:  # type: ignore[union-attr]
+            raise UnsupportedModelError(
+                f"{name}: a quantised weight gets no gradient, but it requires one; freeze it "
+                "(requires_grad_(False)) and train adapters of peft, or load the model unquantised"
+            )
+
+
+def keep_training_layout(model: nn.Module) -> None:
+    """Keep weights in 4 bits as they are on a CPU with bf16 products.
+
+    bitsandbytes would pack them anew in the first forward in eval mode, and round differently from
+    then on.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _threshold(module: Any) -> float:
+    return float(getattr(getattr(module, "state", None), "threshold", 0.0) or 0.0)
