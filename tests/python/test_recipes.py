@@ -129,6 +129,14 @@ def test_a_preference_step_has_a_loss_near_that_of_no_preference(names: dict[str
     assert loss.item() == pytest.approx(0.693, abs=0.2)
 
 
+def test_trls_other_trainers_train(names: dict[str, Any]) -> None:
+    now = names["Preference and policy trainers of TRL"]
+    for trainer in (now["preferring"], now["judging"], now["policy"]):
+        (log,) = (log for log in trainer.state.log_history if "train_loss" in log)
+        assert abs(log["train_loss"]) < 10
+    assert now["preferring"].state.global_step == 2
+
+
 def test_adapters_over_four_bits_get_the_models_own_gradients(names: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")
     now = names["QLoRA"]

@@ -11,6 +11,7 @@ from oomb.core.inputs import IGNORED
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, count_by_span, first_true
 
+STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 _LOWEST = -1e30  # a log-probability whose product with its probability, 0, is 0 and not NaN
 
 
@@ -30,11 +31,14 @@ class TokenValues(ChunkLoss):
         temperature: T.
         values: by name ("logprobs", "entropies": [B, tokens given], at the token that is predicted,
             0 where none is; "hidden": [B, tokens given, hidden_size] on the host).
+        statistics: constants by name, as "logprobs" are: "mean_logits", of z / T; "is_top1",
+            whether the token is the most likely one; "log_sum_sq_probs", log Σ p².
         gradients: dL/d of each value that reaches the loss, set before the sweep.
     """
 
     temperature: float
     values: dict[str, torch.Tensor]
+    statistics: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     _reached: torch.Tensor | None = None  # [B, T]: rows whose logits reach the loss
     _num_reached: dict[int, int] = field(default_factory=dict)  # by first token of the chunk
@@ -64,7 +68,7 @@ class TokenValues(ChunkLoss):
 
     @property
     def _has_rows(self) -> bool:
-        return "logprobs" in self.values or "entropies" in self.values
+        return bool(self.statistics) or "logprobs" in self.values or "entropies" in self.values
 
     def _take(self, hidden: torch.Tensor, begin: int) -> None:
         tokens = hidden.shape[1]
@@ -72,12 +76,23 @@ class TokenValues(ChunkLoss):
         flat = hidden.reshape(-1, hidden.shape[-1])
         counted = targets != IGNORED
         for part in self._parts(counted, self.counted[begin]):
-            logp = self._log_softmax(self.head.logits(flat[part]))
+            logits = self.head.logits(flat[part])
+            logp = self._log_softmax(logits)
+            found = {}
             if "logprobs" in self.values:
-                at_target = logp.gather(1, targets[part, None])[:, 0]
-                self._place("logprobs", begin, tokens, part, at_target)
+                found["logprobs"] = logp.gather(1, targets[part, None])[:, 0]
+            if "is_top1" in self.statistics:
+                found["is_top1"] = logp.argmax(1) == targets[part]
+            if "mean_logits" in self.statistics:
+                found["mean_logits"] = logits.mean(1, dtype=logp.dtype) / self.temperature
+            del logits
             if "entropies" in self.values:
-                self._place("entropies", begin, tokens, part, _entropy(logp, logp.exp()))
+                found["entropies"] = _entropy(logp, logp.exp())
+            if "log_sum_sq_probs" in self.statistics:
+                found["log_sum_sq_probs"] = logp.mul_(2).logsumexp(1)
+            for name, rows in found.items():
+                room = (self.values if name in self.values else self.statistics)[name]
+                self._store(room, begin, tokens, part, rows)
 
     def _back(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
         of_logits = self._back_through_head(hidden, begin, factor) if self._has_rows else None
@@ -190,11 +205,6 @@ class TokenValues(ChunkLoss):
         if grad is None:
             return None
         return _to_predecessors(grad[:, begin:], tokens).reshape(-1)
-
-    def _place(
-        self, name: str, begin: int, tokens: int, part: slice | torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        self._store(self.values[name], begin, tokens, part, rows)
 
 
 def _entropy(logp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -268,6 +269,7 @@ class Engine:
         logprobs: bool = True,
         entropies: bool = False,
         hidden: bool = False,
+        statistics: Sequence[str] = (),
         on_progress: OnProgress | None = None,
     ) -> TwoPass:
         """Any loss of per-token values, exactly; see :class:`oomb.TwoPass`.
@@ -280,7 +282,7 @@ class Engine:
         Args:
             labels: which tokens have values: those that are not -100; None: all but padding.
             temperature: divides the logits.
-            logprobs, entropies, hidden: which values; see :class:`oomb.TwoPass`.
+            logprobs, entropies, hidden, statistics: which values; see :class:`oomb.TwoPass`.
 
         Others are as of :meth:`forward_backward`. Under ``torch.no_grad()`` the values are
         constants, no chunk is drawn, and there is nothing to sweep.
@@ -289,7 +291,7 @@ class Engine:
             ValueError, Error: as :meth:`forward_backward`; nothing was run.
         """
         expect_one_rank("two_pass", self._placement.ranks)
-        wanted = Wanted.checked(logprobs, entropies, hidden, temperature)
+        wanted = Wanted.checked(logprobs, entropies, hidden, temperature, statistics)
         if labels is None:
             labels = all_labels(input_ids, attention_mask)
         inputs = self._checked(

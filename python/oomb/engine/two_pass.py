@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import ChunkLoss
 from oomb.core.pools import Pools
-from oomb.core.token_values import TokenValues
+from oomb.core.token_values import STATISTICS, TokenValues
 from oomb.engine.call import Call, Calls, surroundings
 from oomb.engine.training import Training
 from oomb.errors import Error
@@ -44,9 +44,16 @@ class Wanted:
     entropies: bool
     hidden: bool
     temperature: float
+    statistics: tuple[str, ...]
 
     @staticmethod
-    def checked(logprobs: bool, entropies: bool, hidden: bool, temperature: float) -> Wanted:
+    def checked(
+        logprobs: bool,
+        entropies: bool,
+        hidden: bool,
+        temperature: float,
+        statistics: Sequence[str] = (),
+    ) -> Wanted:
         """
         Raises:
             ValueError: nothing is asked for, or no temperature.
@@ -57,7 +64,9 @@ class Wanted:
         expect(some, "logprobs", "True where neither entropies nor hidden is", "False")
         finite = isinstance(temperature, Real) and 0 < temperature < math.inf
         expect(finite, "temperature", "a number > 0", repr(temperature))
-        return Wanted(logprobs, entropies, hidden, float(temperature))
+        known = not isinstance(statistics, str) and set(statistics) <= set(STATISTICS)
+        expect(known, "statistics", f"some of {', '.join(STATISTICS)}", repr(statistics))
+        return Wanted(logprobs, entropies, hidden, float(temperature), tuple(statistics))
 
 
 class TwoPass(AbstractContextManager["TwoPass"]):
@@ -76,6 +85,9 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         entropies: [batch, tokens] of the distributions that predict them, in nats.
         hidden: [batch, tokens, hidden_size] last hidden states behind the final norm, in the
             model's dtype, in host memory; undefined in padding.
+        statistics: [batch, tokens] each, constants, by the names that were asked for:
+            "mean_logits" (over the temperature), "is_top1" (bool: the token is the most likely
+            one), "log_sum_sq_probs" (log Σ p²).
         num_valid_tokens: labelled tokens.
 
     Values that were not asked for are None.
@@ -100,6 +112,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._state = "new"
         self._displaced = False
         self._leaves: dict[str, torch.Tensor] = {}
+        self.statistics: dict[str, torch.Tensor] = {}
         self._watched: list[Any] = []
         self.num_valid_tokens = inputs.num_valid
         self._train = torch.is_grad_enabled()
@@ -150,7 +163,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             with call.loop.running():
                 self._fill_seconds = call.loop.evaluate()
         assert isinstance(call.loss, TokenValues)
-        self._leaves = call.loss.values
+        self._leaves, self.statistics = call.loss.values, call.loss.statistics
         if not self._train:
             self._held.put_back()
             self._state = "constant"
@@ -186,15 +199,27 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             self._training.grads if self._train else None,
         )
         shape = inputs.batch, inputs.num_given
+
+        def room(dtype: torch.dtype = model.loss_dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
         values: dict[str, torch.Tensor] = {}
         if wanted.logprobs:
-            values["logprobs"] = torch.zeros(shape, dtype=model.loss_dtype, device=model.device)
+            values["logprobs"] = room()
         if wanted.entropies:
-            values["entropies"] = torch.zeros(shape, dtype=model.loss_dtype, device=model.device)
+            values["entropies"] = room()
+        statistics = {
+            name: room(torch.bool) if name == "is_top1" else room() for name in wanted.statistics
+        }
         if wanted.hidden:
             size = model.causal.get_input_embeddings().weight.shape[1]
             values["hidden"] = torch.zeros(*shape, size, dtype=model.dtype)
-        return TokenValues(**vars(plain), temperature=wanted.temperature, values=values)
+        return TokenValues(
+            **vars(plain),
+            temperature=wanted.temperature,
+            values=values,
+            statistics=statistics,
+        )
 
     # Between --------------------------------------------------------------------------------------
 

@@ -9,15 +9,37 @@ if TYPE_CHECKING:
     from oomb.hf.interrupt import Interrupted
     from oomb.hf.sft import SFTTrainer
     from oomb.hf.trainer import EngineTrainerMixin, Trainer
+    from oomb.hf.two_pass import (
+        DPOTrainer,
+        GRPOTrainer,
+        KTOTrainer,
+        RLOOTrainer,
+        TwoPassTrainerMixin,
+    )
 
-__all__ = ["EngineTrainerMixin", "Interrupted", "SFTTrainer", "Trainer"]
+__all__ = [
+    "DPOTrainer",
+    "EngineTrainerMixin",
+    "GRPOTrainer",
+    "Interrupted",
+    "KTOTrainer",
+    "RLOOTrainer",
+    "SFTTrainer",
+    "Trainer",
+    "TwoPassTrainerMixin",
+]
 
 # Trainers need accelerate, and TRL's needs trl: imported where they are first used.
 _MODULE_OF = {
+    "DPOTrainer": "oomb.hf.two_pass",
     "EngineTrainerMixin": "oomb.hf.trainer",
+    "GRPOTrainer": "oomb.hf.two_pass",
     "Interrupted": "oomb.hf.interrupt",
+    "KTOTrainer": "oomb.hf.two_pass",
+    "RLOOTrainer": "oomb.hf.two_pass",
     "SFTTrainer": "oomb.hf.sft",
     "Trainer": "oomb.hf.trainer",
+    "TwoPassTrainerMixin": "oomb.hf.two_pass",
 }
 _EXTRA_OF = {"accelerate": "train", "datasets": "train", "trl": "trl"}
 

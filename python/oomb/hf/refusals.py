@@ -28,6 +28,13 @@ _SETTINGS: dict[str, tuple[object, str]] = {
     "enable_jit_checkpoint": (False, "SIGTERM already saves a checkpoint"),
     "activation_offloading": (False, "no activations outlive a chunk"),
 }
+# Trainers whose loss is a function of per-token values that the engine gives.
+_OF_TOKEN_VALUES = {
+    ("trl.trainer.dpo_trainer", "DPOTrainer"),
+    ("trl.trainer.grpo_trainer", "GRPOTrainer"),
+    ("trl.trainer.kto_trainer", "KTOTrainer"),
+    ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+}
 _LOSSES = {("trl.trainer.sft_trainer", "SFTTrainer"): ("loss_type", "nll")}
 
 
@@ -96,6 +103,35 @@ def refuse_own_loss(trainer: Trainer) -> None:
         value = getattr(trainer.args, name, expected)
         if value != expected:
             raise ValueError(f"{name}: expected {expected!r}, got {value!r}")
+    _refuse_router_loss(trainer)
+
+
+def refuse_of_two_passes(trainer: Trainer) -> None:
+    """Refuse a trainer whose loss asks its model for more than values of tokens.
+
+    Raises:
+        ValueError: names the class or field.
+    """
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    if (owner.__module__, owner.__name__) not in _OF_TOKEN_VALUES:
+        known = ", ".join(sorted(name for _, name in _OF_TOKEN_VALUES))
+        raise ValueError(
+            f"{owner.__name__}.compute_loss: expected that of TRL's {known}, got another, which "
+            "may ask the model for more than log-probabilities and entropies of tokens"
+        )
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False, got True: the engine runs the model's own head"
+        )
+    if getattr(trainer, "precompute_ref_logps", False):
+        raise ValueError(
+            "precompute_ref_log_probs: expected False, got True: TRL computes them outside of "
+            "steps, whole sequences at a time"
+        )
+    _refuse_router_loss(trainer)
+
+
+def _refuse_router_loss(trainer: Any) -> None:
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             "router_aux_loss_coef: expected 0.0, got "

@@ -60,7 +60,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         refuse_arguments(self._named(args, keywords))
         super().__init__(*args, **keywords)
         refuse_arguments(vars(self))
-        refuse_own_loss(self)
+        self._refuse_loss()
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer
         # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
@@ -69,6 +69,10 @@ class EngineTrainerMixin(EvaluatingTrainer):
         self._warned_of_no_target = False
         self._build_engine()
         self.add_callback(_Reports(self))
+
+    def _refuse_loss(self) -> None:
+        """Raises ValueError where the trainer's loss is not the one that is computed here."""
+        refuse_own_loss(self)
 
     def _named(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mapping[str, Any]:
         """Arguments by name, as the stock trainer behind this class takes them."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import oomb
 from oomb.core import loss as loss_module
 from oomb.core.loss import ChunkLoss
+from oomb.core.token_values import STATISTICS
 from oomb.engine.two_pass import TwoPass
 
 from .models import make
@@ -117,7 +118,14 @@ def ordinary_values(
     counted = targets != -100
     at_target = logp.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0] * counted
     entropies = -(logp.exp() * logp).sum(-1) * counted
+    scaled = output.logits / temperature
+    statistics = {
+        "mean_logits": scaled.mean(-1) * counted,
+        "is_top1": (scaled.argmax(-1) == targets) & counted,
+        "log_sum_sq_probs": (2 * logp).logsumexp(-1) * counted,
+    }
     return {
+        **{name: F.pad(value[:, :-1], (1, 0)) for name, value in statistics.items()},
         "logprobs": F.pad(at_target[:, :-1], (1, 0)),
         "entropies": F.pad(entropies[:, :-1], (1, 0)),
         "hidden": output.hidden_states[-1],
@@ -170,8 +178,10 @@ def test_values_are_those_of_the_model() -> None:
         expected = ordinary_values(model, 0.7)
     with oomb.Engine(model, CONFIG) as engine:
         arguments = {"attention_mask": MASK, "temperature": 0.7, "entropies": True, "hidden": True}
+        arguments["statistics"] = STATISTICS
         with engine.two_pass(IDS, LABELS, **arguments) as call:
             found = values_of(call)
+            statistics = call.statistics
         with torch.no_grad(), engine.two_pass(IDS, LABELS, **arguments) as call:
             constants = values_of(call)
             with pytest.raises(oomb.Error, match="call.sweep: expected one begun with gradients"):
@@ -180,6 +190,9 @@ def test_values_are_those_of_the_model() -> None:
         with engine.two_pass(IDS, attention_mask=MASK) as call:  # every token has a value
             assert call.num_valid_tokens == int(MASK[:, 1:].sum())
             assert torch.equal(call.logprobs[COUNTED].detach(), step.logprobs[COUNTED])  # type: ignore[index]
+    assert all(not value.requires_grad for value in statistics.values())
+    for name, value in statistics.items():
+        assert relative_error(value.double(), expected[name].double()) <= EXACT
     real = MASK == 1
     for name, value in found.items():
         assert value.requires_grad and value.is_leaf and not constants[name].requires_grad
@@ -537,6 +550,7 @@ def test_after_an_error_in_the_sweep(model: PreTrainedModel) -> None:
         ({"temperature": 0}, "temperature: expected a number > 0, got 0"),
         ({"temperature": float("nan")}, "temperature: expected a number > 0, got nan"),
         ({"logprobs": False}, "logprobs: expected True where neither"),
+        ({"statistics": ["mode"]}, "statistics: expected some of mean_logits, is_top1"),
         ({"entropies": "yes"}, "entropies: expected True or False, got 'yes'"),
         ({"labels": torch.full_like(IDS, -100)}, "labels: expected at least one token to predict"),
         ({"attention_mask": MASK.flip(1)}, "attention_mask: expected right padding only"),

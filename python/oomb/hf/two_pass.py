@@ -1,0 +1,135 @@
+"""TRL's preference and policy trainers through the engine, in two passes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from trl.trainer.dpo_trainer import DPOTrainer as StockDPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer as StockGRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer as StockKTOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
+
+from oomb.engine.engine import Engine
+from oomb.hf.fused_head import FusedHead
+from oomb.hf.refusals import refuse_of_two_passes
+from oomb.hf.resumable import ResumableTrainer
+from oomb.hf.trainer import EngineTrainerMixin
+from oomb.results import Step
+
+
+class TwoPassTrainerMixin(EngineTrainerMixin):
+    """Put before a trainer of TRL whose loss is a function of tokens' log-probabilities.
+
+    Its own ``compute_loss`` runs unchanged: where it asks the model for log-probabilities and
+    entropies it gets those of the engine, and after its backward the engine sweeps. A reference
+    model is run by an engine of its own. Data, generation, rewards and metrics stay TRL's.
+    """
+
+    _heads: list[FusedHead]
+    _reference: Engine | None = None
+
+    def _refuse_loss(self) -> None:
+        refuse_of_two_passes(self)
+
+    def _build_engine(self) -> None:
+        super()._build_engine()
+        if self._reference is not None:
+            self._reference.close()
+            self._reference = None
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self._heads = [self._head(model, self.engine)]
+        reference: Any = getattr(self, "ref_model", None)
+        if reference is not None:
+            reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+            self._reference = Engine(reference, self.oomb_config)
+            self._heads.append(self._head(reference, self._reference))
+
+    def _head(self, model: Any, engine: Engine) -> FusedHead:
+        causal = model.get_base_model() if hasattr(model, "peft_config") else model
+        return FusedHead(
+            causal,
+            engine,
+            float(getattr(self, "temperature", 1.0)),
+            self._statistics(),
+            self.accelerator.autocast,
+            self._training_progress,
+        )
+
+    def _statistics(self) -> tuple[str, ...]:
+        """Constants that the trainer's metrics, or the weights of its loss, are made of."""
+        if isinstance(self, StockDPOTrainer):
+            return ("mean_logits", "is_top1", "log_sum_sq_probs")
+        return ("mean_logits",) if isinstance(self, StockKTOTrainer) else ()
+
+    def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        """TRL's own, then the sweep; 0-d tensor."""
+        self._signals.check()
+        with ExitStack() as stack:
+            for head in self._heads:
+                stack.enter_context(head.answering())
+            # Past EngineTrainerMixin's, which computes a loss of its own.
+            loss: torch.Tensor = super(ResumableTrainer, self).training_step(*args, **keywords)
+            for tokens, stats in self._heads[0].sweep():
+                step = Step(loss=loss, num_valid_tokens=tokens, stats=stats)
+                self._record.add(step, loss, tokens)
+        return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """TRL's own."""
+        self._signals.check()
+        with ExitStack() as stack:
+            for head in self._heads:
+                stack.enter_context(head.answering())
+            return super(ResumableTrainer, self).prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+
+
+class _ReferenceFirst(TwoPassTrainerMixin):
+    """Asks the reference before the model that trains, whose pages then stay for its sweep.
+
+    TRL does so itself where references are computed ahead of training; the same code runs here.
+    """
+
+    _reference_columns: tuple[str, str]
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        trainer: Any = self
+        reference = self.model if trainer.ref_model is None else trainer.ref_model
+        found = trainer.compute_ref_log_probs(reference, inputs)
+        inputs = {**inputs, **dict(zip(self._reference_columns, found, strict=True))}
+        trainer.precompute_ref_logps = True
+        try:
+            stock: Any = super()
+            return stock._compute_loss(model, inputs, return_outputs)
+        finally:
+            trainer.precompute_ref_logps = False
+
+
+class DPOTrainer(_ReferenceFirst, StockDPOTrainer):
+    """``trl.DPOTrainer`` through the engine, with any of its losses."""
+
+    _reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+class KTOTrainer(_ReferenceFirst, StockKTOTrainer):
+    """``trl.KTOTrainer`` through the engine."""
+
+    _reference_columns = ("ref_logps", "ref_KL_logps")
+
+
+class GRPOTrainer(TwoPassTrainerMixin, StockGRPOTrainer):
+    """``trl.GRPOTrainer`` through the engine; it generates as TRL does."""
+
+
+class RLOOTrainer(TwoPassTrainerMixin, StockRLOOTrainer):
+    """``trl.RLOOTrainer`` through the engine; it generates as TRL does."""

@@ -1,0 +1,317 @@
+"""TRL's preference and policy trainers, stock and through the engine, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import PreTrainedModel, TrainerCallback
+from trl.trainer import utils as trl_utils
+
+import oomb
+import oomb.hf
+from engine.models import make
+from engine.reference import EXACT
+
+from .runs import CONFIG, prompts, tokenizer
+
+
+def settings(folder: Path, **others: Any) -> dict[str, Any]:
+    """fp64 on the CPU; a step is two micro-batches."""
+    return {
+        "output_dir": str(folder),
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "disable_dropout": True,
+        **others,
+    }
+
+
+pytestmark = pytest.mark.filterwarnings("error:two_pass. another call")
+
+
+@pytest.fixture(autouse=True)
+def plain_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own head computes in fp32 whatever the model is in; here it is written out in fp64."""
+
+    class Plain:
+        @staticmethod
+        def apply(
+            hidden: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            labels: torch.Tensor,
+            temperature: float,
+            *_: Any,
+        ) -> tuple[torch.Tensor, ...]:
+            assert hidden.dtype == torch.float64
+            logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+            logp = logits.log_softmax(-1)
+            at_label = logp.gather(1, labels[:, None])[:, 0]
+            entropy = -(logp.exp() * logp).sum(-1)
+            constants = (2 * logp).logsumexp(-1), logits.mean(-1)
+            top = logits.argmax(-1) == labels
+            return (at_label, entropy, *(x.detach() for x in constants), top)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Plain)
+
+
+def preferences(number: int = 8) -> Dataset:
+    rows = prompts(number)
+    other = rows["completion"][1:] + rows["completion"][:1]
+    return Dataset.from_dict(
+        {"prompt": rows["prompt"], "chosen": rows["completion"], "rejected": other}
+    )
+
+
+def judged(number: int = 8) -> Dataset:
+    rows = prompts(number)
+    labels = [index % 3 != 1 for index in range(number)]
+    return Dataset.from_dict(
+        {"prompt": rows["prompt"], "completion": rows["completion"], "label": labels}
+    )
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Of a completion's place: no two in a group have the same."""
+    return [float(index * index % 7) for index in range(len(completions))]
+
+
+def model(adapted: bool, name: str = "qwen3") -> Any:
+    torch.manual_seed(0)
+    model = make(name)
+    if not adapted:
+        return model
+    of_lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    return peft.get_peft_model(model, of_lora).double()
+
+
+def reference() -> PreTrainedModel:
+    """Of a model that trains whole."""
+    torch.manual_seed(9)
+    return make("qwen3", num_hidden_layers=2)
+
+
+class Gradients(TrainerCallback):
+    """As they are before each step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        named = model.named_parameters()
+        self.steps.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+
+def trained(
+    kind: type, adapted: bool, args: Any, data: Dataset, **others: Any
+) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, float]]]:
+    """Gradients of each step, and what was logged."""
+    if others.pop("with_reference", False):
+        others["ref_model"] = reference()
+    seen = Gradients()
+    others |= {"callbacks": [seen], "processing_class": tokenizer()}
+    trainer = kind(model=model(adapted), args=args, train_dataset=data, **others)
+    trainer.train()
+    return seen.steps, trainer.state.log_history
+
+
+def compare(
+    stock: type, ours: type, args: Callable[[], Any], data: Dataset, adapted: bool, **others: Any
+) -> None:
+    """Gradients and metrics of two steps, the second with what the first has changed."""
+    expected, log = trained(stock, adapted, args(), data, **others)
+    found, own = trained(ours, adapted, args(), data, oomb_config=CONFIG, **others)
+    assert len(found) == len(expected) == 2
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert set(mine) == set(theirs)
+        largest = max(float(grad.norm()) for grad in theirs.values())
+        assert largest > 1e-4
+        for name, grad in theirs.items():
+            error = float((mine[name] - grad).norm())
+            assert error <= EXACT * (1 + 9 * step) * max(float(grad.norm()), 1e-3 * largest), name
+    for mine, theirs in zip(own, log, strict=True):
+        assert set(theirs) <= set(mine)
+        for name, value in theirs.items():
+            if not name.endswith(("runtime", "per_second", "time")) and "profiling" not in name:
+                assert mine[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+DPO_LOSSES = ["sigmoid", "hinge", "ipo", "apo_zero", "robust", "sigmoid_norm"]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "adapted"), [*((loss, True) for loss in DPO_LOSSES), ("sigmoid", False)]
+)
+def test_dpo(loss_type: str, adapted: bool, tmp_path: Path) -> None:
+    def args() -> Any:
+        smoothing = 0.1 if loss_type == "robust" else 0.0
+        return trl.DPOConfig(
+            **settings(tmp_path, per_device_train_batch_size=2),
+            loss_type=[loss_type],
+            label_smoothing=smoothing,
+            max_length=64,
+            use_weighting=loss_type == "ipo",
+            ld_alpha=0.5 if loss_type == "sigmoid" else None,
+        )
+
+    stock, ours = trl.DPOTrainer, oomb.hf.DPOTrainer
+    compare(stock, ours, args, preferences(), adapted, with_reference=not adapted)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(loss_type: str, adapted: bool, tmp_path: Path) -> None:
+    def args() -> Any:
+        size = settings(tmp_path, per_device_train_batch_size=4)
+        return trl.KTOConfig(**size, loss_type=loss_type, max_length=64)
+
+    stock, ours = trl.KTOTrainer, oomb.hf.KTOTrainer
+    compare(stock, ours, args, judged(16), adapted, with_reference=not adapted)
+
+
+# Prompts of unlike length are padded on the left.
+GENERATION: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 9,
+    "temperature": 0.9,
+    "num_iterations": 2,  # so that ratios are not 1
+    "learning_rate": 0.3,
+}
+GRPO: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.04},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.02, "epsilon_high": 0.03},
+    "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.1},
+    "gspo": {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
+    "top entropies": {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+}
+
+
+@pytest.fixture
+def same_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And batches: for dropout the engine draws from the generator that sampling and shuffling
+    draw from."""
+    for kind in (trl.GRPOTrainer, trl.RLOOTrainer):
+        generate = kind._generate_and_score_completions
+
+        def seeded(self: Any, inputs: Any, generate: Callable[..., Any] = generate) -> Any:
+            torch.manual_seed(self._step)
+            generated = generate(self, inputs)
+            torch.manual_seed(self._step)
+            return generated
+
+        monkeypatch.setattr(kind, "_generate_and_score_completions", seeded)
+
+
+@pytest.mark.usefixtures("same_completions")
+@pytest.mark.parametrize("variant", GRPO)
+def test_grpo(variant: str, tmp_path: Path) -> None:
+    """A penalty on what departs from the reference needs adapters here."""
+
+    def args() -> Any:
+        return trl.GRPOConfig(**settings(tmp_path, **GENERATION, **GRPO[variant]))
+
+    data = prompts(16).select_columns(["prompt"])
+    adapted = "beta" in GRPO[variant]
+    compare(trl.GRPOTrainer, oomb.hf.GRPOTrainer, args, data, adapted, reward_funcs=reward)
+
+
+@pytest.mark.usefixtures("same_completions")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_rloo(adapted: bool, tmp_path: Path) -> None:
+    def args() -> Any:
+        beta = 0.05 if adapted else 0.0
+        return trl.RLOOConfig(**settings(tmp_path, **GENERATION, beta=beta))
+
+    data = prompts(16).select_columns(["prompt"])
+    compare(trl.RLOOTrainer, oomb.hf.RLOOTrainer, args, data, adapted, reward_funcs=reward)
+
+
+def dpo(model: Any, folder: Path, **others: Any) -> oomb.hf.DPOTrainer:
+    arguments = {**settings(folder, per_device_train_batch_size=2), "max_length": 64, **others}
+    return oomb.hf.DPOTrainer(
+        model=model,
+        args=trl.DPOConfig(**arguments),
+        train_dataset=preferences(),
+        eval_dataset=preferences(4),
+        processing_class=tokenizer(),
+        oomb_config=CONFIG,
+    )
+
+
+def test_evaluates_as_the_stock_trainer_does(tmp_path: Path) -> None:
+    data = {"train_dataset": preferences(), "eval_dataset": preferences(4)}
+    args = trl.DPOConfig(**settings(tmp_path), max_length=64)
+    stock = trl.DPOTrainer(model(True), args=args, processing_class=tokenizer(), **data)
+    expected = stock.evaluate()
+    trainer = dpo(model(True), tmp_path)
+    found = trainer.evaluate()
+    assert set(expected) <= set(found)
+    for name, value in expected.items():
+        if not name.endswith(("runtime", "per_second", "preparation_time")):
+            assert found[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_an_error_in_a_step_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = model(True)
+    trainer = dpo(trained, tmp_path)
+    before = dict(vars(trained.get_base_model()))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no backward")
+
+    monkeypatch.setattr(trainer.accelerator, "backward", fail)
+    with pytest.raises(RuntimeError, match="no backward"):
+        trainer.train()
+    assert vars(trained.get_base_model())["forward"] == before["forward"]
+    assert all(p.grad is None for p in trained.parameters())
+    assert not trainer._heads[0].pending
+    ids = torch.ones(1, 5, dtype=torch.long)
+    trainer.engine.forward_backward(ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs: expected False"),
+        ({"activation_offloading": True}, "activation_offloading: expected False"),
+        ({"use_liger_kernel": True}, "use_liger_kernel: expected False"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        dpo(model(True), tmp_path, **settings)
+
+
+def test_a_loss_of_which_nothing_is_known(tmp_path: Path) -> None:
+    class Own(oomb.hf.DPOTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Own.compute_loss: expected that of TRL's DPOTrainer"):
+        Own(
+            model=model(True),
+            args=trl.DPOConfig(**settings(tmp_path)),
+            train_dataset=preferences(),
+            processing_class=tokenizer(),
+        )
