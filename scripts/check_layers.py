@@ -48,7 +48,7 @@ PYTHON_LAYERS = {
     "train": {"checkpoint", "monitor", "report", "model", "trace", "plan", "hf"},
     "cli": {
         *("_C", "checkpoint", "monitor", "report", "model", "core", "trace", "engine", "rivals"),
-        *("plan", "hf", "audit", "train"),
+        *("plan", "hf", "audit", "train", "parallel"),
     },
 }
 

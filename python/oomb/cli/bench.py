@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +67,8 @@ def step(
         raise typer.BadParameter(f"device: expected cuda or cpu, got {device!r}")
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
+    if against and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise typer.BadParameter("--against: expected one process, got a job of several ranks")
     lengths = _lengths(tokens)
     try:
         config = Config(

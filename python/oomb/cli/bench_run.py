@@ -18,6 +18,7 @@ from oomb.cli.machine import format_bytes
 from oomb.config import Config, PageRule
 from oomb.engine.engine import Engine
 from oomb.engine.plan import Plan
+from oomb.parallel.job import is_first, ranks_of_job
 from oomb.trace.shapes import SHAPES, random_model
 
 
@@ -49,31 +50,36 @@ def run(
     config = with_selection(config, selection, shape.layers if layers is None else layers)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    network = random_model(shape, device=device, dtype=dtype, positions=max(lengths), layers=layers)
-    update = _Update(network) if optimizer == "adamw" else None
     rows: list[Row] = []
     rivals: list[Row] = []
     plans: dict[int, Plan] = {}
     warm_up = 2 * config.chunk_size + 1
 
     def write() -> None:
-        if out is not None:
+        if out is not None and is_first():
             out.write_text(json.dumps(_record(rows, rivals, plans), indent=1))
 
-    with Engine(network, config) as engine:
-        bench = StepBench(engine, network, shape)
-        bench.run(warm_up)  # compile, load and tune kernels
-        for length in lengths:
-            if against:
-                plans[length] = engine.plan(length)
-            for _ in range(steps):
-                row = bench.run(length) | about
-                if update is not None:
-                    row |= update.run()
-                rows.append(row)
-                if len(lengths) * steps > 1:
-                    print_step(row)
-                write()
+    with ranks_of_job(device) as mesh:
+        network = random_model(
+            shape, device=device, dtype=dtype, positions=max(lengths), layers=layers
+        )
+        update = _Update(network) if optimizer == "adamw" else None
+        with Engine(network, config, mesh=mesh) as engine:
+            bench = StepBench(engine, network, shape, mesh)
+            bench.run(warm_up)  # compile, load and tune kernels
+            for length in lengths:
+                if against:
+                    plans[length] = engine.plan(length)
+                for _ in range(steps):
+                    row = bench.run(length) | about
+                    if update is not None:
+                        row |= update.run()
+                    rows.append(row)
+                    if len(lengths) * steps > 1 and is_first():
+                        print_step(row)
+                    write()
+    if not is_first():
+        return
     print_steps(rows)
     typer.echo(FORMULA)
     if any("mfu" in row for row in rows):

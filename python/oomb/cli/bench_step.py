@@ -9,11 +9,13 @@ from statistics import mean
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from oomb import Config, Engine, PageRule, TopKPages
 from oomb.cli.bench_selection import SyntheticPages, UniformPages
 from oomb.core.layout import Chunks
 from oomb.core.tiers import reserved_ratio
+from oomb.parallel.job import of_ranks
 from oomb.plan.gpus import gpu_of_device
 from oomb.results import Step
 from oomb.trace.shapes import ModelShape
@@ -35,8 +37,10 @@ MFU = "MFU = FLOP / seconds / dense bf16 FLOP/s of the GPU's datasheet"
 class StepBench:
     """Times steps of an engine on random tokens."""
 
-    def __init__(self, engine: Engine, network: Any, shape: ModelShape) -> None:
-        self._engine, self._network, self._shape = engine, network, shape
+    def __init__(
+        self, engine: Engine, network: Any, shape: ModelShape, mesh: DeviceMesh | None = None
+    ) -> None:
+        self._engine, self._network, self._shape, self._mesh = engine, network, shape, mesh
 
     def run(self, length: int) -> Row:
         """Seconds, tokens/s, FLOP/s, memory, copies and distinct pages of one step; MFU on a GPU
@@ -52,7 +56,18 @@ class StepBench:
         seconds = time.perf_counter() - began
         row = self._row(length, result, seconds) | {"loss": loss}
         row |= memory_since(network.device, before)
-        return row | distinct_pages(result)
+        return row | distinct_pages(result) | self._of_ranks(result, seconds)
+
+    def _of_ranks(self, result: Step, seconds: float) -> Row:
+        """Seconds of each rank, and those of them that it spent in exchanges."""
+        if self._mesh is None:
+            return {}
+        each = of_ranks(self._mesh, (seconds, result.stats.exchange_seconds))
+        return {
+            "ranks": len(each),
+            "seconds_by_rank": [a for a, _ in each],
+            "exchange_seconds_by_rank": [b for _, b in each],
+        }
 
     def _row(self, length: int, result: Step, seconds: float) -> Row:
         engine, shape = self._engine, self._shape
@@ -73,7 +88,8 @@ class StepBench:
             row["device_name"] = torch.cuda.get_device_name(device)
             gpu = gpu_of_device(row["device_name"])
             if gpu is not None:
-                row["mfu"] = flops / seconds / gpu.flops
+                ranks = 1 if self._mesh is None else self._mesh.size()
+                row["mfu"] = flops / seconds / gpu.flops / ranks
         return row
 
 

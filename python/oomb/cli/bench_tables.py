@@ -67,6 +67,9 @@ def _more(row: Row) -> list[str]:
             f"{row['kept_output_bytes'] / 2**30:.2f} GiB; "
             f"{row['kept_output_seconds']:.2f} s of attention were not computed again"
         )
+    if "exchange_seconds_by_rank" in row:
+        each = ", ".join(f"{seconds:.2f}" for seconds in row["exchange_seconds_by_rank"])
+        lines.append(f"{row['ranks']} ranks; seconds in exchanges with the others: {each}")
     if _on_gpu(row):
         lines.append(f"torch reserved {row['reserved_ratio']:.3f} x what it allocated, at the peak")
     return lines

@@ -94,6 +94,14 @@ class Call:
             logprobs=logprobs,
         )
 
+    def with_exchanges(self, step: Step) -> Step:
+        """A step with all exchanges of its call, those of the gradient sums among them."""
+        if self.placement.ranks == 1:
+            return step
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return replace(step, stats=replace(step.stats, exchange_seconds=self.exchanges.total))
+
 
 @swapping
 def current_gpu(swaps: Swaps, device: torch.device) -> None:

@@ -190,6 +190,7 @@ class Engine:
                         sweep_seconds = call.loop.sweep(swept, training.loss_factor)
                     step = call.result(fill_seconds, sweep_seconds)
                 self._grads.sum_over(self._placement, parameters)
+                step = call.with_exchanges(step)
                 keep = config.keep_main_grad
                 self._placement.settle(partial(self._grads.commit, parameters, keep, zeros=False))
                 seconds = fill_seconds + sweep_seconds

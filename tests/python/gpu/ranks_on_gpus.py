@@ -1,0 +1,146 @@
+"""Run by torchrun on GPUs that share sequences: compares them with one GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import oomb
+from oomb.core.attention import ChunkAttention
+
+PAGE, CHUNK, TOKENS, VOCABULARY, HEAD_DIM = 64, 256, 1500, 512, 64
+SLOT = 2 * PAGE * HEAD_DIM * 2
+RANKS = int(os.environ["WORLD_SIZE"])
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "recomputed": {"recompute": "layer"},
+    "two tiers": {"device_memory": 80 * SLOT, "host_memory": "64MiB"},
+    "kept": {"keep_outputs": "all"},
+    "pages": {"attention": oomb.TopKPages(budget=4), "record_selection": True},
+    "pages that spill": {
+        "attention": oomb.TopKPages(budget=4),
+        "device_memory": 80 * SLOT,
+        "host_memory": "64MiB",
+    },
+}
+
+
+def make_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4 * RANKS,
+        num_key_value_heads=2 * RANKS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+    )
+    return Qwen2ForCausalLM(config).to(device="cuda", dtype=dtype)
+
+
+def train(model: Any, ids: torch.Tensor, mesh: Any, settings: dict[str, Any]) -> Any:
+    model.zero_grad(set_to_none=True)
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, **settings)
+    with oomb.Engine(model, config, mesh=mesh) as engine:
+        step = engine.forward_backward(ids, ids)
+    return step, [p.grad.clone() for p in model.parameters()]
+
+
+def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
+
+
+def compare(mesh: Any, say: Any) -> None:
+    """Gradients of ranks beside those of one GPU."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (1, TOKENS), generator=generator).cuda()
+    for name, settings in SETTINGS.items():
+        own = settings | (
+            {"device_memory": 80 * RANKS * SLOT} if "device_memory" in settings else {}
+        )
+        exact = None
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_model(dtype)
+            alone, one = train(model, ids, None, own)
+            step, ours = train(model, ids, mesh, settings)
+            again, repeated = train(model, ids, mesh, settings)
+            where = f"{name}, {dtype}"
+            same = all(torch.equal(x, y) for x, y in zip(ours, repeated, strict=True))
+            say(same and torch.equal(step.loss, again.loss), f"{where}: two runs differ in bits")
+            if dtype == torch.float32:
+                exact = one
+                away = error(ours, one)
+                say(away <= 2e-3, f"{where}: {away:.1e} from one GPU")
+            elif "pages" not in name:  # roundings may choose other pages
+                assert exact is not None
+                mine, theirs = error(ours, exact), error(one, exact)
+                say(mine <= 1.2 * theirs, f"{where}: error {mine:.1e}, of one GPU {theirs:.1e}")
+                apart = abs(float(step.loss) - float(alone.loss))
+                say(apart <= 1e-3 * float(alone.loss), f"{where}: losses {apart:.1e} apart")
+
+
+def fail_once(mesh: Any, say: Any) -> None:
+    """Rank 1 fails in the middle of a sweep; all raise, and the next call has the bits."""
+    ids = torch.arange(TOKENS).remainder(VOCABULARY)[None].cuda()
+    model = make_model(torch.bfloat16)
+    backward = ChunkAttention.backward
+
+    def failing(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
+        if dist.get_rank() == 1 and (layer, self.chunk) == (1, 2):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return backward(self, layer, *tensors)
+
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+    with oomb.Engine(model, config, mesh=mesh) as engine:
+        engine.forward_backward(ids, ids)
+        expected = [p.grad.clone() for p in model.parameters()]
+        ChunkAttention.backward = failing  # type: ignore[method-assign]
+        text = "no error"
+        try:
+            engine.forward_backward(ids, ids)
+        except oomb.OutOfMemoryError as raised:
+            text = str(raised)
+        finally:
+            ChunkAttention.backward = backward  # type: ignore[method-assign]
+        say(text.startswith("[rank 1] torch needed"), f"a failing rank: {text}")
+        kept = [p.grad for p in model.parameters()]
+        same = all(torch.equal(x, y) for x, y in zip(kept, expected, strict=True))
+        say(same, "a failing rank: gradients changed")
+        model.zero_grad(set_to_none=True)
+        engine.forward_backward(ids, ids)
+        found = [p.grad for p in model.parameters()]
+        same = all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        say(same, "a failing rank: the next call has other bits")
+
+
+def main() -> int:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("cp",))
+    wrong: list[str] = []
+
+    def say(right: bool, text: str) -> None:
+        print(f"rank {rank} {'ok   ' if right else 'WRONG'} {text}", flush=True)
+        if not right:
+            wrong.append(text)
+
+    compare(mesh, say)
+    fail_once(mesh, say)
+    dist.destroy_process_group()
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
