@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from oomb.config import Config, TopKPages
+from oomb.core.choices import Choices
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.layout import Chunks
 from oomb.core.tiers import Caps, PageLayout
 from oomb.model.causal import LayerShape
 from oomb.plan import dry_run
-from oomb.plan.choices import Choices
 from oomb.plan.pages import PageCall
 
 GIB = 2**30

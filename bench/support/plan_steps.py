@@ -24,25 +24,29 @@ HEAD = (
 
 
 def measured(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The last step of each length in a file of ``oomb bench step``, if no optimizer ran."""
+    """The last step of each setting in a file of ``oomb bench step``, if no optimizer ran."""
     rows = json.loads(path.read_text())["rows"]
     ours = [row for row in rows if isinstance(row, dict) and "attention" in row]
     if any("optimizer_seconds" in row for row in ours):
         return []
-    return list({row["tokens"]: row for row in ours}.values())
+    settings = ("tokens", "device_memory", "keep_outputs")
+    return list({tuple(row.get(name) for name in settings): row for row in ours}.values())
 
 
 def line(planner: Planner, row: dict[str, Any]) -> str:
+    kept = row.get("kept_output_share", 0.0)
     config = oomb.Config(
         attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
         kv_grad_dtype=row["kv_grad_dtype"],
         device_memory=row["device_peak_bytes"],
+        keep_outputs=kept,
     )
     choices = UNIFORM if row["selection"] == "uniform" else Choices()
     plan = planner.predict(row["tokens"], config, optimizer=None, choices=choices)
     assert plan.seconds is not None
     name = [row["attention"], f"{row['tokens']:,}", row["kv_grad_dtype"]]
     name += [f"{row['device_peak_bytes'] / GIB:.0f} GiB on the GPU"]
+    name += [f"{kept:.0%} of outputs kept"] if kept else []
     name += [row["selection"]] if row["attention"] == "topk" else []
     pairs = [
         (plan.host_pool_bytes, row["host_peak_bytes"]),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from oomb.cli.kept import KEEP_HELP, share_or_word
 from oomb.cli.refusal import check_out
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.lengths import parse_length
@@ -36,10 +37,7 @@ def step(
     host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
-    keep_outputs: Annotated[
-        str,
-        typer.Option(help="none, all, auto or a share: attention's outputs kept for the sweep."),
-    ] = "none",
+    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "none",
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
@@ -80,7 +78,7 @@ def step(
             host_memory=host_memory or None,
             kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
             recompute=recompute,  # type: ignore[arg-type]
-            keep_outputs=_share_or_word(keep_outputs),  # type: ignore[arg-type]
+            keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             record_selection=attention == "topk",
         )
     except ValueError as error:
@@ -120,13 +118,6 @@ def step(
         out=out,
         plot=plot,
     )
-
-
-def _share_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _lengths(text: str) -> list[int]:

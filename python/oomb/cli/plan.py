@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from oomb.cli.kept import KEEP_HELP, share_or_word
 from oomb.cli.refusal import check_out, refuse
 from oomb.config import (
     AllChunks,
@@ -73,6 +74,7 @@ def plan(
         str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
     ] = "float32",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
+    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "none",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
     ] = "adamw_torch_fused",
@@ -100,6 +102,7 @@ def plan(
             attention=TopKPages(budget=budget) if budget else Dense(),
             backward=_backward(keep, window),
             main_grad_dtype=main_grad_dtype,  # type: ignore[arg-type]
+            keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             **chosen,
         )
         tokens = parse_length("context", context)
@@ -204,6 +207,8 @@ def show(console: Console, model: str, result: Recommendation) -> None:
         console.print(_time(prediction))
     elif not prediction.machine.local:
         console.print("time: unknown; give --gpu or --gpu-tflops")
+    if prediction.kept_output_bytes:
+        console.print(_kept(prediction))
     if prediction.machine.host_assumed:
         host = bytes_text(prediction.machine.host_bytes)
         console.print(f"host memory: {host} is assumed beside that GPU; --host-memory says another")
@@ -219,6 +224,7 @@ def _settings(prediction: Prediction) -> str:
         f"kv_grad_dtype={config.kv_grad_dtype}",
         f"main_grad_dtype={config.main_grad_dtype}",
         f"recompute={config.recompute}",
+        f"keep_outputs={config.keep_outputs}",
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",
@@ -255,6 +261,15 @@ def _memory(prediction: Prediction) -> Table:
     )
     table.add_row("there is", *there)
     return table
+
+
+def _kept(prediction: Prediction) -> str:
+    duration = prediction.duration
+    saved = "" if duration is None else f", spare {seconds_text(duration.spared)} of attention"
+    return (
+        f"kept outputs: {prediction.kept_output_share:.0%} of attention's, "
+        f"{bytes_text(prediction.kept_output_bytes)} of the pages' memory{saved}"
+    )
 
 
 def _time(prediction: Prediction) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class CallPages:
     num_layers: int
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
-    swept: list[int]
+    swept: Sequence[int]
     reach: GradientReach
     dkv_factor: float
     choice: PageChoice | None
@@ -90,10 +90,10 @@ def begin_pages(
     """Begin a call on a page manager whose tiers hold it."""
     spilled = caps.host_slots > 0
     outputs = demand.outputs or demand.nothing_kept
-    config, chunks, swept = demand.config, demand.chunks, demand.swept or []
+    config, chunks, swept = demand.config, demand.chunks, demand.swept
     # Where lists and pages have to travel, two chunks of the fill hide it for each other, unless
     # one needs the states that the other leaves.
-    paired = spilled and demand.rule is not None and not demand.chained
+    paired = spilled and demand.selection is not None and not demand.chained
     order = call_order(
         chunks,
         [shape.window for shape in demand.shapes],
@@ -103,24 +103,25 @@ def begin_pages(
         paired=paired,
         output_span=outputs.span,
     )
+    reach = demand.reach or GradientReach((), None)
     num_layers = len(demand.shapes)
     manager.begin_call(
         num_layers=num_layers,
         pages_per_sequence=demand.pages_per_sequence,
         grad_slots=demand.layout.grad_slots,
         visits=order.visits,
-        exact=demand.rule is None,
+        exact=demand.selection is None,
         wave_pages=demand.wave_pages,
         device_slots=caps.device_slots,
         outputs=outputs.pieces_of_layer,
     )
     choice = None
-    if demand.rule is not None:
+    if demand.selection is not None:
         choice = PageChoice.of(
-            demand, demand.rule, order, manager, announces=spilled, placement=placement
+            demand, demand.selection, order, manager, announces=spilled, placement=placement
         )
     for layer in range(num_layers):
-        for chunk in demand.reach.at_start:
+        for chunk in reach.at_start:
             first, last = chunks.first_page(chunk), chunks.first_page(chunk + 1)
             manager.create_gradients(layer, first, last)
     rule = config.backward
@@ -134,7 +135,7 @@ def begin_pages(
         first_key=demand.inputs.first_key,
         num_keys=demand.inputs.num_keys,
         swept=swept,
-        reach=demand.reach,
+        reach=reach,
         dkv_factor=rule.dkv_factor if isinstance(rule, SampledChunks) else 1.0,
         choice=choice,
         rounding_seed=rounding_seed,

@@ -24,17 +24,16 @@ class GradientReach:
         window: chunks that gradient reaches back; None: all.
     """
 
-    swept: tuple[int, ...]
+    swept: Sequence[int]
     window: int | None
 
     @staticmethod
     def of(rule: BackwardRule, swept: Sequence[int]) -> GradientReach:
-        return GradientReach(
-            tuple(swept), rule.window if isinstance(rule, TruncatedChunks) else None
-        )
+        """``swept`` is kept as it is: a range of a long text's chunks takes no memory."""
+        return GradientReach(swept, rule.window if isinstance(rule, TruncatedChunks) else None)
 
     @property
-    def at_start(self) -> tuple[int, ...]:
+    def at_start(self) -> Sequence[int]:
         """Chunks that have gradient pages from the start of the sweep."""
         earlier = self.swept[:-1]
         return earlier if self.window is None else earlier[max(0, len(earlier) - self.window) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,17 @@ from oomb.core.layout import Chunks
 from oomb.core.tiers import PageLayout
 from oomb.model.causal import LayerShape
 
-# FLOP of attention's forward that one byte kept must save: what a device computes while it copies
-# a byte into a slot and out again, and while a byte goes to the host and back with nothing to hide
-# it. A GPU's figures are those of the fastest attention per byte of a link (H200, PCIe 5).
-_WORTH = {"cpu": (40.0, 80.0), "cuda": (800.0, 23_000.0)}
+# FLOP that a byte must save to be worth a copy into a slot and out again: what a device computes
+# meanwhile.
+IN_DEVICE = {"cpu": 40.0, "cuda": 800.0}
+
+
+class OverLink(Protocol):
+    """What two trips over the link cost."""
+
+    def least_worth(self, chunk: int, layer: int, flops: float, num_bytes: int) -> float:
+        """FLOP that a byte of an output must save."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,33 +111,6 @@ class KeptOutputs:
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """Slots that the tiers may have beside the pages of a call.
-
-    Attributes:
-        device: below 0 where pages alone do not fit the device tier.
-        host: beyond the pages that have no room on the device, which ``device`` takes from it.
-        device_is_capped, host_is_capped: somebody has said how much it may be.
-    """
-
-    device: int
-    host: int
-    device_is_capped: bool
-    host_is_capped: bool
-
-    @staticmethod
-    def least(rooms: Sequence[Rooms]) -> Rooms:
-        """What every one of several ranks has."""
-        return replace(
-            rooms[0], device=min(x.device for x in rooms), host=min(x.host for x in rooms)
-        )
-
-    @property
-    def all(self) -> int:
-        return max(0, self.device + self.host)
-
-
-@dataclass(frozen=True)
 class Keeping:
     """What could be kept in a call, the most worthwhile first.
 
@@ -195,33 +176,27 @@ class Keeping:
         """How many of the first ones fit so many slots."""
         return self._while(lambda _, used: used <= slots)
 
-    def wanted(self, setting: str | float, rooms: Rooms, device_type: str) -> KeptOutputs:
-        """What ``Config(keep_outputs=…)`` asks for; it may not fit, unless that is ``"auto"``."""
-        if setting == "none":
-            return self.none
-        if setting != "auto":
-            return self.share(1.0 if setting == "all" else float(setting))
-        # Of memory that nobody has given us half is left to others.
-        device, host = rooms.device, rooms.host + min(0, rooms.device)
-        if device > 0 and not rooms.device_is_capped:
-            device //= 2
-        if not rooms.host_is_capped:
-            host //= 2
-        return self.worthwhile(device, max(0, device) + max(0, host), device_type)
-
-    def worthwhile(self, device_slots: int, all_slots: int, device_type: str) -> KeptOutputs:
+    def worthwhile(
+        self, device_slots: int, all_slots: int, device: str, link: OverLink
+    ) -> KeptOutputs:
         """Those that save more time than their copies take.
 
         Args:
             device_slots: beside the call's pages on the device; what does not fit there goes to
-                the host and back. Below 0 where pages do so themselves.
+                the host and back.
             all_slots: beside the call's pages in both tiers.
+            device: ``"cpu"`` or ``"cuda"``.
         """
-        in_device, over_link = _WORTH[device_type]
+        sizes = [o + lse for o, lse in zip(self.none.o_bytes, self.none.lse_bytes, strict=True)]
 
         def pays(index: int, used: int) -> bool:
-            least = in_device if used <= device_slots else over_link
-            return used <= all_slots and self.worth[index] >= least
+            if used > all_slots:
+                return False
+            least, (chunk, layer) = IN_DEVICE[device], self.order[index]
+            if used > device_slots:
+                flops = self.worth[index] * sizes[layer]
+                least += link.least_worth(chunk, layer, flops, sizes[layer])
+            return self.worth[index] >= least
 
         return self.first(self._while(pays))
 

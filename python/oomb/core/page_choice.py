@@ -73,7 +73,7 @@ class PageChoice:
         for layer in choosing:
             shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
-        keeps = demand.swept is not None or demand.config.record_selection
+        keeps = demand.reach is not None or demand.config.record_selection
         lists = demand.lists
         if lists is None:
             lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)

@@ -5,25 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from oomb import _C
+from oomb.config import Config
 from oomb.core.call_pages import CallPages, begin_pages
 from oomb.core.demand import Demand
-from oomb.core.kept_outputs import Rooms
-from oomb.core.shortage import (
-    expect_room,
-    expect_room_for_outputs,
-    leave_to_driver,
-    refused,
-)
-from oomb.core.tiers import Caps, Held, PageLayout, device_room, host_room, page_manager
-from oomb.errors import Error, OutOfMemoryError
+from oomb.core.fit import Fit, Room, fit
+from oomb.core.page_demand import PageDemand
+from oomb.core.shortage import leave_to_driver, refused
+from oomb.core.tiers import Caps, Held, PageLayout, free_memory, page_manager
+from oomb.errors import Error
 from oomb.model.swap import Swaps
 from oomb.parallel.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a call needs or does besides its pages.
+
+    Attributes:
+        others: bytes on the device.
+        host_spare: bytes of the host's memory that only pages may take.
+        linear_flops: per token of a layer, forward.
+    """
+
+    others: int = 0
+    host_spare: int = 0
+    linear_flops: float = 0.0
 
 
 class Pools:
@@ -62,47 +74,73 @@ class Pools:
         snapshot: dict[str, Any] = json.loads(self.manager.snapshot())
         return snapshot
 
-    def call(self, swaps: Swaps, demand: Demand, others: int, rounding_seed: int) -> CallPages:
+    def call(self, swaps: Swaps, demand: Demand, needs: Needs, rounding_seed: int) -> CallPages:
         """Pages of one call; with ``swaps`` all of them die, whatever happened.
 
-        Args:
-            others: bytes that the call needs on the device besides its pages.
-
         Raises:
-            OutOfMemoryError: the pages do not fit both tiers.
+            OutOfMemoryError: the call does not fit.
         """
         self._reclaim()
         swaps.afterwards(self._end_call)
-        demand = self._keeping_outputs(demand, others)
-        caps = self._agreed_caps(demand, others)
+        found = self._agreed_fit(demand, needs)
+        demand = replace(demand, outputs=found.outputs)
 
         def begin() -> CallPages:
-            manager = self._manager_for(demand, caps)
-            return begin_pages(demand, manager, caps, rounding_seed, self._placement)
+            manager = self._manager_for(demand, found.caps)
+            return begin_pages(demand, manager, found.caps, rounding_seed, self._placement)
 
         return self._placement.together(begin)
 
-    def _agreed_caps(self, demand: Demand, others: int) -> Caps:
-        """Sizes of the tiers that all ranks can have: whether pages spill decides their order."""
-        caps = self._caps_with_room
-        kept: list[Caps] = []
+    def _agreed_fit(self, demand: Demand, needs: Needs) -> Fit:
+        """One that all ranks can have: what spills and what is kept decides their order."""
+        config, placement = demand.config, self._placement
+        seen = placement.collect(
+            lambda: (self.room(demand, config, needs), self._held(demand.layout, config))
+        )
+        room = Room.least([room for room, _ in seen])
+        held = seen[0][1] if all(held == seen[0][1] for _, held in seen) else None
 
-        def own(device_memory: int | str | None) -> int:
-            kept.append(caps(demand, others, device_memory))
-            return kept[-1].device_slots
-
-        slots = self._placement.collect(lambda: own(demand.config.device_memory))
-        if min(slots) < max(slots):
-            least = min(slots) * demand.layout.slot_bytes
-            self._placement.collect(lambda: own(least))
-        spills = self._placement.collect(lambda: kept[-1].host_slots > 0)
-        if len(set(spills)) > 1:
-            raise OutOfMemoryError(
-                "host_memory: expected ranks with as much of it, got some whose pages spill and "
-                "some whose pages do not: the tiers are out of memory. Set device_memory and "
-                "host_memory"
+        def own() -> Fit:
+            return fit(
+                demand, config.keep_outputs, room, linear_flops=needs.linear_flops, held=held
             )
-        return kept[-1]
+
+        found = placement.together(own)
+        pool_bytes = found.caps.device_slots * demand.layout.slot_bytes
+        given = min(placement.collect(lambda: leave_to_driver(self._device, pool_bytes)))
+        if given >= pool_bytes:
+            return found
+        room = replace(room, driver=given)
+        return placement.together(own)
+
+    def fit(self, demand: PageDemand, config: Config, needs: Needs) -> Fit:
+        """How a call would fit what is free now, on this rank.
+
+        Raises:
+            OutOfMemoryError: it does not.
+        """
+        room, held = self.room(demand, config, needs), self._held(demand.layout, config)
+        return fit(demand, config.keep_outputs, room, linear_flops=needs.linear_flops, held=held)
+
+    def room(self, demand: PageDemand, config: Config, needs: Needs) -> Room:
+        """Memory that a call may have now, with that of the pools that are there."""
+        assert not isinstance(config.device_memory, str)
+        assert not isinstance(config.host_memory, str)
+        on_cpu, here = self._device.type == "cpu", self._placement.neighbours
+        host_free = free_memory(torch.device("cpu")) // here
+        cap = config.host_memory
+        if self.manager is not None:
+            host_free += self.snapshot()["host"]["committed_bytes"]
+        return Room(
+            one_memory=on_cpu,
+            device_free=host_free if on_cpu else free_memory(self._device),
+            host_free=host_free,
+            device_cap=config.device_memory,
+            host_cap=None if cap is None else max(1, cap // here),
+            others=needs.others,
+            host_others=0 if demand.reach is None else demand.list_bytes + demand.border_bytes,
+            host_spare=needs.host_spare,
+        )
 
     def lend(self, reclaim: Callable[[], None]) -> None:
         """To a call that keeps its pages when it returns.
@@ -140,93 +178,23 @@ class Pools:
             shortage.snapshot = snapshot
             raise shortage from error
 
-    def _keeping_outputs(self, demand: Demand, others: int) -> Demand:
-        """The demand with the outputs of attention that the fill shall keep.
-
-        Raises:
-            OutOfMemoryError: both tiers cannot hold what was asked for.
-        """
-        setting = demand.config.keep_outputs
-        if demand.swept is None or setting == "none":
-            return demand
-
-        def expect_pages_to_fit() -> None:  # or say what is missing
-            self._caps_with_room(demand, others, demand.config.device_memory)
-
-        self._placement.collect(expect_pages_to_fit)
-        keeping = demand.keeping
-        rooms = Rooms.least(self._placement.collect(lambda: self._rooms(demand, others)))
-        outputs = keeping.wanted(setting, rooms, self._device.type)
-        keeps = replace(demand, outputs=outputs)
-        if setting != "auto":
-            expect_room_for_outputs(keeping, outputs, rooms.all)
-            return keeps
-
-        def has_room() -> bool:
-            try:
-                self._caps_with_room(keeps, others, keeps.config.device_memory)
-            except OutOfMemoryError:  # the device gives less than it says
-                return False
-            return True
-
-        return keeps if all(self._placement.collect(has_room)) else demand
-
-    def _rooms(self, demand: Demand, others: int) -> Rooms:
-        config, slot, needed = demand.config, demand.layout.slot_bytes, demand.needed_slots
-        held = self._held(demand)
-        assert not isinstance(config.device_memory, str)
-        assert not isinstance(config.host_memory, str)
-        here = self._placement.neighbours
-        device = device_room(self._device, config.device_memory, others, here) // slot
-        on_cpu = self._device.type == "cpu"
-        taken = demand.border_bytes + (device * slot if on_cpu else 0)  # one memory, given once
-        kept = 0 if held is None else held.host_bytes
-        host = host_room(config.host_memory, kept, taken, here) // slot
-        return Rooms(
-            device - needed, host, config.device_memory is not None, config.host_memory is not None
-        )
-
-    def _caps_with_room(self, demand: Demand, others: int, device_memory: int | str | None) -> Caps:
-        """Sizes of the tiers; the device has what they and the rest of the call take of it."""
-        expect_room(self._device, 0, others)
-        caps = self._caps(demand, device_memory, others)
-        pool_bytes = caps.device_slots * demand.layout.slot_bytes
-        expect_room(self._device, pool_bytes, others)
-        given = leave_to_driver(self._device, pool_bytes)
-        return caps if given >= pool_bytes else self._caps(demand, max(given, 1), others)
-
-    def _caps(self, demand: Demand, device_memory: int | str | None, others: int) -> Caps:
-        host_memory = demand.config.host_memory
-        assert not isinstance(device_memory, str) and not isinstance(host_memory, str)
-        return Caps.of(
-            demand.layout,
-            demand.needed_slots,
-            self._device,
-            device_memory,
-            host_memory,
-            demand.smallest_slots,
-            others,
-            self._held(demand),
-            demand.border_bytes,
-            self._placement.neighbours,
-        )
-
-    def _held(self, demand: Demand) -> Held | None:
-        """The pools of the last call, where this one can use them."""
-        layout, host_memory = demand.layout, demand.config.host_memory
-        assert not isinstance(host_memory, str)
+    def _held(self, layout: PageLayout, config: Config) -> Held | None:
+        """The pools of the last call, where another one can use them."""
         if self.manager is None or self._key != self._key_of(layout):
             return None
         host = self.snapshot()["host"]
-        if host_memory is not None and host["max_slots"] * layout.slot_bytes > host_memory:
+        assert not isinstance(config.host_memory, str)
+        cap = config.host_memory
+        if cap is not None and host["max_slots"] * layout.slot_bytes > cap:
             return None
-        return Held(self.manager.device_capacity, host["max_slots"], host["committed_bytes"])
+        return Held(self.manager.device_capacity, host["max_slots"])
 
     def _key_of(self, layout: PageLayout) -> object:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
 
     def _manager_for(self, demand: Demand, caps: Caps) -> _C.PageManager:
-        held = self._held(demand)
+        host_memory = demand.config.host_memory
+        held = self._held(demand.layout, demand.config)
         fits = (
             held is not None
             and held.device_slots >= caps.device_slots
@@ -241,7 +209,7 @@ class Pools:
             self._device,
             demand.layout,
             caps,
-            explicit_host_memory=demand.config.host_memory is not None,
+            explicit_host_memory=host_memory is not None,
             **self.test_switches,
         )
         return self.manager

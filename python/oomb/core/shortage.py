@@ -1,4 +1,4 @@
-"""Memory that a call cannot have: foreseen before its first chunk, or refused to torch within."""
+"""Memory that a call cannot have: the driver's word before its first chunk, or torch's within."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from oomb.config import parse_size
-from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.faults import is_out_of_memory
@@ -16,42 +15,6 @@ from oomb.units import bytes_text
 
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B?)")
 _REMEDY = "lower device_memory or chunk_size, or set recompute='layer'"
-
-
-def expect_room(device: torch.device, pool_bytes: int, others: int) -> None:
-    """Check that a device has room for a tier and for what a call needs besides.
-
-    Raises:
-        OutOfMemoryError: it has not.
-    """
-    free = free_memory(device)
-    if pool_bytes + others > free:
-        raise OutOfMemoryError(
-            f"the call needs {bytes_text(pool_bytes)} of pages on the device and "
-            f"{bytes_text(others)} for the activations of a chunk and the sums of gradients, "
-            f"{bytes_text(free)} are free: the device is out of memory. {_REMEDY.capitalize()}",
-            needed_bytes=pool_bytes + others,
-            available_bytes=free,
-        )
-
-
-def expect_room_for_outputs(keeping: Keeping, outputs: KeptOutputs, free_slots: int) -> None:
-    """Check that the tiers have room for outputs of attention beside a call's pages.
-
-    Raises:
-        OutOfMemoryError: they have not; the text has the largest share that would fit.
-    """
-    if outputs.slots <= free_slots:
-        return
-    free = max(0, free_slots) * outputs.slot_bytes
-    fitting = keeping.most_within(free_slots) / len(keeping.order)
-    raise OutOfMemoryError(
-        f"keep_outputs: expected room for {bytes_text(outputs.num_bytes)} beside the call's pages, "
-        f"got {bytes_text(free)}: the tiers are out of memory. The largest share that fits is "
-        f"keep_outputs={int(1000 * fitting) / 1000}; raise host_memory or device_memory for more",
-        needed_bytes=outputs.num_bytes,
-        available_bytes=free,
-    )
 
 
 def leave_to_driver(device: torch.device, pool_bytes: int) -> int:

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 from oomb import _C
-from oomb.errors import OutOfMemoryError
-from oomb.units import bytes_text
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
-_ENOUGH = 0.8  # a pool of this share of what could be had is used again
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,10 @@ def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_p
 
 @dataclass(frozen=True)
 class Held:
-    """Pools that an earlier call has left: slots they may have, bytes of host memory they keep."""
+    """Pools that an earlier call has left: slots they may have."""
 
     device_slots: int
     host_slots: int
-    host_bytes: int
 
 
 @dataclass(frozen=True)
@@ -84,83 +80,6 @@ class Caps:
     device_slots: int
     host_slots: int
     host_capacity: int
-
-    @staticmethod
-    def of(
-        layout: PageLayout,
-        needed_slots: int,
-        device: torch.device,
-        device_memory: int | None,
-        host_memory: int | None,
-        smallest_slots: int,
-        others: int,
-        held: Held | None = None,
-        beside: int = 0,
-        neighbours: int = 1,
-    ) -> Caps:
-        """Caps of a call that keeps at most ``needed_slots`` slots in use at once.
-
-        Args:
-            others: bytes that the call needs on the device besides its pages; a tier without a cap
-                leaves them free.
-            held: pools that can be used again.
-            beside: bytes that the call needs of the host's memory besides its pages.
-            neighbours: processes that share this host's memory.
-
-        Raises:
-            OutOfMemoryError: both tiers together cannot hold the call; the text has the bytes.
-        """
-        device_free = device_room(device, device_memory, others, neighbours)
-        allowed = device_free // layout.slot_bytes
-        device_slots = min(allowed, needed_slots)
-        if device_slots < smallest_slots:
-            raise OutOfMemoryError(
-                f"device_memory: expected at least {bytes_text(smallest_slots * layout.slot_bytes)}"
-                f" for one step of attention, got {bytes_text(device_free)}"
-                f"{'' if device_memory else ', which is left beside activations and gradients'}; "
-                "the page pool is out of memory. Raise device_memory, lower chunk_size or set "
-                "recompute='layer'",
-                needed_bytes=smallest_slots * layout.slot_bytes,
-                available_bytes=device_free,
-            )
-        if held is not None and held.device_slots >= _ENOUGH * device_slots:
-            usable = min(device_slots, held.device_slots)
-            spills = needed_slots > usable
-            if usable >= smallest_slots and needed_slots <= usable + held.host_slots:
-                return Caps(usable, held.host_slots if spills else 0, held.host_slots)
-        if device_slots == needed_slots:
-            return Caps(device_slots, 0, 0)
-        taken = device_slots * layout.slot_bytes if device.type == "cpu" else 0
-        kept = 0 if held is None else held.host_bytes
-        host_free = host_room(host_memory, kept, taken + beside, neighbours)
-        capacity = host_free // layout.slot_bytes
-        if capacity + device_slots < needed_slots:
-            needed, free = needed_slots * layout.slot_bytes, device_free + host_free
-            raise OutOfMemoryError(
-                f"the call needs {bytes_text(needed)} of pages, device_memory holds "
-                f"{bytes_text(device_free)} and host_memory {bytes_text(host_free)}: the tiers are "
-                "out of memory. Raise host_memory, set kv_grad_dtype='bfloat16' or shorten the "
-                "sequence",
-                needed_bytes=needed,
-                available_bytes=free,
-            )
-        return Caps(device_slots, min(capacity, needed_slots), capacity)
-
-
-def device_room(
-    device: torch.device, device_memory: int | None, others: int, neighbours: int = 1
-) -> int:
-    """Bytes that the device tier may take beside ``others``; a CPU's memory is everybody's."""
-    free = free_memory(device) // (neighbours if device.type == "cpu" else 1)
-    return device_memory or max(0, int(free * TIER_SHARE) - others)
-
-
-def host_room(host_memory: int | None, kept: int, taken: int, neighbours: int = 1) -> int:
-    """Bytes that the host tier may take, which has ``kept`` already, beside ``taken``; all
-    ``neighbours`` on the host together may have ``host_memory``."""
-    free = free_memory(torch.device("cpu")) // neighbours + kept
-    own = None if host_memory is None else max(1, host_memory // neighbours)
-    return own or max(0, int(free * TIER_SHARE) - taken)
 
 
 def free_memory(device: torch.device) -> int:

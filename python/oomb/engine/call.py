@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,19 +13,22 @@ from oomb.config import Config
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.collector import older_objects_aside
-from oomb.core.demand import Demand
+from oomb.core.demand import Demand, rule_of
+from oomb.core.gradient_reach import GradientReach
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss, TokenLoss
 from oomb.core.main_grad import MainGrads
+from oomb.core.page_demand import PageDemand
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner, seed_of_rank
 from oomb.core.rounding import seed_of_call
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
-from oomb.engine.plan import ACTIVATION_SHARE, activation_bytes, counted_tokens, gradient_bytes
+from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
+from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.generators import kept_generators
@@ -124,6 +127,9 @@ class Calls:
     Args:
         pools: keep for the next call what can be kept.
         grads: take the gradients of a call.
+
+    Attributes:
+        measured: by tokens and batch: seconds, and those that kept outputs spared.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class Calls:
         self._pools = pools
         self._grads = grads
         self._recompute: dict[tuple[int, int], bool] = {}
+        self.measured: dict[tuple[int, int], tuple[float, float]] = {}
 
     @contextmanager
     def under_way(
@@ -203,26 +210,24 @@ class Calls:
         recompute = swept is not None and any(
             placement.collect(lambda: self.recomputes(config, inputs.batch, tokens))
         )
-        demand = Demand(
-            config=config,
-            shapes=self._shapes,
-            layout=self.layout(config),
-            inputs=inputs,
-            swept=swept,
+        handed = 0
+        if swept is not None:
+            chunks = Chunks.of(config, inputs.tokens).number
+            handed = border_bytes(state_bytes(model.mixers), inputs.batch, chunks)
+        demand = Demand.of(
+            config,
+            self._shapes,
+            self.layout(config),
+            inputs,
+            swept,
             every_output=every_output,
             lists=lists,
+            border_bytes=handed,
             chained=bool(model.mixers),
             fills_all=model.ends_in_mixer,
         )
-        others = 0
-        if swept is not None:
-            handed = border_bytes(state_bytes(model.mixers), inputs.batch, demand.chunks.number)
-            demand = replace(demand, border_bytes=handed)
-            others = activation_bytes(
-                model, inputs.batch, tokens, recompute, config.main_grad_dtype
-            )
-            others += gradient_bytes(model, config)
-        pages = self._pools.call(swaps, demand, others, seed_of_call(step))
+        needs = needs_of(model, config, demand, tokens, recompute)
+        pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         loop = ChunkLoop(
@@ -259,12 +264,36 @@ class Calls:
             tokens: of a chunk, as of :func:`counted_tokens`.
         """
         if config.recompute != "auto":
-            return config.recompute == "layer"
+            return recomputes(config, 0, 0)
         if (batch, tokens) not in self._recompute:
-            kept = activation_bytes(self._model, batch, tokens, recompute=False)
-            too_much = kept > ACTIVATION_SHARE * free_memory(self._model.device)
+            kept = activation_bytes(self._model, config, batch, tokens, recompute=False)
+            too_much = recomputes(config, kept, free_memory(self._model.device))
             self._recompute[batch, tokens] = too_much
         return self._recompute[batch, tokens]
+
+    def plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
+        """What a call on ``batch`` sequences of ``num_tokens`` tokens will take.
+
+        Args:
+            swept: chunks that it draws.
+        """
+        chunks = Chunks.of(config, max(1, num_tokens - 1))  # the last predicts nothing
+        tokens = -(-counted_tokens(config, chunks.tokens) // self._placement.ranks)
+        recompute = self.recomputes(config, batch, tokens)
+        demand = PageDemand(
+            chunks=chunks,
+            reach=GradientReach.of(config.backward, swept),
+            shapes=self._shapes,
+            layout=self.layout(config),
+            batch=batch,
+            device_type=self._model.device.type,
+            selection=rule_of(config),
+            border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
+        )
+        needs = needs_of(self._model, config, demand, tokens, recompute, exact=True)
+        plan = plan_call(self._model, config, self._pools, demand, needs, recompute)
+        seconds, spared = self.measured.get((num_tokens, batch), (None, None))
+        return replace(plan, seconds=seconds, kept_output_seconds=spared)
 
     def dropout_seed(self, swaps: Swaps) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""

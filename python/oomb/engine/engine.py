@@ -20,7 +20,7 @@ from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads, check_sums
 from oomb.core.pools import Pools
 from oomb.engine.call import Calls, current_gpu
-from oomb.engine.plan import Plan, counted_tokens, plan_call
+from oomb.engine.plan import Plan
 from oomb.engine.ranks import expect_no_mixers, expect_one_rank, expect_rule_of_ranks, shapes_here
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass, Wanted
@@ -79,7 +79,6 @@ class Engine:
         self._closed = False
         self._warned_of_positions = False
         self._warned_of_unknown = False
-        self._seconds_per_shape: dict[tuple[int, int], float] = {}
         as_before_afterwards(partial(self._placement.together, self._check_model))
 
     def _check_model(self) -> None:
@@ -194,7 +193,8 @@ class Engine:
                 keep = config.keep_main_grad
                 self._placement.settle(partial(self._grads.commit, parameters, keep, zeros=False))
                 seconds = fill_seconds + sweep_seconds
-                self._seconds_per_shape[inputs.num_given, inputs.batch] = seconds
+                spared = step.stats.kept_output_seconds
+                self._calls.measured[inputs.num_given, inputs.batch] = seconds, spared
                 return step
 
         return as_before_afterwards(run)
@@ -338,17 +338,9 @@ class Engine:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
         self._expect_own_process()
 
-        def run() -> Plan:
-            tokens = counted_tokens(self.config, num_tokens - 1)
-            recompute = self._calls.recomputes(self.config, batch_size, tokens)
-            layout = self._calls.layout(self.config)
-            return plan_call(
-                self._model, self._shapes, layout, self.config, num_tokens, batch_size, recompute
-            )
-
-        plan = as_before_afterwards(run)
-        seconds = self._seconds_per_shape.get((num_tokens, batch_size))
-        return Plan(**{**vars(plan), "seconds": seconds})
+        config = self.config
+        swept = self._training.upcoming(Chunks.of(config, max(1, num_tokens - 1)).number)
+        return as_before_afterwards(lambda: self._calls.plan(config, num_tokens, batch_size, swept))
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).

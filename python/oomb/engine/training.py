@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
@@ -54,6 +54,12 @@ class Training:
                 f"backward.draw: expected ascending chunks below {num_chunks}, got {drawn}"
             )
         return drawn
+
+    def upcoming(self, num_chunks: int) -> Sequence[int]:
+        """The same before the call: one where none is drawn, a range where all are."""
+        if isinstance(self.config.backward, SampledChunks):
+            return self.drawn(num_chunks) or [0]
+        return range(num_chunks)  # a list of a long text's would be long
 
     @property
     def loss_factor(self) -> float:

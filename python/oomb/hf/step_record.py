@@ -49,6 +49,9 @@ class StepRecord:
             "exposed_copy_seconds": sum(s.exposed_copy_seconds for s in stats),
             "exposed_growth_seconds": sum(s.exposed_growth_seconds for s in stats),
             "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
+            "kept_output_share": max((s.kept_output_share for s in stats), default=0.0),
+            "kept_output_bytes": max((s.kept_output_bytes for s in stats), default=0),
+            "kept_output_seconds": sum(s.kept_output_seconds for s in stats),
             "torch_peak_bytes": (
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
             ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from oomb.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from oomb.plan.choices import UNIFORM, Choices
+    from oomb.core.choices import UNIFORM, Choices
     from oomb.plan.duration import Duration
     from oomb.plan.gpus import GPUS, Gpu
     from oomb.plan.machine import Machine
@@ -40,8 +40,8 @@ if not TYPE_CHECKING:  # a checker knows the names, and would take any other one
         {
             "GPUS": "oomb.plan.gpus",
             "OPTIMIZERS": "oomb.plan.optimizers",
-            "UNIFORM": "oomb.plan.choices",
-            "Choices": "oomb.plan.choices",
+            "UNIFORM": "oomb.core.choices",
+            "Choices": "oomb.core.choices",
             "Duration": "oomb.plan.duration",
             "Gpu": "oomb.plan.gpus",
             "Machine": "oomb.plan.machine",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -243,7 +243,7 @@ class DryRun:
         manager.drop(layer, dead_from, first, kv=True, grads=False)
 
 
-def _some_layers(call: PageCall) -> tuple[LayerShape, ...]:
+def _some_layers(call: PageCall) -> Sequence[LayerShape]:
     """As many of the layers as a dry run has time for, windows among them as in the whole."""
     total, chunks = len(call.shapes), call.filled + 2 * len(call.swept)
     windowed = sum(1 for shape in call.shapes if shape.window)

@@ -124,21 +124,24 @@ def _waiting(
     )
 
 
-Swept = range | tuple[int, ...]
-
-
-def _forward(call: PageCall, rates: Rates, chunks: Swept, shapes: Sequence[LayerShape]) -> float:
+def _forward(
+    call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
+) -> float:
     """Seconds of attention of ``chunks`` in layers of ``shapes``."""
     own, past = _pairs(call, chunks, shapes)
     return 4.0 * (own / rates.own_forward + past / rates.past_forward)
 
 
-def _backward(call: PageCall, rates: Rates, chunks: Swept, shapes: Sequence[LayerShape]) -> float:
+def _backward(
+    call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
+) -> float:
     own, past = _pairs(call, chunks, shapes)
     return 10.0 * (own / rates.own_backward + past / rates.past_backward)
 
 
-def _pairs(call: PageCall, chunks: Swept, shapes: Sequence[LayerShape]) -> tuple[float, float]:
+def _pairs(
+    call: PageCall, chunks: Sequence[int], shapes: Sequence[LayerShape]
+) -> tuple[float, float]:
     """Sum over layers, heads and chunks of (query, key) pairs times head_dim.
 
     First those whose keys are partly masked, in the chunk itself or in a window; then earlier ones.

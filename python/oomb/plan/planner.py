@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 
-from oomb.config import Config, PageRule, SampledChunks
+from oomb.config import Config, SampledChunks
+from oomb.core.choices import Choices
+from oomb.core.demand import rule_of
+from oomb.core.fit import Room, fit
 from oomb.core.gradient_reach import GradientReach
-from oomb.core.kept_outputs import Rooms
 from oomb.core.layout import Chunks
-from oomb.core.tiers import TIER_SHARE, Caps, PageLayout
-from oomb.engine.plan import ACTIVATION_SHARE
+from oomb.core.tiers import PageLayout
+from oomb.engine.needs import (
+    activations_of,
+    counted_tokens,
+    gradient_bytes,
+    others_of,
+    recomputes,
+    spare_of,
+)
 from oomb.errors import OutOfMemoryError
-from oomb.plan.choices import Choices
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
@@ -24,10 +32,10 @@ from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
 from oomb.trace.bare import bare_model
 from oomb.trace.trace import Setting, Trace, Tracer
-from oomb.units import bytes_text
 
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
-_INPUT_BYTES = 3 * 8 + 2 * 4  # per token: ids, labels and a mask, at most; positions, targets
+_ARGUMENT_BYTES = 3 * 8  # per token: ids, labels and a mask, at most
+_INPUT_BYTES = _ARGUMENT_BYTES + 2 * 4  # and positions, targets
 
 
 class Planner:
@@ -99,28 +107,26 @@ class Planner:
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
         free = self.machine.device_bytes - tracer.parameter_bytes - kept
         call = self.pages(num_tokens, config, batch_size, step, choices)
+        free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
         recompute = self._recompute(config, call, free)
 
-        trace = self._trace(config, call, recompute, waves=False)
-        shortage = ""
+        shortage, spills = "", False
+        room = self._room(config, call, recompute, free, use, accumulates)
         try:
-            caps = self._caps(config, call, free, _call_bytes(call, trace))
-            call = self._keeping_outputs(config, call, free, _call_bytes(call, trace))
-            caps = self._caps(config, call, free, _call_bytes(call, trace))
-            if caps.host_slots:
-                trace = self._trace(config, call, recompute, waves=True)
-                caps = self._caps(config, call, free, _call_bytes(call, trace))
-            pools = pool_use(call, caps, dry_run=dry_run)
+            found = fit(call, config.keep_outputs, room, linear_flops=tracer.linear_flops)
+            call = replace(call, outputs=found.outputs)
+            spills = found.caps.host_slots > 0
+            pools = pool_use(call, found.caps, dry_run=dry_run)
         except OutOfMemoryError as error:
             shortage = str(error)
-            room = self._device_room(config, free, _call_bytes(call, trace))
-            pools = least_pools(call, room // call.layout.slot_bytes)
+            pools = least_pools(call, room.device // call.layout.slot_bytes)
+        trace = self._trace(config, call, recompute, waves=spills)
         duration: Duration | None = None
         if timed:
             rates = self._rates(config, call)
             if rates is not None:
                 duration = duration_of(call, trace, pools, rates, recompute=recompute)
-        prediction = Prediction(
+        return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
             config=replace(config, recompute="layer" if recompute else "none"),
@@ -135,7 +141,7 @@ class Planner:
             step_bytes=tracer.gradient_bytes + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
-            list_bytes=0 if call.lists is None else call.lists.host_bytes(call.device_type),
+            list_bytes=call.list_bytes,
             kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
             kept_output_share=0.0 if call.outputs is None else call.outputs.share,
             h2d_bytes=pools.h2d_bytes,
@@ -143,7 +149,6 @@ class Planner:
             duration=duration,
             shortage=shortage,
         )
-        return replace(prediction, shortage=_shortage(prediction) or shortage)
 
     def pages(
         self,
@@ -156,7 +161,6 @@ class Planner:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
         first = self.tracer.shapes[0]
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
-        rule = config.attention
         return PageCall(
             chunks=chunks,
             reach=GradientReach.of(config.backward, _swept(config, chunks.number, step)),
@@ -170,7 +174,7 @@ class Planner:
             ),
             batch=batch_size,
             device_type=self.machine.device_type,
-            selection=rule if isinstance(rule, PageRule) else None,
+            selection=rule_of(config),
             choices=choices or Choices(),
         )
 
@@ -184,46 +188,45 @@ class Planner:
 
     def _recompute(self, config: Config, call: PageCall, free: int) -> bool:
         if config.recompute != "auto":
-            return config.recompute == "layer"
-        trace = self._trace(config, call, False, waves=False)
-        return trace.sweep_peak_bytes - trace.sum_bytes > ACTIVATION_SHARE * free
+            return recomputes(config, 0, 0)
+        return recomputes(config, self._activations(config, call, False), free)
 
-    def _caps(self, config: Config, call: PageCall, free: int, others: int) -> Caps:
-        """Sizes of the tiers, as the engine will choose them."""
-        host = config.host_memory
-        assert not isinstance(host, str)
-        needed = max(call.needed_slots, call.smallest_slots)
-        device = self._device_room(config, free, others)
-        if host is None:
-            host = self._host_room(min(device, needed * call.layout.slot_bytes))
-        kind = torch.device(self.machine.device_type)
-        return Caps.of(call.layout, needed, kind, device, max(1, host), call.smallest_slots, others)
+    def _activations(self, config: Config, call: PageCall, recompute: bool) -> int:
+        """Of a chunk, as the engine counts them."""
+        tokens = counted_tokens(config, call.chunks.tokens)
+        setting = Setting(tokens, call.batch, recompute, True, config.main_grad_dtype)
+        return activations_of(self.tracer.trace(setting))
 
-    def _host_room(self, on_device: int) -> int:
-        """Bytes that the host tier may take where it has no cap."""
-        taken = on_device if self.machine.device_type == "cpu" else 0
-        return int((self.machine.host_bytes - taken) * TIER_SHARE)
+    def _room(
+        self,
+        config: Config,
+        call: PageCall,
+        recompute: bool,
+        free: int,
+        use: OptimizerUse,
+        accumulates: bool,
+    ) -> Room:
+        """Memory that the call may have, as the engine will find it.
 
-    def _keeping_outputs(self, config: Config, call: PageCall, free: int, others: int) -> PageCall:
-        """With the outputs of attention that the engine will keep."""
-        if config.keep_outputs == "none":
-            return call
-        slot, device = call.layout.slot_bytes, self._device_room(config, free, others)
-        host = config.host_memory
-        assert not isinstance(host, str)
-        rooms = Rooms(
-            device // slot - max(call.needed_slots, call.smallest_slots),
-            (self._host_room(device) if host is None else host) // slot,
-            config.device_memory is not None,
-            host is not None,
-        )
-        outputs = call.keeping.wanted(config.keep_outputs, rooms, self.machine.device_type)
-        return replace(call, outputs=outputs)
-
-    def _device_room(self, config: Config, free: int, others: int) -> int:
-        """Bytes that the device tier may take."""
+        Args:
+            free: of the device, beside arguments and what stays there between calls.
+        """
         assert not isinstance(config.device_memory, str)
-        return config.device_memory or max(1, int(free * TIER_SHARE) - others)
+        assert not isinstance(config.host_memory, str)
+        machine, gradients = self.machine, gradient_bytes(self.tracer.trainable, config)
+        on_cpu = machine.device_type == "cpu"
+        kept = self.tracer.gradient_bytes if accumulates else 0
+        return Room(
+            one_memory=on_cpu,
+            device_free=free,
+            host_free=free if on_cpu else machine.host_bytes,
+            device_cap=config.device_memory,
+            host_cap=config.host_memory,
+            others=others_of(call, self._activations(config, call, recompute), gradients),
+            host_others=call.list_bytes + use.host_bytes,
+            host_spare=spare_of(self.tracer.trainable),
+            stepping=self.tracer.gradient_bytes + use.step_bytes - kept,
+        )
 
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
         machine, tracer = self.machine, self.tracer
@@ -251,8 +254,8 @@ def _call_bytes(call: PageCall, trace: Trace) -> int:
     Mean keys are there until the sweep has begun; the sums of gradients grow with it.
     """
     inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
-    lists = 0 if call.lists is None else call.lists.chunk_bytes
-    fill = trace.fill_peak_bytes + call.summary_bytes + call.score_bytes
+    lists = 0 if call.list_sizes is None else call.list_sizes.chunk_bytes
+    fill = trace.fill_peak_bytes + call.choosing_bytes
     return inputs + lists + max(fill, trace.sweep_peak_bytes)
 
 
@@ -264,27 +267,3 @@ def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]
     steps = range(_DRAWS) if step is None else [step]
     draws = [tuple(rule.draw(num_chunks, step)) for step in steps]
     return max(draws, key=lambda drawn: (drawn[-1] + 2 * len(drawn)) if drawn else 0) or (0,)
-
-
-def _shortage(prediction: Prediction) -> str:
-    """What does not fit in a sentence; empty where all does."""
-    machine = prediction.machine
-    room = machine.device_bytes
-    if prediction.device_bytes > room:
-        return (
-            f"device memory: expected {bytes_text(prediction.device_bytes)} for parameters, "
-            f"optimizer, one chunk and the page pool, got {bytes_text(room)}"
-        )
-    if machine.device_type == "cpu":
-        both = prediction.device_bytes + prediction.host_bytes
-        if both > room:
-            return (
-                f"memory: expected {bytes_text(both)} for the step and both tiers, got "
-                f"{bytes_text(room)}"
-            )
-    elif prediction.host_bytes > machine.host_bytes:
-        return (
-            f"host memory: expected {bytes_text(prediction.host_bytes)} for the host tier and the "
-            f"optimizer, got {bytes_text(machine.host_bytes)}"
-        )
-    return ""

@@ -32,7 +32,7 @@ class PoolUse:
 
 
 def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
-    """Peaks of the pools under ``caps`` (from ``Caps.of``).
+    """Peaks of the pools under ``caps`` (from ``oomb.core.fit``).
 
     Without spilling exactly what the call will report; with it, the engine's own page manager runs
     the call on pages of a few bytes; or, without ``dry_run``, the least that the host tier holds.
@@ -67,10 +67,11 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
 
 def least_pools(call: PageCall, device_slots: int) -> PoolUse:
     """Sizes of the pools below which the call is refused, with so many slots on the device."""
-    on_device = min(device_slots, call.needed_slots)
+    needed = call.page_slots + (0 if call.outputs is None else call.outputs.slots)
+    on_device = min(device_slots, needed)
     return PoolUse(
         device_peak_bytes=on_device * call.layout.slot_bytes,
-        host_peak_bytes=(call.needed_slots - on_device) * call.layout.slot_bytes,
+        host_peak_bytes=(needed - on_device) * call.layout.slot_bytes,
         h2d_bytes=0,
         d2h_bytes=0,
     )

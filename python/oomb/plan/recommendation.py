@@ -130,15 +130,20 @@ def recommend(
         "accumulates": accumulates,
     }
 
+    # What "auto" keeps is optional: it makes nothing fit or not fit, and needs no choice.
+    optional = base.keep_outputs == "auto"
+    without = replace(base, keep_outputs="none") if optional else base
+
     def roughly(candidate: Config) -> Prediction:
         return planner.predict(context, candidate, timed=False, dry_run=False, **asked)
 
-    chosen = _best(list(_candidates(base, context, keep)), roughly)
-    prediction = planner.predict(context, chosen.config, timed=timed, **asked)
+    chosen = _best(list(_candidates(without, context, keep)), roughly)
+    settings = replace(chosen.config, keep_outputs=base.keep_outputs)
+    prediction = planner.predict(context, settings, timed=timed, **asked)
     ordinary = ordinary_training(planner, prediction)
     longest = None
     if not prediction.fits:
-        longest = _longest_context(planner, chosen.config, context, asked)
+        longest = _longest_context(planner, settings, context, asked)
     advice = tuple(_advice(planner, prediction, ordinary, longest, asked))
     return Recommendation(
         prediction=prediction, longest_context=longest, ordinary=ordinary, advice=advice
@@ -227,7 +232,7 @@ def _advice(
             if other.fits:
                 yield f"it fits with the optimizer {name}"
                 break
-    ours = prediction.device_bytes + prediction.host_bytes
+    ours = prediction.device_bytes + prediction.host_bytes - prediction.kept_output_bytes
     theirs = ordinary.device_bytes + ordinary.host_bytes
     if ordinary.fits and theirs < ours:
         yield (

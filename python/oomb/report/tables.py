@@ -59,6 +59,8 @@ def totals(runs: Sequence[Run]) -> str:
         ("device tier, peak", "device_peak_bytes", "most", bytes_text),
         ("host tier, peak", "host_peak_bytes", "most", bytes_text),
         ("torch, peak", "torch_peak_bytes", "most", bytes_text),
+        ("kept outputs, most", "kept_output_bytes", "most", bytes_text),
+        ("attention spared by them, median", "kept_output_seconds", "median", seconds_text),
         ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
         ("waited for host memory, most", "exposed_growth_seconds", "most", seconds_text),
     ):
@@ -100,6 +102,7 @@ _PLANNED = {
     "kept_gradient_bytes": "gradients kept between calls",
     "sum_bytes": "sums of gradients",
     "call_bytes": "a chunk's activations and logits, with those sums",
+    "kept_output_bytes": "outputs of attention, kept in pages",
     "list_bytes": "page lists, on the host",
     "h2d_bytes": "moved to the device",
     "d2h_bytes": "moved to the host",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from oomb.core.copying import linear_flops
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
@@ -90,6 +91,7 @@ class Tracer:
         gradient_bytes: gradients of the trainable parameters, in their own dtype.
         trainable: trainable parameters, without values.
         largest_product: (in, out) sizes of the largest matrix of a layer.
+        linear_flops: of a layer's matrix products per token, forward, at least.
     """
 
     def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
@@ -113,6 +115,7 @@ class Tracer:
         self.dtype = causal.dtype
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
+        self.linear_flops = linear_flops(list(causal.layers))
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
         self.shapes = [seen.shapes[layer] for layer in range(len(causal.layers))]
         self.key_dtype = seen.key_dtype

@@ -107,12 +107,17 @@ def test_auto_keeps_what_fits_and_pays() -> None:
     every = keeping([DENSE] * LAYERS, list(range(40)), chunks=40)
     each = every.none.slots_of(0)
     worth = every.worth
-    on_device = every.worthwhile(10**6, 10**6, "cpu")
+
+    class TwoTrips:
+        def least_worth(self, chunk: int, layer: int, flops: float, num_bytes: int) -> float:
+            return 40.0
+
+    on_device = every.worthwhile(10**6, 10**6, "cpu", TwoTrips())
     assert on_device.kept.sum() == sum(one >= 40 for one in worth) > 0
-    over_link = every.worthwhile(-1, 10**6, "cpu")
+    over_link = every.worthwhile(-1, 10**6, "cpu", TwoTrips())
     assert over_link.kept.sum() == sum(one >= 80 for one in worth) > 0
-    assert every.worthwhile(3 * each, 3 * each + 1, "cpu").kept.sum() == 3
-    assert every.worthwhile(-1, 0, "cpu").slots == 0
+    assert every.worthwhile(3 * each, 3 * each + 1, "cpu", TwoTrips()).kept.sum() == 3
+    assert every.worthwhile(-1, 0, "cpu", TwoTrips()).slots == 0
 
 
 @pytest.mark.parametrize("attention", [oomb.Dense(), oomb.TopKPages(budget=3)])

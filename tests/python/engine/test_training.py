@@ -15,7 +15,7 @@ import oomb
 from oomb.core import pools
 from oomb.core.attention import ChunkAttention
 from oomb.core.main_grad import MainGrads
-from oomb.engine import plan
+from oomb.engine import needs
 
 from .models import make
 from .reference import (
@@ -178,14 +178,20 @@ def test_kept_sums_are_gone_before_the_next_call_counts_its_room(
     with oomb.Engine(model, config(keep_main_grad=True)) as engine:
         engine.forward_backward(IDS, IDS)
         assert engine._grads._sums
-        monkeypatch.setattr(pools, "expect_room", lambda *_: held.append(len(engine._grads._sums)))
+        real = pools.fit
+
+        def noted(*arguments: Any, **settings: Any) -> Any:
+            held.append(len(engine._grads._sums))
+            return real(*arguments, **settings)
+
+        monkeypatch.setattr(pools, "fit", noted)
         engine.forward_backward(IDS, IDS)
     assert held and not any(held)
 
 
 def test_a_model_that_cannot_be_copied_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of autograd on a module makes deepcopy raise; what a chunk takes is guessed then."""
-    monkeypatch.setattr(plan, "_TRIFLE", 0.0)
+    monkeypatch.setattr(needs, "_TRIFLE", 0.0)
     model = make("llama")
     model.model.layers[0].cached = model.model.layers[0].mlp.up_proj.weight * 2
     assert_equal(chunked(model, config(), IDS, IDS), ordinary(model, IDS, IDS))

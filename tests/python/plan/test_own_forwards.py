@@ -16,7 +16,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from engine.models import make
-from oomb.engine import call, plan
+from oomb.engine import call, needs
 from oomb.errors import UnsupportedModelError
 from oomb.hf import SFTTrainer
 from oomb.model.causal import CausalModel
@@ -250,7 +250,7 @@ def test_sft_trainer_where_memory_is_scarce(
 
     stock = run(trl.SFTTrainer)
     monkeypatch.setattr(Tracer, "trace", noted)
-    for module in (plan, call):
+    for module in (needs, call):
         monkeypatch.setattr(module, "free_memory", lambda _: 2**25)
     ours = run(SFTTrainer)
     assert traced

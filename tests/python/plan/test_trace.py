@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 
 import oomb
 from engine.models import make
-from oomb.core import tiers
-from oomb.engine import call, plan
-from oomb.engine.plan import counted_tokens
+from oomb.core import pools
+from oomb.engine import call, needs
+from oomb.engine.needs import counted_tokens
 from oomb.errors import UnsupportedModelError
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
@@ -204,7 +204,7 @@ def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
     tokens, batch = 200, 8
     activations = Tracer(model, "cpu", False).trace(Setting(tokens, batch, False, True))
     free = 3 * activations.sweep_peak_bytes
-    for module in (call, plan, tiers):
+    for module in (call, needs, pools):
         monkeypatch.setattr(module, "free_memory", lambda _: free)
     with oomb.Engine(model, oomb.Config()) as engine:
         assert engine.plan(tokens, batch).fits

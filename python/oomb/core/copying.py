@@ -1,0 +1,105 @@
+"""What it costs to keep an output of attention, in work that the device could do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from oomb.core.layout import first_page_in_window
+from oomb.core.page_demand import PageDemand
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What a kind of device computes beside its copies.
+
+    Attributes:
+        over_link: FLOP while a byte goes one way over the link to the host, at most. Where a device
+            computes less in that time, its link hides more than is counted on.
+        hidden: part of a chunk's computing behind which copies can hide.
+    """
+
+    over_link: float
+    hidden: float
+
+
+# A GPU is taken to compute as fast beside its link as the fastest of ``oomb plan``'s list does
+# (B200: 1,600 TFLOP/s at 55 GB/s; an H200 has 11,000 FLOP per byte). A CPU copies with the cores
+# that compute.
+MACHINERY = {
+    "cpu": Machinery(over_link=20.0, hidden=0.0),
+    "cuda": Machinery(over_link=30_000.0, hidden=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Copies of kept outputs beside those of a call's pages.
+
+    An output that does not stay on the device is stored while its chunk is filled and loaded while
+    it is swept. What the link carries of it while the same layer and chunk compute costs nothing:
+
+        fill    compute  [ linear layers, attention of chunk c, layer l ][ … l+1
+                store    [ own pages ][ output ]
+        sweep   compute  [ linear layers (again) ][ backward of c, l ]
+                load     [ past pages, their gradients ][ output ]
+
+    In return the sweep's forward reads no past pages: where pages spill, their loads go.
+
+    Attributes:
+        linear_flops: per token of a layer, forward.
+        missing: share of the pages that are not on the device when they are read.
+    """
+
+    demand: PageDemand
+    linear_flops: float
+    missing: float
+
+    def least_worth(self, chunk: int, layer: int, flops: float, num_bytes: int) -> float:
+        """FLOP that a byte of an output must save to be worth two trips over the link.
+
+        Args:
+            flops: of its attention's forward.
+            num_bytes: of the output.
+        """
+        demand, machinery = self.demand, MACHINERY[self.demand.device_type]
+        begin, end = demand.chunks.span(chunk)
+        linear = self.linear_flops * (end - begin) * demand.batch
+        hidden = machinery.hidden / machinery.over_link
+        slot, grad_slots = demand.layout.slot_bytes, demand.layout.grad_slots
+        own = self._spilled * demand.chunks.first_page(1) * demand.batch * slot
+        past = self.missing * self._past_pages(chunk, layer) * slot
+        store = num_bytes - max(0.0, hidden * (linear + flops) - own)
+        # Backward of the linear layers costs as much as their forward at least, where weights are
+        # frozen; of attention 2.5 times as much. It loads keys, values and their gradients.
+        free = hidden * (2 * linear + 2.5 * flops) - (1 + grad_slots) * past
+        load = num_bytes - past - max(0.0, free)
+        over_link = max(0.0, store) + max(0.0, load)
+        return machinery.over_link * over_link / num_bytes
+
+    @property
+    def _spilled(self) -> int:
+        return 1 if self.missing > 0 else 0
+
+    def _past_pages(self, chunk: int, layer: int) -> float:
+        demand = self.demand
+        window = demand.shapes[layer].window
+        past = demand.chunks.first_page(chunk)
+        if window:
+            seen = float(past - first_page_in_window(demand.chunks, chunk, window))
+        else:
+            seen = past * demand.chosen_share(past)
+        return seen * demand.batch
+
+
+def linear_flops(layers: Sequence[nn.Module]) -> float:
+    """FLOP of a layer's matrix products per token, forward, at least: experts are not counted."""
+    values = sum(
+        parameter.numel()
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 2 and "expert" not in name
+    )
+    return 2.0 * values / max(1, len(layers))

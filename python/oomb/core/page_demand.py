@@ -1,0 +1,153 @@
+"""Which pages a call has, known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from oomb import _C
+from oomb.config import PageRule
+from oomb.core.choices import Choices
+from oomb.core.gradient_reach import GradientReach
+from oomb.core.kept_outputs import Keeping, KeptOutputs
+from oomb.core.layout import Chunks
+from oomb.core.list_sizes import ListSizes
+from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
+from oomb.model.causal import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageDemand:
+    """Pages of one call.
+
+    Attributes:
+        reach: chunks that receive gradient, and which of them have gradient pages; None: evaluate.
+        selection: the rule of page-sparse attention; None: dense.
+        choices: what it is taken to choose.
+        lengths: keys of each sequence without padding; None: all tokens.
+        outputs: of attention that the fill keeps for the sweep; None: none.
+        every_output: the fill runs all chunks to their end, though a sweep follows.
+        border_bytes: of the host's memory that states at borders take.
+    """
+
+    chunks: Chunks
+    reach: GradientReach | None
+    shapes: Sequence[LayerShape]
+    layout: PageLayout
+    batch: int
+    device_type: str
+    selection: PageRule | None
+    choices: Choices = field(default_factory=Choices)
+    lengths: tuple[int, ...] | None = None
+    outputs: KeptOutputs | None = None
+    every_output: bool = False
+    border_bytes: int = 0
+
+    @property
+    def swept(self) -> Sequence[int]:
+        """Chunks that receive gradient, ascending."""
+        return () if self.reach is None else self.reach.swept
+
+    @property
+    def filled(self) -> int:
+        """Chunks whose keys and values are written to pages: nothing reads those of the last."""
+        return self.chunks.number - 1 if self.whole_fill else self.swept[-1]
+
+    @property
+    def whole_fill(self) -> bool:
+        """The fill runs every chunk and every layer to its end."""
+        return self.reach is None or self.every_output
+
+    @cached_property
+    def pages_per_sequence(self) -> list[int]:
+        """Pages of each sequence and layer, without those of its padding."""
+        tokens = self.filled * self.chunks.chunk_size
+        lengths = self.lengths or (tokens,) * self.batch
+        return [-(-min(tokens, length) // self.chunks.page_size) for length in lengths]
+
+    @property
+    def wave_pages(self) -> int:
+        """Pages that a wave must not part."""
+        return wave_pages(torch.device(self.device_type), self.chunks.page_size)
+
+    @property
+    def smallest_slots(self) -> int:
+        """Slots of the device tier below which the call cannot run."""
+        return _C.smallest_device_slots(
+            batch=self.batch,
+            grad_slots=self.layout.grad_slots,
+            backward=self.reach is not None,
+            wave_pages=self.wave_pages,
+        )
+
+    @property
+    def page_slots(self) -> int:
+        """Slots that pages have at once at most."""
+        chunks = 0 if self.reach is None else self.reach.at_once(len(self.shapes))
+        gradients = chunks * self.chunks.first_page(1) * self.batch
+        pages = sum(self.pages_per_sequence)
+        return slots_of_call(self.layout, len(self.shapes), pages, gradients)
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots with which no page ever leaves the device, beside what is kept."""
+        return max(self.page_slots, self.smallest_slots)
+
+    @property
+    def nothing_kept(self) -> KeptOutputs:
+        return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.batch)
+
+    @property
+    def keeping(self) -> Keeping:
+        """What could be kept of attention's outputs."""
+        rule = self.selection
+        return Keeping.of(
+            self.nothing_kept,
+            self.chunks,
+            self.shapes,
+            self.swept,
+            self.batch,
+            None if rule is None else rule.max_pages * self.chunks.page_size,
+        )
+
+    def chosen_share(self, past: int) -> float:
+        """Part of ``past`` pages that one layer of a chunk reads."""
+        rule = self.selection
+        if rule is None or past <= rule.max_pages:
+            return 1.0
+        heads = 1 if rule.share == "all_heads" else self.layout.kv_heads
+        return self.choices.share(rule, past, self.chunks.first_page(1), heads)
+
+    @property
+    def list_sizes(self) -> ListSizes | None:
+        """Of the call's page lists."""
+        if self.selection is None:
+            return None
+        return ListSizes.of(self.selection, self.chunks, self.shapes, self.batch)
+
+    @property
+    def list_bytes(self) -> int:
+        """Page lists in host memory."""
+        return 0 if self.list_sizes is None else self.list_sizes.host_bytes(self.device_type)
+
+    @property
+    def choosing_bytes(self) -> int:
+        """On the device until the sweep has begun: mean keys of the pages, and the scores of a
+        layer's past pages for the blocks of a chunk."""
+        if self.selection is None:
+            return 0
+        layers = sum(1 for shape in self.shapes if not shape.window)
+        pages = self.chunks.first_page(self.filled) * self.batch
+        return layers * pages * self.layout.summary_bytes + self._score_bytes
+
+    @property
+    def _score_bytes(self) -> int:
+        lists = self.list_sizes
+        if lists is None or lists.num_bytes == 0:
+            return 0
+        batch, blocks, heads, _ = lists.of_layer(0)
+        size = 8 if self.layout.dtype == torch.float64 else 4
+        return batch * blocks * heads * self.chunks.first_page(self.filled) * size

@@ -1,0 +1,165 @@
+"""What a call needs on the device besides its pages, counted alike before and in the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from oomb.config import Config
+from oomb.core.copying import linear_flops
+from oomb.core.main_grad import sum_dtype
+from oomb.core.page_demand import PageDemand
+from oomb.core.pools import Needs
+from oomb.core.tiers import TIER_SHARE, free_memory
+from oomb.errors import UnsupportedModelError
+from oomb.model.causal import CausalModel
+from oomb.trace.trace import Setting, Trace, Tracer
+
+# Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
+# inner size: norms, projections, residuals; gate, up, product.
+_HIDDEN_KEPT, _INNER_KEPT = 10, 4
+_TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
+_PLENTY = 0.8  # of what pages may take: a call below it fits, whatever a trifle comes to
+_INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
+_STATE_BYTES = 8  # per trainable value: an optimizer's two states that may still come
+
+_ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
+
+_tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def counted_tokens(config: Config, tokens: int) -> int:
+    """Tokens that a call's longest chunk is counted with.
+
+    A text shorter than ``chunk_size`` is rounded up, by an eighth at most: each length that is met
+    takes a run on tensors without memory.
+
+    Args:
+        tokens: of a sequence, without the last, which predicts nothing.
+    """
+    longest = min(config.chunk_size, max(1, tokens))
+    step = 1 << max(0, longest.bit_length() - 4)
+    return min(config.chunk_size, -(-longest // step) * step)
+
+
+def recomputes(config: Config, activations: int, free: int) -> bool:
+    """Whether layers are recomputed in backward.
+
+    Args:
+        activations: bytes of a chunk's, where they are kept.
+        free: bytes of the device.
+    """
+    if config.recompute != "auto":
+        return config.recompute == "layer"
+    return activations > _ACTIVATION_SHARE * free
+
+
+def others_of(demand: PageDemand, activations: int, gradients: int) -> int:
+    """Bytes on the device besides pages and arguments.
+
+    Mean keys and scores of pages are gone before the sums of gradients come.
+    """
+    inputs = demand.batch * demand.chunks.tokens * _INPUT_BYTES
+    lists = 0 if demand.list_sizes is None else demand.list_sizes.chunk_bytes
+    return inputs + lists + activations + max(gradients, demand.choosing_bytes)
+
+
+def activations_of(trace: Trace) -> int:
+    """Of a chunk, without the sums of gradients."""
+    return trace.sweep_peak_bytes - trace.sum_bytes
+
+
+def needs_of(
+    model: CausalModel,
+    config: Config,
+    demand: PageDemand,
+    tokens: int,
+    recompute: bool,
+    *,
+    exact: bool = False,
+) -> Needs:
+    """What a call needs besides its pages.
+
+    Args:
+        tokens: of a chunk, as of :func:`counted_tokens`.
+        exact: counted even where a rule of thumb decides nothing.
+    """
+    if demand.reach is None:
+        return Needs()
+    gradients = gradient_bytes(model.causal.parameters(), config)
+    estimate = _estimated(model, demand.batch, tokens, recompute)
+    others = others_of(demand, estimate, gradients)
+    free = free_memory(model.device)
+    room = _PLENTY * (TIER_SHARE * free - others)
+    is_trifle = estimate < _TRIFLE * free and config.device_memory is None
+    if exact or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
+        others = others_of(
+            demand, counted(model, config, demand.batch, tokens, recompute), gradients
+        )
+    return Needs(
+        others=others,
+        host_spare=spare_of(model.causal.parameters()),
+        linear_flops=linear_flops(model.layers),
+    )
+
+
+def spare_of(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of an optimizer's state that may yet come to the host's memory."""
+    return _STATE_BYTES * sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def activation_bytes(
+    model: CausalModel, config: Config, batch: int, tokens: int, recompute: bool
+) -> int:
+    """What a chunk takes of torch's memory beside parameters and gradient sums.
+
+    A rule of thumb where that is a trifle beside what is free; else counted.
+
+    Args:
+        tokens: of the chunk, as of :func:`counted_tokens`.
+    """
+    estimate = _estimated(model, batch, tokens, recompute)
+    if estimate < _TRIFLE * free_memory(model.device):
+        return estimate
+    return counted(model, config, batch, tokens, recompute)
+
+
+def counted(model: CausalModel, config: Config, batch: int, tokens: int, recompute: bool) -> int:
+    """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
+    if model.causal not in _tracers:
+        try:
+            _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)
+        except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
+            return _estimated(model, batch, tokens, recompute)
+    try:
+        setting = Setting(tokens, batch, recompute, True, config.main_grad_dtype)
+        trace = _tracers[model.causal].trace(setting)
+    except (UnsupportedModelError, TypeError):  # its forward looks at values
+        return _estimated(model, batch, tokens, recompute)
+    return activations_of(trace)
+
+
+def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
+    settings: Any = model.decoder.config
+    hidden: int = settings.hidden_size
+    inner = getattr(settings, "intermediate_size", 4 * hidden)
+    if not isinstance(inner, int):  # one per layer
+        inner = max(inner)
+    size = torch.finfo(model.dtype).bits // 8
+    per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
+    layers = len(model.layers)
+    kept = 2 * hidden * size * layers + per_token if recompute else per_token * layers
+    return batch * tokens * kept
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter], config: Config) -> int:
+    """The sums over chunks of the gradients of those that are trained."""
+    return sum(
+        p.numel() * sum_dtype(p, config.main_grad_dtype).itemsize
+        for p in parameters
+        if p.requires_grad
+    )
