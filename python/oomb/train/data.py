@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from oomb.train.chat import chat_template
 from oomb.train.documents import check_first_rows
 from oomb.train.errors import BadInput
+from oomb.train.positions import SkippedPositions
 from oomb.train.rows import RowRule
 from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
 from oomb.train.settings import DataSettings, RunSettings
@@ -63,6 +64,10 @@ def prepare_data(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
         BadInput: files that are not what they should be, or too little text.
     """
     data = _all_sequences(settings, sources, rule)
+    span, seed = settings.data.simulated_context, settings.training.seed
+    if span is not None:  # evaluation keeps the positions there are
+        skipped = SkippedPositions(span, settings.data.simulated_pieces, seed)
+        data = Data(data.train.spread(skipped), data.eval)
     most = settings.evaluation.max_sequences
     if data.eval is None or most is None:
         return data

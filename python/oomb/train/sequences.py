@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from oomb.train.positions import SkippedPositions
 from oomb.train.rows import IGNORED
 
 if TYPE_CHECKING:
@@ -136,11 +137,17 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     An item has ``input_ids``, ``labels`` and ``position_ids``, [tokens] int64. Positions restart at
     each document, which is how transformers and the engine tell documents apart. No targets are a
     document's first token and those that are not counted.
+
+    Args:
+        skipped: positions that skip some inside a document; then an item has ``document_ids`` too.
     """
 
-    def __init__(self, tokens: Tokens, sequences: list[list[Piece]]) -> None:
+    def __init__(
+        self, tokens: Tokens, sequences: list[list[Piece]], skipped: SkippedPositions | None = None
+    ) -> None:
         self.sequences = sequences
         self._tokens = tokens
+        self._skipped = skipped
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -153,19 +160,27 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             marks = [self._tokens.counted[begin:end] for begin, end in pieces]
             labels[torch.from_numpy(~np.concatenate(marks))] = IGNORED
         labels[np.cumsum([0, *map(len, ids[:-1])])] = IGNORED
-        return {
-            "input_ids": torch.cat(ids),
-            "labels": labels,
-            "position_ids": torch.cat([torch.arange(len(part)) for part in ids]),
-        }
+        item = {"input_ids": torch.cat(ids), "labels": labels}
+        if self._skipped is None:
+            return item | {"position_ids": torch.cat([torch.arange(len(part)) for part in ids])}
+        positions = [self._skipped.of(begin, end - begin) for begin, end in pieces]
+        numbers = [torch.full_like(part, number) for number, part in enumerate(ids)]
+        return item | {"position_ids": torch.cat(positions), "document_ids": torch.cat(numbers)}
 
     def subset(self, indices: Sequence[int]) -> SequenceDataset:
-        return SequenceDataset(self._tokens, [self.sequences[index] for index in indices])
+        chosen = [self.sequences[index] for index in indices]
+        return SequenceDataset(self._tokens, chosen, self._skipped)
+
+    def spread(self, skipped: SkippedPositions) -> SequenceDataset:
+        """The same sequences with positions that skip some."""
+        return SequenceDataset(self._tokens, self.sequences, skipped)
 
     def identity(self) -> str:
         """Short text that another set of sequences does not share, from a sample of the tokens."""
         pieces = np.array([piece for sequence in self.sequences for piece in sequence])
         digest = hashlib.sha256(pieces.tobytes())
+        if self._skipped is not None:
+            digest.update(repr(self._skipped).encode())
         for begin, end in pieces[:: -(-len(pieces) // _SAMPLES)].tolist():
             behind = min(end, begin + _SAMPLE)
             digest.update(self._tokens[begin:behind].tobytes())
@@ -187,8 +202,9 @@ class SequenceDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest piece of a document in one sequence; positions needed."""
-        return max(end - begin for pieces in self.sequences for begin, end in pieces)
+        """Positions needed: tokens of the longest piece of a document, or their span."""
+        longest = max(end - begin for pieces in self.sequences for begin, end in pieces)
+        return longest if self._skipped is None else max(longest, self._skipped.span)
 
     @property
     def longest(self) -> int:
@@ -205,8 +221,11 @@ def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return torch.stack(rows)
 
     nothing = torch.zeros(longest, dtype=torch.int64)
-    return {
+    batch = {
         "input_ids": column("input_ids", nothing),
         "labels": column("labels", torch.full_like(nothing, IGNORED)),
         "position_ids": column("position_ids", torch.arange(longest)),
     }
+    if "document_ids" in items[0]:
+        batch["document_ids"] = column("document_ids", torch.full_like(nothing, -1))
+    return batch

@@ -152,6 +152,11 @@ list."""
     arrange: Literal["windows", "packed"] = "windows"
     """`windows`: each document is cut into sequences of `context` tokens. `packed`: several \
 documents share a sequence and do not see each other."""
+    simulated_context: Annotated[Tokens, Field(ge=2, lt=2**31)] | None = None
+    """Positions, such as `128K`, that each training document is spread over: some are skipped \
+between pieces of it, so that a short text shows the distances of a long one. null: as they are."""
+    simulated_pieces: Annotated[int, Field(ge=2, le=2**16)] = 8
+    """Pieces of a document between which positions are skipped, with `simulated_context`."""
     add_bos: bool | None = None
     """Begin each document with the tokenizer's BOS token. null: as the tokenizer does by itself."""
     add_eos: bool = True
@@ -299,6 +304,16 @@ class RunSettings(Section):
             raise ValueError(
                 "model.quantization: expected the section lora beside it, got none; weights in 4 "
                 "bits cannot be trained themselves"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _simulates_more(self) -> RunSettings:
+        simulated = self.data.simulated_context
+        if simulated is not None and simulated <= self.context:
+            raise ValueError(
+                f"data.simulated_context: expected more than context {self.context:,}, got "
+                f"{simulated:,}"
             )
         return self
 
