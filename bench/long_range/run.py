@@ -1,0 +1,188 @@
+"""Whether models trained by chunks, sparsely or in part find what is far back.
+
+    python bench/long_range/run.py quick --folder runs/quick [--seconds 540] [--seed 0]
+    python bench/long_range/run.py --table runs/quick
+
+Trains a small decoder from scratch on short sequences, extends its context with each method from
+the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
+times the length it was trained on, under dense attention and under page budgets. A profile names
+sizes and lengths: smoke, cpu, quick, full.
+
+A run is made of pieces: a training, then its questions. What is done stands in
+``results-SEED.json`` and in checkpoints (bf16 weights) beside it; called again it goes on with what
+is missing. ``--seconds`` starts no training that would not end in time. The table is markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.record import write_record
+
+import oomb
+from long_range.data import Data
+from long_range.evaluation import exact_match
+from long_range.model import SIZES, extended, load, new_model, save
+from long_range.profiles import PROFILES, Piece, Profile, pieces
+from long_range.tables import table
+from long_range.training import engine_settings, methods, train
+
+_ENOUGH = 0.9  # of the needles
+_PROBED = 16  # sequences
+
+
+class Run:
+    """Pieces of a profile, in a folder."""
+
+    def __init__(self, name: str, folder: Path, seed: int, device: str) -> None:
+        self._profile: Profile = PROFILES[name]
+        self._folder, self._seed, self._device = folder, seed, torch.device(device)
+        self._path = folder / f"results-{seed}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.record: dict[str, Any] = {"profile": name, "seed": seed, "pieces": {}}
+        if self._path.exists():
+            self.record = json.loads(self._path.read_text())
+        if self.record["profile"] != name:
+            raise SystemExit(f"{self._path}: expected a run of {name}, got one of another profile")
+        self.record["device"] = (
+            torch.cuda.get_device_name() if self._device.type == "cuda" else "CPU"
+        )
+        self._data = Data(seed)
+
+    def go_on(self, deadline: float) -> None:
+        """Every piece that is missing, as long as there is time."""
+        for piece in pieces(self._profile):
+            found = self.record["pieces"].setdefault(piece.name, {})
+            if "seconds" not in found:
+                if time.perf_counter() + piece.level.stage.seconds > deadline:
+                    print(f"no time left for {piece.name}", flush=True)
+                    return
+                self._train(piece, found)
+            if not self._ask(piece, found, deadline):
+                return
+
+    def _train(self, piece: Piece, found: dict[str, Any]) -> None:
+        stage, level = piece.level.stage, piece.level
+        if piece.begins_from is None:
+            model = new_model(SIZES[self._profile.size], self._seed)
+        else:
+            model, _, _ = load(self._checkpoint(piece.begins_from))
+        positions = 4 * max(stage.length, *level.asked, 1)
+        model = extended(model, level.theta, positions)
+        model.to(self._device)  # type: ignore[arg-type]
+        config = methods(stage.length, self._profile.page_size, self._seed)[piece.method]
+        probes: list[dict[str, float]] = []
+        tokens = 0.0
+
+        def probe(step: dict[str, float]) -> None:
+            nonlocal tokens
+            tokens += step["tokens"]
+            before = probes[-1]["seconds"] if probes else 0.0
+            if step["seconds"] - before >= self._profile.probe_seconds:
+                share = self._asked(model, "needle", stage.length, None, _PROBED)
+                probes.append({"seconds": step["seconds"], "tokens": tokens, "needle": share})
+                print(f"{piece.name}: {step['seconds']:.0f} s, loss {step['loss']:.3f}, "
+                      f"needles {share:.2f}", flush=True)  # fmt: skip
+
+        steps = train(model, config, stage, self._data, on_step=probe)
+        every = max(1, len(steps) // 50)
+        reached = next((one for one in probes if one["needle"] >= _ENOUGH), None)
+        found |= {
+            "method": piece.method,
+            "length": stage.length,
+            "begins_from": piece.begins_from,
+            "steps": len(steps),
+            "tokens": tokens,
+            "seconds": steps[-1]["seconds"],
+            "losses": [step["loss"] for step in steps[::every]],
+            "probes": probes,
+            "reached": reached,
+            "asked": {},
+        }
+        if self._device.type == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        save(self._checkpoint(piece.name), model, self._profile.size, {"positions": positions})
+        self._write()
+        self._model = piece.name, model
+
+    def _ask(self, piece: Piece, found: dict[str, Any], deadline: float) -> bool:
+        """Whether everything was asked."""
+        for length in piece.level.asked:
+            for budget in (None, *piece.level.tried):
+                for task in self._profile.tasks:
+                    attention = "dense" if budget is None else f"{budget} pages"
+                    key = f"{task} | {length} | {attention}"
+                    if key in found["asked"]:
+                        continue
+                    if time.perf_counter() > deadline:
+                        print(f"no time left to ask {piece.name}", flush=True)
+                        return False
+                    model = self._trained(piece)
+                    share = self._asked(model, task, length, budget, self._profile.number)
+                    found["asked"][key] = share
+                    print(f"{piece.name}: {key}: {share:.2f}", flush=True)
+                self._write()
+        return True
+
+    def _asked(self, model: Any, task: str, length: int, budget: int | None, number: int) -> float:
+        common = engine_settings(length, self._profile.page_size)
+        if budget is not None:
+            common["attention"] = oomb.TopKPages(budget=budget, share="kv_head")
+        return exact_match(
+            model,
+            oomb.Config(**common),
+            self._data,
+            task,
+            length=length,
+            number=number,
+            batch=max(1, min(number, self._profile.asked_tokens // length)),
+        )
+
+    def _trained(self, piece: Piece) -> Any:
+        name, model = getattr(self, "_model", ("", None))
+        if name != piece.name:
+            model, _, saved = load(self._checkpoint(piece.name))
+            model = extended(model, piece.level.theta, saved["positions"])
+            model.to(self._device).eval()  # type: ignore[arg-type]
+            self._model = piece.name, model
+        return model
+
+    def _checkpoint(self, name: str) -> Path:
+        return self._folder / f"{name.replace(' ', '-').replace('/', 'of')}-{self._seed}.pt"
+
+    def _write(self) -> None:
+        parting = self._path.with_suffix(".part")
+        write_record(parting, self.record)
+        parting.replace(self._path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("profile", nargs="?", choices=PROFILES)
+    parser.add_argument("--folder", type=Path, help="results and checkpoints")
+    parser.add_argument("--seconds", type=float, default=540.0, help="of this call")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--table", type=Path, help="print the results of a folder")
+    options = parser.parse_args()
+    if options.table is not None:
+        print(table([json.loads(f.read_text()) for f in sorted(options.table.glob("*.json"))]))
+    elif options.profile is None or options.folder is None:
+        parser.error("expected a profile and --folder, or --table FOLDER")
+    else:
+        run = Run(options.profile, options.folder, options.seed, options.device)
+        run.go_on(time.perf_counter() + options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Results as tables in markdown: a row per trained model, a column per question."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+Asked = dict[tuple[str, str], list[float]]
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """One table for each length and attention of the questions, means and ranges over seeds."""
+    names = list(dict.fromkeys(name for run in runs for name in run["pieces"]))
+    shares: dict[str, Asked] = {}  # by length and attention; (model, task)
+    for run in runs:
+        for name, piece in run["pieces"].items():
+            for key, share in piece.get("asked", {}).items():
+                task, length, attention = key.split(" | ")
+                title = f"{int(length):,} tokens, {attention}"
+                shares.setdefault(title, {}).setdefault((name, task), []).append(share)
+    parts = [_training(runs, names)]
+    parts += [f"{title}\n\n{_questions(names, found)}" for title, found in shares.items()]
+    return "\n\n".join(parts)
+
+
+def _questions(names: list[str], found: Asked) -> str:
+    tasks = list(dict.fromkeys(task for _, task in found))
+    rows = [["trained", *tasks]]
+    for name in names:
+        if any(model == name for model, _ in found):
+            rows.append([name, *(_cell(found.get((name, task), [])) for task in tasks)])
+    return _markdown(rows)
+
+
+def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
+    rows = [["trained", "steps", "tokens", "seconds", "tokens to 90 %", "seconds to 90 %"]]
+    for name in names:
+        found = [run["pieces"][name] for run in runs if "steps" in run["pieces"].get(name, {})]
+        if not found:
+            continue
+        reached = [one["reached"] for one in found if one["reached"] is not None]
+        every = len(reached) == len(found)
+        rows.append(
+            [
+                name,
+                *(f"{statistics.mean(one[key] for one in found):,.0f}"
+                  for key in ("steps", "tokens", "seconds")),
+                *(f"{statistics.mean(one[key] for one in reached):,.0f}" if every else "not reached"
+                  for key in ("tokens", "seconds")),
+            ]
+        )  # fmt: skip
+    return _markdown(rows)
+
+
+def _cell(shares: list[float]) -> str:
+    if not shares:
+        return ""
+    mean = f"{statistics.mean(shares):.2f}"
+    return mean if len(shares) == 1 else f"{mean} ({min(shares):.2f} to {max(shares):.2f})"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""bench/long_range: its tasks say where their answers are, and a run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[3] / "bench"
+sys.path.insert(0, str(BENCH))
+
+from long_range.data import Data  # noqa: E402
+from long_range.evaluation import exact_match  # noqa: E402
+from long_range.model import SIZES, extended, load, new_model, save  # noqa: E402
+from long_range.profiles import PROFILES, pieces  # noqa: E402
+from long_range.run import Run  # noqa: E402
+from long_range.tables import table  # noqa: E402
+
+import oomb  # noqa: E402
+from long_range import tasks  # noqa: E402
+
+
+def draws(task: str) -> list[tasks.Problem]:
+    return [tasks.TASKS[task](np.random.default_rng(seed)) for seed in range(20)]
+
+
+@pytest.mark.parametrize("task", tasks.NEEDLES)
+def test_needles_are_in_the_facts_in_their_order(task: str) -> None:
+    for problem in draws(task):
+        for (mark, name), answer in problem.questions:
+            assert mark == tasks.ASK
+            told = [fact[2:] for fact in problem.facts if fact[:2] == [tasks.FACT, name]]
+            assert [word for value in told for word in value] == answer
+        firsts = [fact[2] for fact in problem.facts]
+        assert len(set(firsts)) == len(firsts)
+
+
+def test_tracked_variables_hold_the_value() -> None:
+    for problem in draws("variable tracking"):
+        [((_, value), answer)] = problem.questions
+        held = {value}
+        for _, name, other in problem.facts:
+            if other in held:
+                held.add(name)
+        assert held == {value, *answer} and len(answer) == 4
+
+
+def test_common_words_are_those_that_come_most_often() -> None:
+    for problem in draws("common words"):
+        counts = Counter(word for fact in problem.facts for word in fact[1:])
+        [(_, answer)] = problem.questions
+        assert sorted(word for word, _ in counts.most_common(4)) == answer
+        assert sorted(counts.values())[-5:] == [2, 12, 12, 12, 12]
+
+
+def test_two_facts_lead_to_the_answer() -> None:
+    for problem in draws("two facts"):
+        told = {fact[1]: fact[2] for fact in problem.facts}
+        [((_, who), answer)] = problem.questions
+        assert [told[who], told[told[who]]] == answer
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_sequences_hold_all_of_it_among_the_text(task: str) -> None:
+    random = np.random.default_rng(1)
+    problem, text = draws(task)[0], np.arange(5000) % 256
+    tokens, counted = tasks.composed(problem, text, 2048, random)
+    assert len(tokens) == 2048 and tokens.max() < tasks.VOCABULARY
+    assert tokens[counted].tolist() == [word for _, answer in problem.questions for word in answer]
+    words = [word for fact in problem.facts for word in fact]
+    first = 2048 - (problem.tokens - len(words))
+    assert [t for t in tokens[:first].tolist() if t >= 256] == words
+    filler = tokens[tokens < 256]
+    assert len(filler) == 2048 - problem.tokens
+    assert (np.diff(filler) % 256 == 1).all()  # the text itself, nothing left out
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    first, again = Data(3).training(5, 8, 256, 0.6), Data(3).training(5, 8, 256, 0.6)
+    assert all(map(torch.equal, vars(first).values(), vars(again).values()))
+    other = Data(3).training(6, 8, 256, 0.6)
+    assert not torch.equal(first.input_ids, other.input_ids)
+    counted = first.labels >= 0
+    assert torch.equal(first.labels[counted], first.input_ids[counted])
+    assert (first.weights[counted] == 1).all() and counted.any(dim=1).all()
+
+
+def test_one_wrong_word_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that know the text, but for one word of one answer."""
+    model = extended(new_model(SIZES["tiny"], 0), 1e4, 512)
+    data, asked = Data(0), Data(0).asked("needle", 4, 256, 4)[0]
+    known = torch.nn.functional.one_hot(asked.input_ids, tasks.VOCABULARY).float()
+    row, place = (asked.labels >= 0).nonzero()[3].tolist()
+    known[row, place] = known[row, 0]
+
+    class Knowing:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Knowing:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def evaluate(self, ids: torch.Tensor, labels: torch.Tensor, on_logits: object) -> None:
+            for begin in range(0, 256, 100):
+                stop = min(begin + 100, 255)
+                on_logits(begin, known[:, begin + 1 : stop + 1])  # type: ignore[operator]
+
+    monkeypatch.setattr(oomb, "Engine", Knowing)
+    config = oomb.Config(chunk_size=64, page_size=16)
+    share = exact_match(model, config, data, "needle", length=256, number=4, batch=4)
+    assert share == 0.75
+
+
+def test_a_checkpoint_is_the_model(tmp_path: Path) -> None:
+    model = new_model(SIZES["tiny"], 3)
+    save(tmp_path / "one.pt", model, "tiny", {"positions": 9})
+    found, size, record = load(tmp_path / "one.pt")
+    assert (size, record) == ("tiny", {"positions": 9})
+    for one, other in zip(found.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_piece_begins_from_one_before_it(name: str) -> None:
+    known: set[str | None] = {None}
+    for piece in pieces(PROFILES[name]):
+        assert piece.begins_from in known and piece.name not in known
+        known.add(piece.name)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(seconds: float) -> list[str]:
+        Run("smoke", tmp_path, 0, "cpu").go_on(time.perf_counter() + seconds)
+        return capsys.readouterr().out.splitlines()
+
+    assert run(1.0) == ["no time left for 128 ordinary"]
+    run(1e6)
+    path = tmp_path / "results-0.json"
+    record = json.loads(path.read_text())
+    assert list(record["pieces"]) == [piece.name for piece in pieces(PROFILES["smoke"])]
+    sizes = [len(found["asked"]) for found in record["pieces"].values()]
+    assert sizes == [2, 8, 8, 8]  # tasks x lengths x (dense and a budget)
+    del record["pieces"]["512 exact"]["asked"]["needle | 512 | dense"]
+    path.write_text(json.dumps(record))
+    assert run(1e6) == ["512 exact: needle | 512 | dense: 0.00"]
+    printed = table([json.loads(path.read_text())])
+    assert "512 tokens, 2 pages" in printed and "| 512 1 back |" in printed
