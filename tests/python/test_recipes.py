@@ -129,6 +129,13 @@ def test_a_preference_step_has_a_loss_near_that_of_no_preference(names: dict[str
     assert loss.item() == pytest.approx(0.693, abs=0.2)
 
 
+def test_heads_of_ones_own(names: dict[str, Any]) -> None:
+    now = names["Rewards and embeddings"]
+    assert now["reward_loss"].item() == pytest.approx(0.69, abs=0.5)
+    assert 0 < now["contrastive_loss"].item() < 5
+    assert now["call"].logprobs is None
+
+
 def test_trls_other_trainers_train(names: dict[str, Any]) -> None:
     now = names["Preference and policy trainers of TRL"]
     for trainer in (now["preferring"], now["judging"], now["policy"]):

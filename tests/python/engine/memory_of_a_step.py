@@ -1,4 +1,7 @@
-"""Run by test_memory.py in a fresh process: one step, then its memory as JSON."""
+"""Run by test_memory.py in a fresh process: one step, then its memory as JSON.
+
+memory_of_a_step.py TOKENS ATTENTION BACKWARD [two_pass]
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,12 @@ def main() -> None:
     )
     with oomb.Engine(model, config) as engine:
         before = status("VmRSS")
-        stats = engine.forward_backward(ids, ids).stats
+        if sys.argv[4:] == ["two_pass"]:
+            with engine.two_pass(ids, entropies=True) as call:
+                (-call.logprobs.mean() - 0.1 * call.entropies.mean()).backward()
+                stats = call.sweep()
+        else:
+            stats = engine.forward_backward(ids, ids).stats
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     print(
         json.dumps(

@@ -19,6 +19,7 @@ from oomb.core.token_values import STATISTICS
 from oomb.engine.two_pass import TwoPass
 
 from .models import make
+from .recurrent_models import make_recurrent, nothing_rounds_to_float32
 from .reference import EXACT, Gradients, random_ids, relative_error, shifted, take_gradients
 from .tiers import slot_bytes
 
@@ -424,6 +425,26 @@ def test_dropout_is_that_of_the_first_pass() -> None:
         torch.manual_seed(3)
         torch.randint(2**62, ())
         assert torch.equal(torch.rand(3), after)
+    assert_close(take_gradients(model), expected)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_recurrent_layers(between: bool) -> None:
+    """States at borders are of the first pass, or of the fill that the sweep repeats."""
+    model = make_recurrent("qwen3.5")
+    arguments: dict[str, Any] = {"attention_mask": None, "labels": None}
+    ids = IDS[:, :TOKENS]
+
+    def loss(a: Values) -> torch.Tensor:
+        return (a["logprobs"][:, 1:].sum(1) * 0.01).exp().mean() - a["entropies"].square().mean()
+
+    with nothing_rounds_to_float32(), oomb.Engine(model, CONFIG) as engine:
+        expected = ordinary(model, loss, labels=ids, attention_mask=None)
+        with engine.two_pass(ids, **arguments, entropies=True) as call:
+            loss(values_of(call)).backward()
+            if between:
+                engine.evaluate(ids[:, :20], ids[:, :20])
+            call.sweep()
     assert_close(take_gradients(model), expected)
 
 
