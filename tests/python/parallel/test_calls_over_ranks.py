@@ -21,6 +21,7 @@ from engine.reference import (
     relative_error,
     take_gradients,
 )
+from oomb.core import pools, tiers
 
 from .world import World, meshes
 
@@ -164,6 +165,46 @@ def test_engines_take_turns(world: World) -> None:
         assert_identical(again, first)
         assert_identical(once_more, second)
         assert not torch.equal(first.loss, second.loss)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def with_less_memory(rank: int, config: oomb.Config, least: int) -> Result:
+    """Rank 2 finds room on the device for fewer pages than the call has."""
+    model, ids = small(), random_ids(1, 160)
+    room = tiers.device_room
+
+    def less(*arguments: Any) -> int:
+        return min(room(*arguments), least)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(tiers, "device_room", less)
+            patch.setattr(pools, "device_room", less)
+        with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+            step = engine.forward_backward(ids, ids)
+    return Result(step.loss, take_gradients(model), step)
+
+
+@pytest.mark.parametrize("keep_outputs", ["none", "auto"])
+def test_all_take_what_the_poorest_rank_has(world: World, keep_outputs: str) -> None:
+    """Chunks of a fill whose pages spill take turns: ranks that differed would send another order
+    of messages."""
+    settings = {"attention": oomb.TopKPages(budget=2), "host_memory": "64MiB"}
+    config = oomb.Config(**CONFIG, **settings, keep_outputs=keep_outputs)  # type: ignore[arg-type]
+    least = 26 * 2 * (2 * 8 * 8 * 8)  # pages of two heads
+    world.start(with_less_memory, config, least)
+    ids = random_ids(1, 160)
+    alone = chunked(small(), config, ids, ids)
+    first, second, third, _ = world.answers()
+    assert_equal(first, alone)
+    assert_identical(third, first)
+    assert second.step is not None and second.step.stats.host_peak_bytes == 0
+    whole = second.step.stats.device_peak_bytes
+    for poor in (first, third):
+        assert poor.step is not None and poor.step.stats.device_peak_bytes < whole
+        assert poor.step.stats.host_peak_bytes > 0
 
 
 # Bad input ----------------------------------------------------------------------------------------

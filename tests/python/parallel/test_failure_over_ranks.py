@@ -158,7 +158,7 @@ def test_an_error_of_one_rank_is_raised_by_all(pair: World, place: Place) -> Non
 
 @pytest.mark.slow
 def test_errors_anywhere(pair: World) -> None:
-    for place in places(160, list(TEXTS), seed=2):
+    for place in places(60, list(TEXTS), seed=2):
         raised_by_both(pair, place)
 
 
@@ -183,5 +183,5 @@ def test_the_others_do_not_wait_for_a_rank_that_is_gone(place: Place) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_gone_anywhere() -> None:
-    for place in places(40, ["SIGKILL", "SIGTERM"], seed=3):
+    for place in places(10, ["SIGKILL", "SIGTERM"], seed=3):
         left_behind(place)

@@ -107,7 +107,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     while True:
         try:
             work, arguments = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             os._exit(0)  # the others may be gone already
         try:
             answer = True, work(rank, *arguments)
