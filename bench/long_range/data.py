@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,17 @@ class Batch:
     weights: torch.Tensor
 
 
+@functools.cache
+def _source() -> Text:
+    """Read once in a process."""
+    return python_source()
+
+
 class Data:
     """Training batches from the library's source, evaluation on files that are held out."""
 
     def __init__(self, seed: int) -> None:
-        text: Text = python_source()
+        text = _source()
         self._train = text.train.numpy().astype(np.int64)
         self._held_out = text.held_out.numpy().astype(np.int64)
         self._seed = seed

@@ -93,7 +93,7 @@ def train(
     with little weight, of the text's.
     """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     model.train()
     records: list[dict[str, float]] = []

@@ -30,7 +30,7 @@ def test_lines_have_at_most_100_columns(page: Path) -> None:
 
 def test_usage_lists_every_setting() -> None:
     usage = (ROOT / "docs" / "usage.md").read_text()
-    for settings in (oomb.Config, oomb.TopKPages, oomb.SampledChunks):
+    for settings in (oomb.Config, oomb.TopKPages, oomb.SampledChunks, oomb.TruncatedChunks):
         for field in fields(settings):
             assert re.search(rf"`{field.name}|[( ]{field.name}=", usage), field.name
 

@@ -148,9 +148,9 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     record = json.loads(path.read_text())
     assert list(record["pieces"]) == [piece.name for piece in pieces(PROFILES["smoke"])]
     sizes = [len(found["asked"]) for found in record["pieces"].values()]
-    assert sizes == [2, 8, 8, 8]  # tasks x lengths x (dense and a budget)
-    del record["pieces"]["512 exact"]["asked"]["needle | 512 | dense"]
+    assert sizes == [1, 2, 2, 2]  # under dense attention, then under a budget too
+    del record["pieces"]["512 exact"]["asked"]["needle | 1024 | dense"]
     path.write_text(json.dumps(record))
-    assert run(1e6) == ["512 exact: needle | 512 | dense: 0.00"]
+    assert run(1e6) == ["512 exact: needle | 1024 | dense: 0.00"]
     printed = table([json.loads(path.read_text())])
-    assert "512 tokens, 2 pages" in printed and "| 512 1 back |" in printed
+    assert "1,024 tokens, 2 pages" in printed and "| 512 1 back |" in printed
