@@ -39,6 +39,7 @@ SHAPES = {
     "qwen2.5-3b": ModelShape("qwen2", 36, 2048, 11008, 16, 2, 128, 151936, tied=True),
     "qwen2.5-7b": ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064),
     "qwen2.5-14b": ModelShape("qwen2", 48, 5120, 13824, 40, 8, 128, 152064),
+    "qwen2.5-32b": ModelShape("qwen2", 64, 5120, 27648, 40, 8, 128, 152064),
     "llama-3.1-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256),
     "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
 }

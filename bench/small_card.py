@@ -1,0 +1,155 @@
+"""A step under a cap of GPU memory: what it takes, beside what oomb plan says.
+
+    python bench/small_card.py --model llama-3.1-8b --tokens 65536 --cap 24
+    python bench/small_card.py --model qwen2.5-7b --full --main-grad-dtype bfloat16 --cap 0
+
+Random weights of a named shape. Without --full the linear layers are in NF4 (bitsandbytes, double
+quantisation) under LoRA on all of them. The cap is torch's per-process fraction; the bytes measured
+are the driver's, so that they include page pools, context and kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.record import write_record
+from torch import nn
+from transformers import PreTrainedModel
+
+import oomb
+from oomb.plan import Machine, Planner
+from oomb.trace.shapes import SHAPES, random_model
+
+GIB = 2**30
+
+
+def in_four_bits(model: PreTrainedModel) -> None:
+    """Linear layers but the head, one at a time on the GPU."""
+    from bitsandbytes.nn import Linear4bit, Params4bit  # optional
+
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                packed = Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                packed.bias = child.bias
+                packed.weight = Params4bit(
+                    child.weight.data,
+                    requires_grad=False,
+                    quant_type="nf4",
+                    compress_statistics=True,
+                    module=packed,
+                )
+                setattr(module, name, packed.to(child.weight.device))  # packs it
+    model.is_loaded_in_4bit = True  # how peft knows them
+
+
+def used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--cap", type=float, default=24, help="GiB; 0: none")
+    parser.add_argument("--device-memory", default="4GiB")
+    parser.add_argument("--chunk-size", type=int, default=2048)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--main-grad-dtype", default="float32")
+    parser.add_argument("--steps", type=int, default=2, help="the last is quoted")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+
+    before = used_bytes()
+    model: Any = random_model(
+        SHAPES[options.model], device="cuda", dtype=torch.bfloat16, positions=2**18
+    )
+    adapter: Any = None
+    if not options.full:
+        from peft import LoraConfig, get_peft_model  # optional
+
+        adapter = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        in_four_bits(model)
+        model = get_peft_model(model, adapter)
+    model.train()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    if options.cap:
+        torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
+    config = oomb.Config(
+        chunk_size=options.chunk_size,
+        device_memory=options.device_memory,
+        main_grad_dtype=options.main_grad_dtype,
+    )
+    machine = Machine.described(
+        gpu="h200", device_memory=int(options.cap * GIB) or None, host_memory="120GiB"
+    )
+    planner = Planner(
+        options.model,
+        machine,
+        dtype=torch.bfloat16,
+        adapter=adapter,
+        quantization=None if options.full else "nf4",
+    )
+    plan = planner.predict(options.tokens, config, optimizer=None)
+    ids = torch.randint(1, 30000, (1, options.tokens), device="cuda")
+    peak = used_bytes()
+
+    def watch(_: object) -> None:
+        nonlocal peak
+        peak = max(peak, used_bytes())
+
+    torch.cuda.reset_peak_memory_stats()
+    with oomb.Engine(model, config) as engine:
+        for _ in range(options.steps):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step = engine.forward_backward(ids, ids, on_progress=watch)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+    record = {
+        "model": options.model,
+        "tokens": options.tokens,
+        "base": "bf16, full" if options.full else f"nf4, LoRA r={options.rank}",
+        "cap_gib": options.cap,
+        "main_grad_dtype": options.main_grad_dtype,
+        "device": torch.cuda.get_device_name(),
+        "loss": float(step.loss),
+        "seconds": seconds,
+        "driver_peak_gib": (peak - before) / GIB,
+        "torch_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "torch_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "pages_peak_gib": step.stats.device_peak_bytes / GIB,
+        "host_pages_peak_gib": step.stats.host_peak_bytes / GIB,
+        "planned": {
+            "fits": plan.fits,
+            "seconds": plan.seconds,
+            "torch_and_pages_gib": plan.device_bytes / GIB,
+            "parameters_gib": plan.parameter_bytes / GIB,
+            "pages_gib": plan.device_pool_bytes / GIB,
+            "host_pages_gib": plan.host_pool_bytes / GIB,
+            "call_gib": plan.call_bytes / GIB,
+            "sums_gib": plan.sum_bytes / GIB,
+        },
+    }
+    print(record)
+    if options.json is not None:
+        write_record(options.json, record)
+
+
+if __name__ == "__main__":
+    main()
