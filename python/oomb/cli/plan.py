@@ -212,6 +212,8 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     if prediction.machine.host_assumed:
         host = bytes_text(prediction.machine.host_bytes)
         console.print(f"host memory: {host} is assumed beside that GPU; --host-memory says another")
+    if result.remedies:
+        console.print(_remedies(result))
     for sentence in result.advice:
         console.print(f"- {sentence}", soft_wrap=True)
 
@@ -270,6 +272,23 @@ def _kept(prediction: Prediction) -> str:
         f"kept outputs: {prediction.kept_output_share:.0%} of attention's, "
         f"{bytes_text(prediction.kept_output_bytes)} of the pages' memory{saved}"
     )
+
+
+def _remedies(result: Recommendation) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=True)
+    table.add_column("what would need less", overflow="fold")
+    for name in ("saves", "host", "seconds", "fits"):
+        table.add_column(name, justify="right")
+    for one in result.remedies:
+        seconds = "" if one.seconds is None else f"{one.seconds:+.1f}"
+        table.add_row(
+            str(one),
+            bytes_text(max(0, one.saved_bytes)),
+            f"+{bytes_text(one.host_bytes)}" if one.host_bytes > 0 else "",
+            seconds,
+            "yes" if one.fits else "no",
+        )
+    return table
 
 
 def _time(prediction: Prediction) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oomb.plan.prediction import Prediction
     from oomb.plan.recommendation import Recommendation, predict, recommend
     from oomb.plan.record import write_measured, write_plan
+    from oomb.plan.remedies import Remedy
 
 __all__ = [
     "GPUS",
@@ -28,6 +29,7 @@ __all__ = [
     "Planner",
     "Prediction",
     "Recommendation",
+    "Remedy",
     "predict",
     "recommend",
     "write_measured",
@@ -48,6 +50,7 @@ if not TYPE_CHECKING:  # a checker knows the names, and would take any other one
             "Planner": "oomb.plan.planner",
             "Prediction": "oomb.plan.prediction",
             "Recommendation": "oomb.plan.recommendation",
+            "Remedy": "oomb.plan.remedies",
             "predict": "oomb.plan.recommendation",
             "recommend": "oomb.plan.recommendation",
             "write_measured": "oomb.plan.record",

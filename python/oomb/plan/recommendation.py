@@ -13,10 +13,10 @@ from oomb.plan.machine import Machine
 from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
 from oomb.plan.prediction import Prediction
+from oomb.plan.remedies import Remedy, remedies
 from oomb.units import bytes_text
 
 _CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
-_SMALLER_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
 _LONGEST = 2**26  # tokens; beyond it nobody asks
 
 
@@ -30,12 +30,15 @@ class Recommendation:
             where the context asked for fits.
         ordinary: the same step as ordinary training with checkpointing and layer-input offload.
         advice: sentences for the user, most useful first.
+        remedies: where nothing fits, changes of settings that need less, those that make it fit
+            first and of these the cheapest.
     """
 
     prediction: Prediction
     longest_context: int | None
     ordinary: OrdinaryTraining
     advice: tuple[str, ...]
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -144,9 +147,20 @@ def recommend(
     longest = None
     if not prediction.fits:
         longest = _longest_context(planner, settings, context, asked)
-    advice = tuple(_advice(planner, prediction, ordinary, longest, asked))
+
+    def changed(other: Config, name: str | None) -> Prediction:
+        options = {**asked, "optimizer": name}
+        return planner.predict(context, other, timed=timed, dry_run=False, **options)
+
+    found: tuple[Remedy, ...] = ()
+    if not prediction.fits:
+        found = remedies(changed(prediction.config, optimizer), changed)
     return Recommendation(
-        prediction=prediction, longest_context=longest, ordinary=ordinary, advice=advice
+        prediction=prediction,
+        longest_context=longest,
+        ordinary=ordinary,
+        advice=tuple(_advice(prediction, ordinary, longest, found)),
+        remedies=found,
     )
 
 
@@ -204,11 +218,10 @@ def _longest_context(planner: Planner, config: Config, context: int, asked: dict
 
 
 def _advice(
-    planner: Planner,
     prediction: Prediction,
     ordinary: OrdinaryTraining,
     longest: int | None,
-    asked: dict[str, Any],
+    found: tuple[Remedy, ...],
 ) -> Iterator[str]:
     if not prediction.fits:
         yield prediction.shortage
@@ -219,19 +232,8 @@ def _advice(
             f"{bytes_text(prediction.device_bytes)} on the device and "
             f"{bytes_text(prediction.host_bytes)} on the host"
         )
-        for name in _SMALLER_OPTIMIZERS:
-            if asked["optimizer"] in (None, name) or prediction.machine.device_type == "cpu":
-                continue
-            other = planner.predict(
-                prediction.num_tokens,
-                prediction.config,
-                timed=False,
-                dry_run=False,
-                **{**asked, "optimizer": name},
-            )
-            if other.fits:
-                yield f"it fits with the optimizer {name}"
-                break
+        if found and found[0].fits:
+            yield f"it fits with {found[0]}"
     ours = prediction.device_bytes + prediction.host_bytes - prediction.kept_output_bytes
     theirs = ordinary.device_bytes + ordinary.host_bytes
     if ordinary.fits and theirs < ours:

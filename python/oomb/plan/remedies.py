@@ -1,0 +1,125 @@
+"""Changes that make a run fit, or nearly: what each saves, and what it costs in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from oomb.config import Config
+from oomb.plan.prediction import Prediction
+
+Predict = Callable[[Config, str | None], Prediction]
+
+# How much a change alters the result: not at all, by roundings, by another rule of the optimizer.
+_EXACT, _ROUNDED, _OTHER = range(3)
+_ALTERS = {
+    "recompute=layer": _EXACT,
+    "chunk_size=512": _EXACT,
+    "optimizer=paged_adamw_32bit": _EXACT,
+    "optimizer=adafactor": _OTHER,
+}
+_OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor")
+_LINK_BYTES_PER_SECOND = 2.5e10  # each way, where the machine's is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change of a setting, or several together.
+
+    Attributes:
+        changes: names and values of settings, in the order in which they were added.
+        saved_bytes: of what the device holds beside pages; where pages shrink, of them in both
+            tiers.
+        host_bytes: what the host holds more beside pages.
+        seconds: what a step takes longer; None where no rates are known.
+        fits: with it the step fits.
+    """
+
+    changes: tuple[tuple[str, str], ...]
+    saved_bytes: int
+    host_bytes: int
+    seconds: float | None
+    fits: bool
+
+    @property
+    def alters(self) -> int:
+        """How much it alters the result; 0: not at all."""
+        return max(_ALTERS.get(f"{name}={value}", _ROUNDED) for name, value in self.changes)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.changes)
+
+
+def remedies(asked: Prediction, predict: Predict) -> tuple[Remedy, ...]:
+    """Single changes that save memory: those that make the step fit first; of these the ones that
+    alter the result least, then the fastest.
+
+    Each is tried by itself; where none is enough, the last is all of those together that change
+    neither the context nor what is trained, with the smallest optimizer.
+
+    Args:
+        asked: what does not fit.
+        predict: the same step with another config and optimizer.
+    """
+    found = [
+        remedy
+        for changes in _single(asked)
+        if (remedy := _tried(asked, predict, changes)).saved_bytes > 0
+    ]
+    found.sort(key=lambda one: (not one.fits, one.alters, one.seconds or 0.0, -one.saved_bytes))
+    if found and not any(one.fits for one in found):
+        together: dict[str, str] = {}
+        for changes in _single(asked):
+            for name, value in changes.items():
+                together[name] = value  # of several optimizers the last, the smallest
+        whole = _tried(asked, predict, together)
+        if whole.saved_bytes > 0:
+            found.append(whole)
+    return tuple(found)
+
+
+def _single(asked: Prediction) -> Iterator[dict[str, str]]:
+    """Changes that could save something, the harmless ones first."""
+    config = asked.config
+    if config.recompute == "none":
+        yield {"recompute": "layer"}
+    if config.chunk_size > 512 and 512 % config.page_size == 0:
+        yield {"chunk_size": "512"}
+    if config.main_grad_dtype == "float32" and asked.sum_bytes:
+        yield {"main_grad_dtype": "bfloat16"}
+    if config.kv_grad_dtype == "float32":
+        yield {"kv_grad_dtype": "bfloat16"}
+    if asked.optimizer is not None and asked.machine.device_type == "cuda":
+        for name in _OPTIMIZERS:
+            if name != asked.optimizer:
+                yield {"optimizer": name}
+
+
+def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Remedy:
+    settings: dict[str, object] = {k: v for k, v in changes.items() if k != "optimizer"}
+    if "chunk_size" in settings:
+        settings["chunk_size"] = int(changes["chunk_size"])
+    config = replace(asked.config, **settings)  # type: ignore[arg-type]
+    other = predict(config, changes.get("optimizer", asked.optimizer))
+    seconds = None
+    if asked.seconds is not None and other.seconds is not None:
+        # A paged optimizer reads its states over the link and writes them back, page by page.
+        paged = 2 * (other.optimizer_host_bytes - asked.optimizer_host_bytes)
+        gpu = asked.machine.gpu
+        link = _LINK_BYTES_PER_SECOND if gpu is None else gpu.link_bytes_per_second
+        seconds = other.seconds - asked.seconds + paged / link
+    saved = _beside_pages(asked) - _beside_pages(other)
+    if "kv_grad_dtype" in changes:
+        saved += asked.device_pool_bytes + asked.host_pool_bytes
+        saved -= other.device_pool_bytes + other.host_pool_bytes
+    return Remedy(
+        changes=tuple(changes.items()),
+        saved_bytes=saved,
+        host_bytes=other.optimizer_host_bytes - asked.optimizer_host_bytes,
+        seconds=seconds,
+        fits=other.fits,
+    )
+
+
+def _beside_pages(prediction: Prediction) -> int:
+    return prediction.held_bytes + prediction.call_bytes
