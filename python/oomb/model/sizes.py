@@ -37,12 +37,12 @@ def check_values(values: Mapping[str, Any]) -> None:
         ValueError: ``<field>: expected ..., got ...``.
     """
     for name, value in values.items():
+        if name in _TRUTHS and not isinstance(value, bool) and value is not None:
+            raise ValueError(f"{name}: expected true or false, got {repr(value)[:80]}")
         if isinstance(value, Mapping):
             check_values(value)
         elif name in _MOST and isinstance(value, int):
             _expect_size(name, value)
-        elif name in _TRUTHS and not isinstance(value, bool) and value is not None:
-            raise ValueError(f"{name}: expected true or false, got {repr(value)[:80]}")
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
