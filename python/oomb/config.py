@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**60
 
 
 def parse_size(argument: str, value: int | str | None) -> int | None:
@@ -26,12 +27,12 @@ def parse_size(argument: str, value: int | str | None) -> int | None:
 
     Raises:
         ValueError: the text is no number with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, or
-            the size is not positive.
+            the size is not in 1 ... 2**60.
     """
     if value is None:
         return None
     size = _size_in_bytes(value)
-    if size is None or size <= 0:
+    if size is None or not 0 < size <= _MOST_BYTES:
         raise ValueError(
             f"{argument}: expected bytes or a size such as '40GiB' or '40GB', got {value!r}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_LENGTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
+_LENGTH = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KM]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 _MOST = 2**31 - 1  # positions are int32
 

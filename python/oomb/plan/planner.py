@@ -34,6 +34,7 @@ from oomb.trace.bare import bare_model
 from oomb.trace.trace import Setting, Trace, Tracer
 
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
+MOST_SEQUENCES = 2**20  # of a call that is planned
 _ARGUMENT_BYTES = 3 * 8  # per token: ids, labels and a mask, at most
 _INPUT_BYTES = _ARGUMENT_BYTES + 2 * 4  # and positions, targets
 
@@ -97,9 +98,14 @@ class Planner:
         Raises:
             ValueError: an argument does not fit.
         """
-        for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        for name, value, most in (
+            ("num_tokens", num_tokens, 2**40),
+            ("batch_size", batch_size, MOST_SEQUENCES),
+        ):
+            if not isinstance(value, int) or not 1 <= value <= most:
+                # As text a number may have more digits than Python prints.
+                got = "more" if isinstance(value, int) and value > most else repr(value)
+                raise ValueError(f"{name}: expected an int in 1 ... {most:,}, got {got}")
         config, tracer = config or Config(), self.tracer
         use = OptimizerUse(0, 0, 0)
         if optimizer is not None:

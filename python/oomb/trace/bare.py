@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _check_quantization(quantization: str | None, adapter: Any) -> None:
 def _config_of(name: str) -> PretrainedConfig:
     """The config of a folder or hub name. Runs no code but transformers', and asks nobody."""
     try:
-        offline = {} if Path(name).is_dir() else hub_arguments()
+        offline = {} if os.path.isdir(name) else hub_arguments()
         values, _ = PretrainedConfig.get_config_dict(name, **offline)
         kind = values.get("model_type")
         if values.get("auto_map") and kind not in CONFIG_MAPPING:
@@ -94,7 +95,7 @@ def _config_of(name: str) -> PretrainedConfig:
             name, trust_remote_code=False, **offline
         )
     except OSError as error:
-        if Path(name).is_dir() and (Path(name) / "config.json").is_file():
+        if os.path.isfile(os.path.join(name, "config.json")):  # a Path's raises for odd names
             raise _unusable(name, error) from error
         raise ValueError(
             "model: expected a folder with a config.json, a name on the hub that is in the cache "

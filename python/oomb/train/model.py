@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -194,14 +195,14 @@ def _hub(settings: ModelSettings) -> dict[str, Any]:
     return {
         "revision": settings.revision or "main",
         "trust_remote_code": settings.trust_remote_code,
-        **({} if all(Path(name).is_dir() for name in names) else hub_arguments()),
+        **({} if all(os.path.isdir(name) for name in names) else hub_arguments()),
     }
 
 
 def _check_folder(field: str, name: str) -> None:
     """Refuse, before anything is read, what is meant as a folder and is not a usable one."""
     place = Path(name)
-    if place.is_dir():
+    if os.path.isdir(name):  # a Path's raises for odd names
         pickles = [file.name for pattern in _PICKLES for file in sorted(place.glob(pattern))]
         if field == "model.name" and pickles and not any(place.glob("*.safetensors")):
             raise BadInput(
@@ -210,9 +211,9 @@ def _check_folder(field: str, name: str) -> None:
                 "model.save_pretrained(folder)"
             )
         return
-    if place.exists():
+    if os.path.exists(name):
         raise BadInput(f"{field}: expected a folder, got the file {name}")
-    in_folder = "/" in name and place.parent.is_dir()
+    in_folder = "/" in name and os.path.isdir(place.parent)
     if in_folder or name.startswith((".", "/", "~")) or name.count("/") > 1:
         siblings = [file.name for file in place.parent.glob("*")]
         near = nearest(place.name, siblings)
@@ -230,5 +231,5 @@ def _unloadable(field: str, expected: str, settings: ModelSettings, error: Excep
         reason = f"{type(error).__name__} {reason}".strip()
     if "trust_remote_code" in str(error):
         reason = "it brings code of its own, which runs only with model.trust_remote_code=true"
-    place = "" if Path(name).is_dir() else ", no folder here and not read from the hub"
+    place = "" if os.path.isdir(name) else ", no folder here and not read from the hub"
     return f"{field}: expected {expected}, got {name!r}{place}: {reason}"
