@@ -1,14 +1,21 @@
 """Seconds that making an engine takes, nearly all of it the check of the model.
 
     python bench/engine_construction.py [--size tiny|7b] [--device cuda] [--repeats 3]
+    python bench/engine_construction.py --size 7b --profile      # and where the first one's go
 
-The first time includes what a device and its libraries load once.
+What a process pays once anyway is timed before: CUDA's start, the library of matrix products, the
+modules that the engine imports, and the model's own first forward, whose kernels are loaded then.
+``--cold`` leaves all but CUDA's start to the first engine, which then pays for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -21,6 +28,7 @@ _SIZES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
 }  # fmt: skip
+_TOKENS = 32
 
 
 def main() -> None:
@@ -28,15 +36,45 @@ def main() -> None:
     parser.add_argument("--size", choices=_SIZES, default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    with timed("the device's start", device):
+        torch.ones(1, device=device)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(arguments.device):
+    with timed("the model's weights", device), device:
         model = Qwen2ForCausalLM(Qwen2Config(**_SIZES[arguments.size]))
     torch.set_default_dtype(torch.float32)
-    for _ in range(arguments.repeats):
-        begin = time.perf_counter()
-        oomb.Engine(model).close()
-        print(f"{arguments.size} on {arguments.device}: {time.perf_counter() - begin:.2f} s")
+    if not arguments.cold:
+        with timed("first products in bf16, fp64", device):
+            for dtype in (torch.bfloat16, torch.float64):
+                square = torch.ones(64, 64, dtype=dtype, device=device)
+                square @ square
+        with timed("import of the engine", device):
+            _ = oomb.Engine
+        for which in ("first", "second"):
+            with timed(f"the model's own forward, {which}", device), torch.no_grad():
+                model(torch.ones(1, _TOKENS, dtype=torch.int64, device=device), use_cache=False)
+    for number in range(1, arguments.repeats + 1):
+        profile = cProfile.Profile() if arguments.profile and number == 1 else None
+        with timed(f"engine {number}, {arguments.size} on {device.type}", device):
+            if profile is not None:
+                profile.enable()
+            oomb.Engine(model).close()
+            if profile is not None:
+                profile.disable()
+        if profile is not None:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+@contextmanager
+def timed(what: str, device: torch.device) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    print(f"{what + ':':36s} {time.perf_counter() - begin:6.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
-"""Steps of TRL's SFTTrainer: the stock one beside ours with the default Config, then ours alone.
+"""Steps of TRL's SFTTrainer: the stock one three ways, ours with the default Config, ours alone.
 
     python bench/sft_steps.py                                   # Qwen2.5-7B: needs 141 GB
     python bench/sft_steps.py --optimizer adafactor             # 80 GB
-    python bench/sft_steps.py --model qwen2.5-0.5b --short 96 --long 200 --cpu --layers 2  # a try
+    python bench/sft_steps.py --model qwen2.5-0.5b --short 96 --long 0 --cpu --layers 2    # a try
 
 Weights are random (the same in every run), one sequence is a step and every step has the same one,
-so that a loss after a step shows that step's gradient. Each run has a process of its own. Ends with
-1 where losses at the short length differ by more than ``--tolerance`` of the loss.
+so that a loss after a step shows that step's gradient. Each run has a process of its own.
+
+First losses agree to ``--tolerance``. Later ones differ by what rounding makes of an update: the
+first steps of Adam are nearly the gradient's signs, and updates of bf16 weights are rounded. How
+much that is the stock trainer shows against itself, with attention by two other functions of torch
+and transformers, which round elsewhere: the spread is the largest difference between two of these
+runs. Ends with 1 where the first loss of ours is further off than the tolerance, or a later one
+further from the stock trainer's than twice the spread. (Of four runs that differ by chance alone,
+one is often further from a second than the other three from each other, but rarely twice as far.)
 """
 
 from __future__ import annotations
@@ -17,16 +24,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.lengths import parse_length
 from oomb.trace.shapes import SHAPES, random_model
 
 GIB = 2**30
 WORDS = 1000
+# The stock trainer's attention: torch's choice, its plain composition, transformers' own.
+STOCK = {"stock": "sdpa", "stock-math": "sdpa", "stock-eager": "eager"}
 
 
 def main() -> None:
@@ -38,31 +50,42 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--optimizer", default="adamw_torch_fused")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--tolerance", type=float, default=2e-3)
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of the first loss")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--run", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=[*STOCK, "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
         given.json.write_text(json.dumps(steps(given)))
         return
     short, long = parse_length("--short", given.short), given.long
-    runs = [("stock", short), ("ours", short)]
+    runs = [(name, short) for name in (*STOCK, "ours")]
     runs += [("ours", parse_length("--long", long))] if long != "0" else []
     found = []
     for trainer, tokens in runs:
         found.append(in_own_process(trainer, tokens))
         show(found[-1])
-    stock, ours = (run["losses"] for run in found[:2])
-    apart = max(abs(x - y) / x for x, y in zip(stock, ours, strict=True))
-    print(f"losses of both trainers differ by at most {apart:.2e} of the loss")
+    losses = [run["losses"] for run in found]
+    stock, ours = losses[: len(STOCK)], losses[len(STOCK)]
+    spread = max(apart(x, y) for x, y in combinations(stock, 2))
+    first, largest = apart(stock[0][:1], ours[:1]), apart(stock[0], ours)
+    print(
+        f"losses of ours and the stock trainer differ by {first:.2e} in the first step, at most "
+        f"{largest:.2e}; those of the stock trainer with other attention by at most {spread:.2e}"
+    )
     if given.json is not None:
         kept = {key: value for key, value in vars(given).items() if key not in ("run", "tokens")}
-        record = {"settings": kept | {"json": None}, "runs": found, "apart": apart}
+        record = {"settings": kept | {"json": None}, "runs": found}
+        record |= {"first": first, "largest": largest, "spread": spread}
         given.json.write_text(json.dumps(record, indent=1) + "\n")
-    if not apart <= given.tolerance:
+    if not (first <= given.tolerance and largest <= 2 * max(spread, given.tolerance)):
         sys.exit(1)
+
+
+def apart(some: list[float], others: list[float]) -> float:
+    """The largest difference of two losses of the same step, of the first."""
+    return max(abs(x - y) / x for x, y in zip(some, others, strict=True))
 
 
 def in_own_process(trainer: str, tokens: int) -> dict[str, Any]:
@@ -106,6 +129,8 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
         positions=max(given.tokens, 2**15),
         layers=given.layers,
     )
+    if given.run in STOCK:
+        model.set_attn_implementation(STOCK[given.run])
     row = torch.randint(3, WORDS, (given.tokens,), generator=torch.Generator().manual_seed(1))
     seconds: list[float] = []
 
@@ -121,7 +146,7 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
     observed = Observed()
     own: dict[str, Any] = {"observer": observed} if given.run == "ours" else {}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (trl.SFTTrainer if given.run == "stock" else SFTTrainer)(
+        trainer = (trl.SFTTrainer if given.run in STOCK else SFTTrainer)(
             model,
             args=trl.SFTConfig(
                 output_dir=folder,
@@ -143,7 +168,8 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
             callbacks=[Clock()],
             **own,
         )
-        trainer.train()
+        with sdpa_kernel(SDPBackend.MATH) if given.run == "stock-math" else nullcontext():
+            trainer.train()
     log = trainer.state.log_history
     return {
         "trainer": given.run,
@@ -185,7 +211,7 @@ def show(run: dict[str, Any]) -> None:
             f", pages {run['page_bytes'] / GIB:.2f} GiB, {run['host_bytes'] / GIB:.2f} on the host"
         )
     print(
-        f"{run['trainer']:5s} {run['tokens']:>8,} tokens on {run['device']}: "
+        f"{run['trainer']:11s} {run['tokens']:>8,} tokens on {run['device']}: "
         f"losses {', '.join(f'{x:.5f}' for x in run['losses'])}; "
         f"norms {', '.join(f'{x:.4f}' for x in run['grad_norms'])}; "
         f"seconds {', '.join(f'{x:.2f}' for x in run['seconds'])}; {memory}",

@@ -47,7 +47,12 @@ class Lines:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        code = frame.f_code
+        if self._place is None:
+            return self._line if code.co_filename.startswith(PACKAGE) else None
+        # Other functions run untraced, which is most of the time that a call would take.
+        file, line = self._place
+        return self._line if code.co_filename == file and line >= code.co_firstlineno else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":

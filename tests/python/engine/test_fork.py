@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,41 +14,16 @@ from torch.utils.data import DataLoader, Dataset
 
 import oomb
 
+from .children import SECONDS, exit_code_of_child
 from .models import make
 from .programs import run_program
 from .recovery import IDS, SPARSE, config, usual
 from .reference import assert_identical
 
-SECONDS = 60  # a child that takes longer hangs
-
 
 def in_child(work: Callable[[], object]) -> None:
-    """Run ``work`` in a forked process, which then ends as a program does; it must succeed."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            gc.collect()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert ended(child) == 0
-
-
-def ended(child: int) -> int | None:
-    """Exit code of a process; None: it hung, and is gone now."""
-    limit = time.monotonic() + SECONDS
-    while time.monotonic() < limit:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    """Run ``work`` in a forked process; it must succeed."""
+    assert exit_code_of_child(work) == 0
 
 
 @pytest.fixture
@@ -152,7 +124,8 @@ def test_a_child_that_ends_as_a_program_does(engine: oomb.Engine) -> None:
     """Through Python's own exit, where its objects are collected."""
     program = (
         "import os, sys, torch, oomb\n"
-        "from tests.python.engine.test_fork import IDS, config, ended, make\n"
+        "from tests.python.engine.children import ended\n"
+        "from tests.python.engine.test_fork import IDS, config, make\n"
         "torch.set_num_threads(1)\n"
         "model = make('llama')\n"
         "engine = oomb.Engine(model, config(model))\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -331,53 +330,6 @@ def test_is_refused(build: Callable[[], nn.Module], text: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def fails_at(tokens: int, error: Exception) -> nn.Module:
-    """A layer that raises when it sees so many tokens: 32 in the model's own forward, 2 where the
-    shapes of attention are asked for, 16 in each of two chunks."""
-    model = make("llama")
-
-    def check(_: nn.Module, arguments: tuple[torch.Tensor, ...], __: dict[str, Any]) -> None:
-        if arguments[0].shape[1] == tokens:
-            raise error
-
-    model.model.layers[0].register_forward_pre_hook(check, with_kwargs=True)
-    return model
-
-
-PROBES = {
-    2: "^LlamaModel: fails where attention is the engine's: ",
-    32: "^LlamaForCausalLM: its own forward fails on 32 tokens: ",
-    16: "^LlamaForCausalLM: fails when it is run in chunks: ",
-}
-
-
-@pytest.mark.parametrize(("tokens", "text"), PROBES.items())
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, IndexError, NotImplementedError])
-def test_an_error_of_the_models_own(tokens: int, text: str, kind: type[Exception]) -> None:
-    error = kind("sizes differ")
-    with pytest.raises(oomb.UnsupportedModelError, match=text + "sizes differ$") as refused:
-        oomb.Engine(fails_at(tokens, error), CONFIG)
-    assert refused.value.__cause__ is error
-
-
-@pytest.mark.parametrize("tokens", PROBES)
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    ],
-    ids=["cuda", "cudnn", "host-memory", "device-memory"],
-)
-def test_an_error_of_the_machine_is_not_the_models(tokens: int, error: Exception) -> None:
-    with pytest.raises(type(error)) as raised:
-        oomb.Engine(fails_at(tokens, error), CONFIG)
-    assert not isinstance(raised.value, oomb.UnsupportedModelError)
-    assert raised.value is error or raised.value.__cause__ is error
-
-
 def test_float64_angles_of_another_layout() -> None:
     with pytest.raises(oomb.UnsupportedModelError, match="CohereRotaryEmbedding.*rope_angles"):
         oomb.Engine(make("cohere"), oomb.Config(rope_angles="float64"))
@@ -407,140 +359,6 @@ def test_attention_that_transformers_does_not_hand_over() -> None:
         oomb.UnsupportedModelError, match=r"layers\.0 \(TrOCR.*brings one of its own"
     ):
         oomb.Engine(own_mask(), CONFIG)
-
-
-# Decoders of the same parts, at most with another window, experts, or positions that are learnt.
-OTHERS: dict[str, dict[str, Any]] = {
-    "Gemma": {},
-    "Starcoder2": {},
-    "Olmo2": {},
-    "StableLm": {},
-    "SmolLM3": {},  # layers without rotary angles
-    "GPTNeoX": {"num_key_value_heads": 6},
-    "Phi": {},  # partial rotary
-    "Gemma3": {"config": "Gemma3TextConfig", "sliding_window": 12},  # angles per kind of layer
-    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 12},
-    "Mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "Qwen3Moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "Gemma4": {  # the output of its decoder has further parts
-        "config": "Gemma4TextConfig",
-        "sliding_window": 12,
-        "global_head_dim": 8,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-    },
-    "Gemma3n": {  # an inner size per layer
-        "config": "Gemma3nTextConfig",
-        "sliding_window": 12,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 97,
-        "num_kv_shared_layers": 0,
-        "laurel_rank": 8,
-    },
-    "Gemma4 with shared keys": {  # later layers read the keys of earlier ones
-        "sliding_window": 12,
-        "global_head_dim": 8,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 97,
-        "num_kv_shared_layers": 2,
-    },
-    "Gemma3n with shared keys": {
-        "sliding_window": 12,
-        "head_dim": 256,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 97,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
-    },
-    "ModernBertDecoder": {  # its get_decoder() is its output layer
-        "num_key_value_heads": 6,
-        "local_attention": 24,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "DeepseekV2": {  # angles as complex numbers
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "head_dim": 8,
-        "num_key_value_heads": 6,
-        "first_k_dense_replace": 2,
-    },
-    "Bert": {"class": "BertLMHeadModel", "is_decoder": True},  # layers one level further inside
-    "GPTBigCode": {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256},
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_decoders_of_the_same_parts_work(name: str) -> None:
-    """Their norms round to fp32 inside, on both sides at other places."""
-    settings = dict(OTHERS[name])
-    prefix = name.split(" ")[0]
-    text = "Text" if prefix.startswith(("Gemma3n", "Gemma4")) else ""
-    kind = getattr(transformers, settings.pop("config", f"{prefix}{text}Config"))
-    build = getattr(transformers, settings.pop("class", f"{prefix}ForCausalLM"))
-    model = build(kind(**{**SIZES, **settings}))
-    spread_weights(model)
-    model = model.double().eval()
-    model.set_attn_implementation("sdpa")
-    model.set_experts_implementation("eager")
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("key.bias"):  # softmax takes it away: its gradient is 0
-            parameter.requires_grad_(False)
-    ids = random_ids(2, 60)
-    expected = ordinary(model, ids, ids)
-    for recompute in ("none", "layer"):
-        config = oomb.Config(chunk_size=16, page_size=8, recompute=recompute)  # type: ignore[arg-type]
-        assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
-
-
-class ConfiguredLinear(nn.Linear):
-    """As torchao's float8 layers are: its config is none of transformers'."""
-
-    config = SimpleNamespace(round_scales_to_power_of_2=False)
-
-
-def test_layers_with_a_config_of_another_kind() -> None:
-    model = make("llama").eval()
-    for layer in model.model.layers:
-        layer.mlp.up_proj.__class__ = ConfiguredLinear
-    ids = random_ids(2, 60)
-    assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids), 1e-10)
-
-
-def vision_text(name: str, **vision: Any) -> nn.Module:
-    """Positions count time, height and width; text moves through all three alike."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**SIZES, "rope_parameters": rope},
-        vision_config={**sizes, "out_hidden_size": 48, **vision},
-    )
-    made: nn.Module = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("name", "vision"),
-    [
-        ("Qwen2_5_VL", {"fullatt_block_indexes": [0]}),
-        ("Qwen3VL", {"deepstack_visual_indexes": [0]}),
-    ],
-)
-def test_models_that_also_see_pictures_train_on_text(name: str, vision: dict[str, Any]) -> None:
-    model = vision_text(name, **vision)
-    spread_weights(model)
-    model = model.double().eval()
-    ids = random_ids(2, 60)
-    expected = ordinary(model, ids, ids)
-    for config in (CONFIG, replace(CONFIG, rope_angles="float64")):
-        assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
 
 
 def test_weights_in_several_places() -> None:

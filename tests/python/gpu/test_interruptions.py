@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +11,9 @@ import torch
 from engine_case import CHUNK, PAGE, gradients, make_model, tokens
 
 import oomb
+from engine.children import exit_code_of_child
 
 pytestmark = pytest.mark.gpu
-SECONDS = 60
 
 
 def spilling(**settings: Any) -> oomb.Config:
@@ -30,28 +27,6 @@ def spilling(**settings: Any) -> oomb.Config:
         deterministic=True,
         **settings,
     )
-
-
-def exit_code_of_child(work: Callable[[], object]) -> int | None:
-    """None: it hung."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    limit = time.monotonic() + SECONDS
-    while time.monotonic() < limit:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
 
 
 @pytest.mark.parametrize("attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=str)
