@@ -6,12 +6,16 @@ python examples/lora.py [--model FOLDER] [--text FILE] [--tokens N] [--steps N] 
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 import oomb  # isort: skip  (before torch: its waiting threads then sleep)
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# Of names that peft still uses.
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import oomb  # isort: skip  (before torch: its waiting threads then sleep)
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from oomb.hf import Trainer  # instead of: from transformers import Trainer
@@ -46,6 +47,7 @@ def main() -> None:
             eval_strategy="steps",
             eval_steps=options.steps,
             report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
         ),
         train_dataset=windows[1:],

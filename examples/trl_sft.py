@@ -6,15 +6,20 @@ python examples/trl_sft.py [--model FOLDER] [--texts FOLDER] [--tokens N] [--ste
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 import oomb  # isort: skip  (before torch: its waiting threads then sleep)
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from oomb.hf import SFTTrainer  # instead of: from trl import SFTTrainer
+
+# Of names that TRL and peft still use.
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def main() -> None:
@@ -45,6 +50,7 @@ def main() -> None:
             save_strategy="no",
             bf16=False,
             report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
         ),
         train_dataset=documents,

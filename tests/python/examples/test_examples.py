@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def output_of(
 ) -> str:
     monkeypatch.setattr(sys, "argv", [name, *options])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    for one in seen:  # a newcomer takes them for the example's
+        assert not issubclass(one.category, (FutureWarning, UserWarning)), one
     return capsys.readouterr().out
 
 
