@@ -107,8 +107,8 @@ void warn_once(const Shape& shape, DType dtype) {
   if (hook) {
     hook(concat("attention with ", describe(shape, dtype),
                 " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
-                "Fast ones take bfloat16 or float16, head dim 64, 96 or 128 (on Hopper also 256 in "
-                "bfloat16), and pages of 64 or 128 tokens"));
+                "Fast ones take bfloat16 or float16, head dim 64, 96 or 128 (256 on data "
+                "center GPUs), and pages of 64 or 128 tokens"));
   }
 }
 

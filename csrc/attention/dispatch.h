@@ -4,8 +4,8 @@
 //
 //   sm90    compute capability 9.x, bfloat16, head dim 64, 128 or 256, pages of 64 or 128
 //           tokens
-//   sm80    8.0 and newer, bfloat16 or float16, head dim 64, 96 or 128, pages of 64 or 128
-//           tokens
+//   sm80    8.0 and newer, bfloat16 or float16, head dim 64, 96 or 128 (256 where shared memory
+//           suffices), pages of 64 or 128 tokens
 //   plain   8.0 and newer, everything else: correct and slow, announced by one warning
 //
 // force() or the environment variable OOMB_ATTENTION=sm90|sm80|plain overrides the choice; forcing

@@ -16,6 +16,10 @@ void dq_float16(const BackwardParams& params);
 void dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
 void dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
 
+// The same at head dim 256.
+void wide_dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
+void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
+
 void one_pass_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
 void one_pass_float16(const BackwardParams& params, const BackwardPlan& plan);
 

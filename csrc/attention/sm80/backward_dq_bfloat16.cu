@@ -9,6 +9,7 @@ void delta_bfloat16(const BackwardParams& params) { device::compute_delta<__nv_b
 void dq_bfloat16(const BackwardParams& params) {
   switch (params.shape.head_dim) {
     case 64: return launch_dq<__nv_bfloat16, 64>(params);
+    case 256: return launch_dq<__nv_bfloat16, 256>(params);
     case 96: return launch_dq<__nv_bfloat16, 96>(params);
     default: return launch_dq<__nv_bfloat16, 128>(params);
   }

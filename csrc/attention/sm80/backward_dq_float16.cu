@@ -9,6 +9,7 @@ void delta_float16(const BackwardParams& params) { device::compute_delta<__half>
 void dq_float16(const BackwardParams& params) {
   switch (params.shape.head_dim) {
     case 64: return launch_dq<__half, 64>(params);
+    case 256: return launch_dq<__half, 256>(params);
     case 96: return launch_dq<__half, 96>(params);
     default: return launch_dq<__half, 128>(params);
   }

@@ -10,6 +10,10 @@
 //
 //   kRowTiles 2: | Q 128 | dO 128 | K0 V0 32 | K1 V1 32 |
 //   kRowTiles 1: | K0 V0 64 | K1 V1 64 |      Q and dO in registers
+//
+// At head dim 256 the sums of one row tile fill the registers: Q and dO stay in shared memory too.
+//
+//   head dim 256: | Q 64 | dO 64 | K0 V0 32 | K1 V1 32 |      128 KiB
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
@@ -24,17 +28,17 @@ namespace oomb::attention::sm80 {
 template <int kDim, int kRowTiles>
 struct QueryPass {
   using Tile = device::Tile<kDim>;
-  static constexpr bool kInRegisters = kRowTiles == 1;
+  static constexpr bool kInRegisters = kRowTiles == 1 && kDim <= 128;
   static constexpr int kRows = kRowTiles * 64;
-  static constexpr int kKeys = 64 / kRowTiles;  // of one stage
-  static constexpr int kPart = 16 * kRowTiles;  // keys whose dS is in registers at a time
+  static constexpr int kKeys = kInRegisters ? 64 : 32;  // of one stage
+  static constexpr int kPart = kInRegisters ? 16 : 32;  // keys whose dS is in registers at a time
   static constexpr int kMatrixBytes = Tile::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kMatrixBytes;
   static constexpr int kQueryBytes = Tile::bytes(kRows);
   static constexpr int kStages = kInRegisters ? 0 : 2 * kQueryBytes;  // where the stages begin
   static constexpr int kQueries = kInRegisters ? kStageBytes : 0;     // where Q and dO begin
   static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
-  static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : 2;
+  static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : kDim == 256 ? 1 : 2;
 };
 
 // Grid: (query tiles, query heads, batch).
@@ -274,9 +278,9 @@ void launch_dq(const BackwardParams& params) {
 // A tile of queries must not cross a query block where each block has its own page list.
 template <typename T, int kDim>
 void launch_dq(const BackwardParams& params) {
-  if (params.past.selection != nullptr && params.shape.page_size < 128) {
+  if (kDim == 256 || (params.past.selection != nullptr && params.shape.page_size < 128)) {
     launch_dq<T, kDim, 1>(params);
-  } else {
+  } else if constexpr (kDim != 256) {
     launch_dq<T, kDim, 2>(params);
   }
 }

@@ -377,6 +377,7 @@ auto with_forward(const ForwardParams& params, Function&& function) {
   const bool low = params.past.selection != nullptr && params.shape.page_size < 128;
   switch (params.shape.head_dim) {
     case 64: return low ? function(Forward<T, 64, 1>{}) : function(Forward<T, 64, 2>{});
+    case 256: return function(Forward<T, 256, 1>{});  // sums of 128 registers a row tile
     case 96: return low ? function(Forward<T, 96, 1>{}) : function(Forward<T, 96, 2>{});
     default: return low ? function(Forward<T, 128, 1>{}) : function(Forward<T, 128, 2>{});
   }

@@ -8,12 +8,30 @@
 
 namespace oomb::attention::sm80 {
 
+#if OOMB_WITH_CUDA
+namespace {
+
+// Head dim 256 takes 160 KiB of shared memory; consumer GPUs have 99 KiB.
+bool has_room(const Shape& shape, int capability) {
+  return shape.head_dim != 256 || capability == 80 ||
+         (capability >= 87 && capability < 120 && capability != 89);
+}
+
+}  // namespace
+#endif
+
 constinit const Kernels kKernels = {
     .name = "sm80",
     .key_tile = 128,
 #if OOMB_WITH_CUDA
-    .takes_forward = [](const ForwardParams& params, int) { return forward_supported(params); },
-    .takes_backward = [](const BackwardParams& params, int) { return backward_supported(params); },
+    .takes_forward =
+        [](const ForwardParams& params, int capability) {
+          return forward_supported(params) && has_room(params.shape, capability);
+        },
+    .takes_backward =
+        [](const BackwardParams& params, int capability) {
+          return backward_supported(params) && has_room(params.shape, capability);
+        },
     .forward = forward,
     .backward = backward,
     .forward_workspace_bytes = forward_workspace_bytes,

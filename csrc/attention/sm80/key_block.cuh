@@ -116,4 +116,40 @@ __device__ void write_gradient(const BackwardParams& p, const KeyBlock& block, i
   }
 }
 
+// The same for one of the two: is_value says which.
+template <typename T, int kDim>
+__device__ void write_sum(const BackwardParams& p, const KeyBlock& block, int key_end,
+                          bool is_value, const float (&sum)[kDim / 8][4], float factor) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_row = block.row0 + warp * 16 + lane / 4, column = (lane % 4) * 2;
+  const auto pair = [&](int r, int n) {
+    return make_float2(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
+  };
+  if (block.own) {
+    const Strides& strides = is_value ? p.dv_strides : p.dk_strides;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row = first_row + r * 8;
+      if (row >= p.shape.chunk) continue;
+      T* target = static_cast<T*>(is_value ? p.dv : p.dk) + block.batch * strides.batch +
+                  block.kv_head * strides.head + row * strides.token + column;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const float2 x = pair(r, n);
+        *reinterpret_cast<uint32_t*>(target + n * 8) = device::pack<T>(x.x, x.y);
+      }
+    }
+    return;
+  }
+  const int page_size = static_cast<int>(p.shape.page_size);
+  const device::GradientPage page(p.grads, p.past.table_stride, block.batch, block.page, is_value);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + r * 8;
+    if (block.page * page_size + row >= key_end) continue;
+    const int64_t element = (int64_t{block.kv_head} * page_size + row) * kDim + column;
+    page.add_pairs<kDim / 8>(element, [&](int n) { return pair(r, n); });
+  }
+}
+
 }  // namespace oomb::attention::sm80

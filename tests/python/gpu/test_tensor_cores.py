@@ -29,9 +29,6 @@ in_both_orders = pytest.mark.parametrize(
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    dims = [request.getfixturevalue(name) for name in request.fixturenames if name == "head_dim"]
-    if request.param == "sm80" and 256 in dims:
-        pytest.skip("sm80 takes no head dim of 256")
     _C.force_attention(request.param)
     yield request.param
     _C.force_attention(None)
@@ -61,7 +58,9 @@ def test_shapes(head_dim: int, page_size: int, lists: str, deterministic: bool) 
 @in_both_orders
 @lists_of_pages
 @pytest.mark.parametrize("page_size", [64, 128])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), (96, BF16), (96, FP16), (128, FP16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, FP16), (96, BF16), (96, FP16), (128, FP16), (256, FP16)]
+)
 def test_shapes_of_sm80(
     head_dim: int, page_size: int, lists: str, dtype: torch.dtype, deterministic: bool
 ) -> None:
@@ -291,7 +290,7 @@ def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
 
 
 @on_sm80
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("limits", [{}, dict(window=3000), dict(documents=True)], ids=str)
 @lists_of_pages
 def test_parted_tiles(head_dim: int, lists: str, limits: dict[str, Any]) -> None:

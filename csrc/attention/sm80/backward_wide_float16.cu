@@ -1,0 +1,10 @@
+#include "attention/sm80/backward.h"
+#include "attention/sm80/backward_wide_kernel.cuh"
+
+namespace oomb::attention::sm80 {
+
+void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan) {
+  launch_wide_dkv<__half>(params, plan);
+}
+
+}  // namespace oomb::attention::sm80
