@@ -52,7 +52,7 @@ def _stage(length: int, batch: int, rate: float, seconds: float, share: float = 
     return Stage(length=length, batch=batch, rate=rate, share=share, seconds=seconds)
 
 
-_SPARSE = ("16 pages", "32 pages", "SpaCO 1/2")
+_SPARSE = ("16 pages", "SpaCO 1/2", "32 pages")
 _ALL = (
     *("exact", "64 pages", "32 pages", "16 pages", "SpaCO 1/2", "SpaCO 1/4", "bf16 gradients"),
     *("1 back", "2 back", "4 back", "ordinary"),
@@ -95,8 +95,8 @@ PROFILES = {
         size="small",
         page_size=64,
         levels=(
-            Level(stage=_stage(128, 128, 3e-3, 30, 0.8), theta=1e4, asked=()),
-            Level(stage=_stage(2048, 16, 1e-3, 25), theta=1e4, asked=(2048, 4096)),
+            Level(stage=_stage(128, 64, 3e-3, 50, 0.8), theta=1e4, asked=()),
+            Level(stage=_stage(2048, 16, 1e-3, 20), theta=1e4, asked=(2048, 4096)),
             Level(stage=_stage(16_384, 4, 5e-4, 20), theta=2e5, asked=(16_384, 65_536),
                   methods=("exact", *_SPARSE), tried=(16, 32)),
         ),
