@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import oomb
 import oomb.hf
 from engine.models import make
 from engine.reference import EXACT
+from oomb.hf import fused_head
+from oomb.hf.left_padding import left_padding
 
 from .runs import CONFIG, prompts, tokenizer
 
@@ -187,7 +189,7 @@ def test_kto(loss_type: str, adapted: bool, tmp_path: Path) -> None:
     compare(stock, ours, args, judged(16), adapted, with_reference=not adapted)
 
 
-# Prompts of unlike length are padded on the left.
+# Two prompts of unlike length in a batch: the shorter one is padded on the left.
 GENERATION: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "num_generations": 4,
@@ -206,9 +208,17 @@ GRPO: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def same_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_completions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And batches: for dropout the engine draws from the generator that sampling and shuffling
-    draw from."""
+    draw from. Some of them are padded on the left."""
+    padding: list[int] = []
+
+    def seen(mask: torch.Tensor) -> torch.Tensor:
+        found = left_padding(mask)
+        padding.append(int(found.max()))
+        return found
+
+    monkeypatch.setattr(fused_head, "left_padding", seen)
     for kind in (trl.GRPOTrainer, trl.RLOOTrainer):
         generate = kind._generate_and_score_completions
 
@@ -219,6 +229,8 @@ def same_completions(monkeypatch: pytest.MonkeyPatch) -> None:
             return generated
 
         monkeypatch.setattr(kind, "_generate_and_score_completions", seeded)
+    yield
+    assert max(padding) > 0
 
 
 @pytest.mark.usefixtures("same_completions")
@@ -229,7 +241,7 @@ def test_grpo(variant: str, tmp_path: Path) -> None:
     def args() -> Any:
         return trl.GRPOConfig(**settings(tmp_path, **GENERATION, **GRPO[variant]))
 
-    data = prompts(16).select_columns(["prompt"])
+    data = prompts(2).select_columns(["prompt"])
     adapted = "beta" in GRPO[variant]
     compare(trl.GRPOTrainer, oomb.hf.GRPOTrainer, args, data, adapted, reward_funcs=reward)
 
@@ -241,7 +253,7 @@ def test_rloo(adapted: bool, tmp_path: Path) -> None:
         beta = 0.05 if adapted else 0.0
         return trl.RLOOConfig(**settings(tmp_path, **GENERATION, beta=beta))
 
-    data = prompts(16).select_columns(["prompt"])
+    data = prompts(2).select_columns(["prompt"])
     compare(trl.RLOOTrainer, oomb.hf.RLOOTrainer, args, data, adapted, reward_funcs=reward)
 
 
