@@ -248,6 +248,7 @@ def _memory(prediction: Prediction) -> Table:
         ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
         ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
         ("page lists", 0, prediction.list_bytes),
+        ("states between chunks", 0, prediction.border_bytes),
     )
     for name, device, host in rows:
         if device or host:

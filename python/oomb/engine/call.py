@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ from oomb.model.swap import Swaps, swapping
 from oomb.parallel.placement import Placement
 from oomb.results import Selection, Stats, Step
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -63,9 +66,11 @@ class Call:
         reads = counters["hits"] + counters["misses"]
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
-            selection = pages.choice.lists.of_call(pages.num_layers)
+            chosen = pages.choice.lists.of_call(pages.num_layers)
             if getattr(self.config.attention, "share", None) == "kv_head":
-                selection = self.placement.whole_lists(selection)
+                chosen = self.placement.whole_lists(chosen)
+            nothing: list[torch.Tensor | None] = [None] * pages.chunks.number
+            selection = self._by_layer(chosen, nothing)
         logprobs = self.loss.logprobs
         if logprobs is not None:
             logprobs = self.placement.total(logprobs)
@@ -85,7 +90,9 @@ class Call:
                 h2d_seconds=counters["h2d_seconds"],
                 d2h_seconds=counters["d2h_seconds"],
                 exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
-                exposed_by_layer={name: x.sum(axis=0).tolist() for name, x in exposed.items()},
+                exposed_by_layer={
+                    name: self._by_layer(x.sum(axis=0).tolist(), 0.0) for name, x in exposed.items()
+                },
                 kept_output_share=pages.outputs.share,
                 kept_output_bytes=pages.outputs.num_bytes,
                 kept_output_seconds=self.attention.kept_seconds.total,
@@ -104,6 +111,11 @@ class Call:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return replace(step, stats=replace(step.stats, exchange_seconds=self.exchanges.total))
+
+    def _by_layer(self, of_paged: list[T], without: T) -> list[T]:
+        """A value for each decoder layer, from those of layers that have pages."""
+        paged, layers = self.model.paged, range(len(self.model.layers))
+        return [of_paged[paged[layer]] if layer in paged else without for layer in layers]
 
 
 @swapping

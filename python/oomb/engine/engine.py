@@ -319,7 +319,8 @@ class Engine:
     @property
     def layer_windows(self) -> list[int]:
         """Sliding window of each layer; 0: none."""
-        return [shape.window for shape in self._shapes]
+        windows = {x: self._shapes[page].window for x, page in self._model.paged.items()}
+        return [windows.get(layer, 0) for layer in range(len(self._model.layers))]
 
     # Around calls ---------------------------------------------------------------------------------
 

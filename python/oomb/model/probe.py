@@ -265,6 +265,22 @@ class _AskedCache(Cache):
         raise _Asked(f"{where}: asks its cache for {what}, which chunks do not carry")
 
 
+def found_mixers(model: CausalModel) -> list[Mixer]:
+    """What hands on states, from one forward on tensors that need no values."""
+    cache = _AskedCache(model)
+
+    def nothing(call: AttentionCall) -> torch.Tensor:
+        return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    session = model.session(nothing, largest_position=1, rope_angles="model")
+    taken = inspect.signature(type(model.decoder).forward).parameters
+    name = "cache_params" if "cache_params" in taken else "past_key_values"
+    with torch.no_grad(), session:
+        model.decoder(input_ids=ids, position_ids=ids, use_cache=False, **{name: cache})
+    return list(cache.mixers.values())
+
+
 def key_dtype(model: CausalModel) -> torch.dtype:
     """Dtype that keys have under the caller's autocast state: that of the pages."""
     seen: list[torch.dtype] = []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config, SampledChunks
+from oomb.core.border_states import border_bytes
 from oomb.core.choices import Choices
 from oomb.core.demand import rule_of
 from oomb.core.fit import Room, fit
@@ -148,6 +149,7 @@ class Planner:
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=call.list_bytes,
+            border_bytes=border_bytes(tracer.state_bytes, batch_size, call.chunks.number),
             kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
             kept_output_share=0.0 if call.outputs is None else call.outputs.share,
             h2d_bytes=pools.h2d_bytes,

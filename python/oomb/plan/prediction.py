@@ -31,6 +31,7 @@ class Prediction:
         kept_output_bytes: of the pools, attention's outputs that the fill keeps for the sweep.
         kept_output_share: of those that could be kept.
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
+        border_bytes: states of recurrences and convolutions between chunks, in host memory.
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
         duration: seconds of the step by kind of work; None where no rates are known.
         shortage: what does not fit, one sentence; empty if all does.
@@ -51,6 +52,7 @@ class Prediction:
     device_pool_bytes: int
     host_pool_bytes: int
     list_bytes: int
+    border_bytes: int
     kept_output_bytes: int
     kept_output_share: float
     h2d_bytes: int
@@ -86,7 +88,9 @@ class Prediction:
     @property
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
-        return self.host_pool_bytes + self.list_bytes + self.optimizer_host_bytes
+        return (
+            self.host_pool_bytes + self.list_bytes + self.border_bytes + self.optimizer_host_bytes
+        )
 
     @property
     def seconds(self) -> float | None:

@@ -104,6 +104,7 @@ _PLANNED = {
     "call_bytes": "a chunk's activations and logits, with those sums",
     "kept_output_bytes": "outputs of attention, kept in pages",
     "list_bytes": "page lists, on the host",
+    "border_bytes": "states between chunks, on the host",
     "h2d_bytes": "moved to the device",
     "d2h_bytes": "moved to the host",
 }

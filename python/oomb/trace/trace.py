@@ -20,6 +20,8 @@ from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
+from oomb.model.mixers import state_bytes
+from oomb.model.probe import found_mixers
 from oomb.model.swap import entered
 from oomb.trace.bare import shapes_only
 from oomb.trace.copied import copied_model
@@ -83,7 +85,8 @@ class Tracer:
         UnsupportedModelError: the model cannot be traced; the text says where it failed.
 
     Attributes:
-        shapes: attention of each layer.
+        shapes: attention of each layer that has it.
+        state_bytes: of recurrences and convolutions, for one sequence at a border between chunks.
         key_dtype: of keys and values, so of the pages.
         dtype: of the embedding.
         vocab_size, hidden_size: of the model.
@@ -117,9 +120,24 @@ class Tracer:
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
-        self.shapes = [seen.shapes[layer] for layer in range(len(causal.layers))]
+        if not seen.shapes:
+            raise UnsupportedModelError(
+                f"{type(causal.causal).__name__}: no layer calls attention through transformers' "
+                "interface"
+            )
+        self.shapes = [seen.shapes[layer] for layer in sorted(seen.shapes)]
+        self._num_layers = len(causal.layers)
         self.key_dtype = seen.key_dtype
+        self.state_bytes = self._states(causal)
         self._samples = _sample_sizes(causal)
+
+    def _states(self, causal: CausalModel) -> int:
+        """What one sequence hands over a border beside keys and values."""
+        with entered(torch.random.fork_rng(devices=[]), self._mode):
+            try:
+                return state_bytes(found_mixers(causal))
+            except (UnsupportedModelError, *_FAILURES):  # it knows no cache like ours
+                return 0
 
     def trace(self, setting: Setting) -> Trace:
         """The full model's chunk; of many like layers a few are run."""
@@ -128,7 +146,7 @@ class Tracer:
                 trace = self._run(CausalModel(self._bare), setting)[0]
             else:
                 few, more = (self._run(self._shortened(k), setting)[0] for k in self._samples)
-                trace = _extended(few, more, *self._samples, len(self.shapes))
+                trace = _extended(few, more, *self._samples, self._num_layers)
             self._traces[setting] = trace
         return self._traces[setting]
 

@@ -11,8 +11,10 @@ import torch
 from torch.nn import functional as F
 
 import oomb
+from oomb.audit.audit import audit
 from oomb.core.border_states import BorderStates
 from oomb.model.mixers import Mixer, StateCache
+from oomb.plan import Planner
 
 from .recurrent_models import RECURRENT, make_recurrent, nothing_rounds_to_float32
 from .reference import (
@@ -240,3 +242,30 @@ def test_a_state_that_does_not_come_back_is_refused(method: str, broken: Any) ->
         patch.setattr(StateCache, method, broken)
         with pytest.raises(oomb.UnsupportedModelError, match=r"linear_attn .* starts anew"):
             oomb.Engine(make_recurrent("qwen3.5"), config())
+
+
+def test_layers_are_counted_in_what_a_call_reports() -> None:
+    """Selections, waits and windows have a place for each decoder layer."""
+    model, ids = make_recurrent("qwen3.5"), random_ids(1, 75)
+    rule = oomb.TopKPages(budget=2)
+    with oomb.Engine(model, config(attention=rule, record_selection=True)) as engine:
+        step = engine.forward_backward(ids, ids)
+        assert engine.layer_windows == [0, 0, 0]
+    assert [x is not None for x in (of[4] for of in step.selection)] == [False, True, False]
+    assert all(len(of_pass) == 3 for of_pass in step.stats.exposed_by_layer.values())
+
+
+def test_audit_of_a_model_with_states() -> None:
+    model, ids = make_recurrent("qwen3.5"), random_ids(1, 75)
+    found = audit(model, ids, ids, config=config(), attention=[oomb.TopKPages(budget=2)])
+    masses = [layer.mass is not None for layer in found.sparse[0].layers]
+    assert masses == [False, True, False]
+
+
+def test_a_prediction_counts_border_states() -> None:
+    model, ids = make_recurrent("nemotron-h"), random_ids(2, 161)
+    predicted = Planner(model).predict(161, config(), batch_size=2, timed=False)
+    step = chunked(model, config(), ids, ids).step
+    assert step is not None
+    kept = step.stats.border_state_bytes
+    assert 0.8 * kept <= predicted.border_bytes <= kept
