@@ -197,6 +197,7 @@ class ChunkLoop:
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._model.paged[self._model.layer_of(call.module)]
+        window = self._model.window_of(call)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
         width = max(call.k.shape[-1], call.v.shape[-1])
@@ -209,7 +210,7 @@ class ChunkLoop:
             self._attention.begin(layer, q, k, v)
             if self._turns is not None:
                 self._let_the_other_run(self._turns)
-            o, lse = chunk_attention(q, k, v, call.scale, call.window, self._attention.id, layer)
+            o, lse = chunk_attention(q, k, v, call.scale, window, self._attention.id, layer)
             return o, lse
 
         o, lse = self._runner.attention(attend, q, k, v)

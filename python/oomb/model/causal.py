@@ -15,7 +15,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.embedding import summed_embedding
 from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head
-from oomb.model.interface import Handler, attention_handler, placeholder_mask
+from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
 from oomb.model.rope import angles_of_call
@@ -46,8 +46,9 @@ class CausalModel:
         mixers: what hands states from token to token beside attention, in the order of the forward.
         paged: of each decoder layer that calls attention, its number among these.
         ends_in_mixer: nothing attends behind the last mixer.
+        mask_windows: of each decoder layer whose sliding window is in its mask alone.
 
-    The check at construction finds these three; without it every layer has attention alone.
+    The check at construction finds these; without it every layer has attention alone.
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; names the layer and the reason.
@@ -67,6 +68,7 @@ class CausalModel:
         self.mixers: list[Mixer] = []
         self.paged = {index: index for index in range(len(self.layers))}
         self.ends_in_mixer = False
+        self.mask_windows: dict[int, int] = {}
         _refuse_routing(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
@@ -115,6 +117,10 @@ class CausalModel:
                 f"{type(module).__name__}: attention outside the decoder's layers"
             )
         return _running.get() if index == _SHARED else index
+
+    def window_of(self, call: AttentionCall) -> int:
+        """Sliding window of a layer's attention; 0: unlimited."""
+        return call.window or self.mask_windows.get(self.layer_of(call.module), 0)
 
     def layer_forwards(self) -> dict[nn.Module, Callable[..., Any]]:
         """Forwards of the layers, during which :meth:`layer_of` knows whose turn it is."""

@@ -76,17 +76,22 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
 
 def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerShape]:
     shapes: dict[int, LayerShape] = {}
+    takes_masks = model.causal.config._attn_implementation in ("eager", "sdpa")
 
     def record(call: AttentionCall) -> torch.Tensor:
         layer = model.layer_of(call.module)
         where = model.layer_names[layer]
         if layer in shapes:
             raise UnsupportedModelError(f"{where}: calls attention more than once")
+        window = call.window
         if call.mask is not None:
-            _expect_window(where, int(call.mask), call.window)
+            window = int(call.mask)
+            _expect_window(takes_masks, where, window, call.window)
+            if window != call.window:
+                model.mask_windows[layer] = window
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
         head_dim = max(call.k.shape[3], call.v.shape[3])
-        shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
+        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window)
         if cache is not None:
             cache.ends_in_mixer = False
         batch, heads, tokens = call.q.shape[:3]
@@ -103,10 +108,17 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
     return shapes
 
 
-def _expect_window(where: str, of_mask: int, of_call: int) -> None:
+def _expect_window(takes_masks: bool, where: str, of_mask: int, of_call: int) -> None:
+    """A mask's window holds also where the attention function is not told of it, if it takes masks.
+
+    Raises:
+        UnsupportedModelError: the two disagree, or the mask is no window.
+    """
     if of_mask == of_call:
         return
     if of_mask > 0 and of_call == 0:
+        if takes_masks:
+            return
         raise UnsupportedModelError(
             f"{where}: its mask is a sliding window of {of_mask} tokens, of which it does not tell "
             "its attention function (no sliding_window): other attention functions than the one "

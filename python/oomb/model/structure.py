@@ -11,6 +11,7 @@ in it gives something else.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def _reach(model: CausalModel, tokens: int) -> int:
 def _check_attention(model: CausalModel, own: Observation) -> None:
     """Each layer's own attention function against what the engine computes."""
     for layer, attended in own.attended.items():
-        ours = plain_attention(attended.call)
+        ours = plain_attention(replace(attended.call, window=model.window_of(attended.call)))
         error = float(_errors(attended.o.flatten(2), ours.flatten(2)).max())
         limit = _IN_FP64 if attended.in_fp64 else _rounded(model)
         if not error <= limit:

@@ -29,6 +29,7 @@ from oomb.trace.experts import experts_of_any_dtype
 from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
+from oomb.trace.recurrences import recurrences_on_shapes
 from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
@@ -163,7 +164,11 @@ class Tracer:
         decoder = CausalModel(short).decoder
         name = _layer_list(decoder)
         setattr(decoder, name, getattr(decoder, name)[:num_layers])
-        decoder.config.num_hidden_layers = num_layers
+        config: Any = decoder.config
+        for kinds in ("layers_block_type", "layer_types"):
+            if isinstance(getattr(config, kinds, None), list):
+                setattr(config, kinds, getattr(config, kinds)[:num_layers])
+        config.num_hidden_layers = num_layers
         return CausalModel(short)
 
     def _run(
@@ -207,6 +212,7 @@ class Tracer:
         with entered(
             torch.random.fork_rng(devices=[]),
             experts_of_any_dtype(),
+            recurrences_on_shapes(causal.decoder),
             _autocast_of_device(self._device_type),
             self._mode,
             grads.collecting(parameters),
@@ -257,12 +263,18 @@ def _layer_list(decoder: nn.Module) -> str:
 
 
 def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
-    """Numbers of layers to run where layers are alike; None: all of them."""
-    kinds = {
+    """Numbers of layers to run where layers are alike, or a few kinds take turns; None: all."""
+    kinds = [
         (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
         for layer in causal.layers
-    }
-    return (3, 4) if len(kinds) == 1 and len(causal.layers) > 6 else None
+    ]
+    layers = len(kinds)
+    if len(set(kinds)) == 1:
+        return (3, 4) if layers > 6 else None
+    turns = range(2, layers // 3 + 1)
+    found = (n for n in turns if layers % n == 0 and kinds == kinds[:n] * (layers // n))
+    period = next(found, None)
+    return None if period is None else (period, 2 * period)
 
 
 def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:
