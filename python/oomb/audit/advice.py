@@ -53,14 +53,20 @@ def _weakest_layer(one: SparseAudit) -> str:
     return f"; its blocks see at least {mass:.1%} of the attention (layer {layer})"
 
 
+def _noise(one: SampledAudit) -> float:
+    """What averaging removes. Without a cap that is all of the error; draws that happen to be alike
+    have less of a spread."""
+    return max(one.gradient.error, one.gradient.spread)
+
+
 def _about_sampling(sampled: Sequence[SampledAudit], tolerance: float) -> str:
     """The unbiased rule that averages out for the least work, and what a cap would change."""
     free = [one for one in sampled if not _is_capped(one)]
     capped = [one for one in sampled if _is_capped(one)]
     sentences = []
     if free:
-        best = min(free, key=lambda one: one.rule.keep * one.gradient.spread**2)
-        steps = max(1, math.ceil((best.gradient.spread / tolerance) ** 2))
+        best = min(free, key=lambda one: one.rule.keep * _noise(one) ** 2)
+        steps = max(1, math.ceil((_noise(best) / tolerance) ** 2))
         bring = "1 step brings" if steps == 1 else f"{steps:,} steps bring"
         sentences.append(
             f"Without a cap keep={best.rule.keep:g} averages out for the least work: a step's "

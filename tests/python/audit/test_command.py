@@ -204,6 +204,12 @@ def test_the_unbiased_rule_that_averages_out_for_the_least_work() -> None:
     )
 
 
+def test_draws_that_are_alike_do_not_make_an_error_small() -> None:
+    """Two draws of the same chunks: no spread, and an error all the same."""
+    (sentence,) = advice([], [sampled(0.25, None, 1.4, 0.0)], 0.1)
+    assert "140% off, and 196 steps bring that to 10%" in sentence
+
+
 def test_bias_of_a_cap_is_told() -> None:
     capped, free = sampled(0.25, 2.0, 0.3, 0.4), sampled(0.25, 4.0, 0.0, 1.5)
     (sentence,) = advice([], [capped, free], 0.1)
