@@ -38,6 +38,8 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
     config = oomb.Config(
         attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
         kv_grad_dtype=row["kv_grad_dtype"],
+        main_grad_dtype=row.get("main_grad_dtype", "float32"),
+        chunk_size=row.get("chunk_size", 4096),
         device_memory=row["device_peak_bytes"],
         keep_outputs=kept,
     )

@@ -36,6 +36,9 @@ def step(
     device_memory: Annotated[str, typer.Option(help="Cap of the device tier; '' for none.")] = "",
     host_memory: Annotated[str, typer.Option(help="Cap of the host tier; '' for none.")] = "",
     kv_grad_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    main_grad_dtype: Annotated[
+        str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
+    ] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "none",
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
@@ -77,6 +80,7 @@ def step(
             device_memory=device_memory or None,
             host_memory=host_memory or None,
             kv_grad_dtype=kv_grad_dtype,  # type: ignore[arg-type]
+            main_grad_dtype=main_grad_dtype,  # type: ignore[arg-type]
             recompute=recompute,  # type: ignore[arg-type]
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             record_selection=attention == "topk",
@@ -113,6 +117,7 @@ def step(
             "selection": selection,
             "device_memory": device_memory,
             "kv_grad_dtype": kv_grad_dtype,
+            "main_grad_dtype": main_grad_dtype,
             "keep_outputs": keep_outputs,
         },
         out=out,

@@ -11,16 +11,20 @@ import torch
 
 import oomb
 from oomb import _C
+from oomb.core.call_pages import CallPages
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import READ, READ_OUTPUT, Chunks, call_order
 from oomb.core.tiers import PageLayout
 from oomb.model.causal import LayerShape
 
+from . import recovery
 from .models import make
 from .reference import assert_identical, chunked, random_ids
 from .tiers import slot_bytes, with_slots
 
 LAYERS, CHUNKS = 3, 8
+PARTS = 2
+SLOW_PARTS = [pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS + 1)]
 SETTINGS: dict[str, Any] = {"chunk_size": 16, "page_size": 8}
 DENSE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, window=0)
 WINDOWED = LayerShape(query_heads=6, kv_heads=2, head_dim=8, window=12)
@@ -200,3 +204,34 @@ def test_training_mode_and_autocast_have_the_same_bits(dropout: float, autocast:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             results.append(with_slots(model, {**SETTINGS, "keep_outputs": keep}, 24, ids, ids))
     assert_identical(results[1], results[0])
+
+
+@pytest.mark.parametrize("part", [pytest.param(0, id="some"), *SLOW_PARTS])
+def test_a_refused_copy_anywhere_leaves_all_as_it_was(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of a call that makes pages or copies outputs fails in turn; outputs spill."""
+    model = make("llama", torch.float32)
+    config = recovery.config(model, keep_outputs="all")
+    real, count, fails = CallPages.growing, [0], [-1]
+
+    def growing(pages: CallPages, step: Any) -> None:
+        count[0] += 1
+        if count[0] == fails[0]:
+            raise oomb.OutOfMemoryError("refused", needed_bytes=1, available_bytes=0)
+        real(pages, step)
+
+    monkeypatch.setattr(CallPages, "growing", growing)
+    with oomb.Engine(model, config) as engine:
+        expected = recovery.usual(engine, model)
+        steps, count[0] = count[0], 0
+        assert engine.forward_backward(recovery.IDS, recovery.IDS).stats.host_peak_bytes > 0
+        recovery.take_gradients(model)
+        moments = range(1, steps + 1)
+        for moment in moments[:: steps // 8] if part == 0 else moments[part - 1 :: PARTS]:
+            before = recovery.with_gradients(model)
+            count[0], fails[0] = 0, moment
+            with pytest.raises(oomb.OutOfMemoryError, match="refused"):
+                engine.forward_backward(recovery.IDS, recovery.IDS)
+            fails[0] = -1
+            recovery.assert_untouched(engine, model, before, expected)
