@@ -59,10 +59,17 @@ class Room:
         def most(name: str) -> int:
             return max(int(getattr(room, name)) for room in rooms)
 
+        def least_cap(name: str) -> int | None:
+            caps = [getattr(room, name) for room in rooms]
+            return min((int(cap) for cap in caps if cap is not None), default=None)
+
         return replace(
             rooms[0],
             device_free=least("device_free"),
             host_free=least("host_free"),
+            device_cap=least_cap("device_cap"),
+            host_cap=least_cap("host_cap"),
+            driver=least_cap("driver"),
             others=most("others"),
             host_others=most("host_others"),
         )

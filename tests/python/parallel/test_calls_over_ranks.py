@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -21,7 +22,8 @@ from engine.reference import (
     relative_error,
     take_gradients,
 )
-from oomb.core import pools, tiers
+from oomb.core.fit import Room
+from oomb.core.pools import Pools
 
 from .world import World, meshes
 
@@ -173,15 +175,14 @@ def test_engines_take_turns(world: World) -> None:
 def with_less_memory(rank: int, config: oomb.Config, least: int) -> Result:
     """Rank 2 finds room on the device for fewer pages than the call has."""
     model, ids = small(), random_ids(1, 160)
-    room = tiers.device_room
+    room = Pools.room
 
-    def less(*arguments: Any) -> int:
-        return min(room(*arguments), least)
+    def less(*arguments: Any) -> Room:
+        return replace(room(*arguments), driver=least)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(tiers, "device_room", less)
-            patch.setattr(pools, "device_room", less)
+            patch.setattr(Pools, "room", less)
         with oomb.Engine(model, config, mesh=meshes[2]) as engine:
             step = engine.forward_backward(ids, ids)
     return Result(step.loss, take_gradients(model), step)
