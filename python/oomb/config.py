@@ -394,9 +394,5 @@ def _expect_rule(rule: PageRule) -> None:
 
 
 def _expect_one_of(argument: str, value: object, choices: Sequence[str]) -> None:
-    _expect(
-        isinstance(value, str) and value in choices,
-        argument,
-        " or ".join(map(repr, choices)),
-        value,
-    )
+    known = isinstance(value, str) and value in choices
+    _expect(known, argument, " or ".join(map(repr, choices)), value)

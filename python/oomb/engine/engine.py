@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,31 +9,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from oomb.config import Config, SampledChunks
+from oomb.config import Config
 from oomb.core.arguments import check_callable, expect, kind_of
 from oomb.core.border_states import expect_every_chunk
-from oomb.core.inputs import CallInputs, all_labels, check_inputs
+from oomb.core.inputs import CallInputs, all_labels
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss
-from oomb.core.main_grad import MainGrads, check_sums
+from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
+from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan
 from oomb.engine.ranks import expect_no_mixers, expect_one_rank, expect_rule_of_ranks, shapes_here
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass, Wanted
 from oomb.errors import Error
-from oomb.model.causal import CausalModel, check_places
-from oomb.model.quantized import check_quantized
-from oomb.model.rope import (
-    check_float64_angles,
-    warn_of_far_positions,
-    warn_of_unknown_positions,
-)
+from oomb.model.rope import check_float64_angles
 from oomb.model.structure import checked_shapes
 from oomb.model.swap import Swaps, as_before_afterwards
-from oomb.parallel.agreement import arguments_text, model_text
 from oomb.parallel.mesh import placement_of
 from oomb.results import Stats, Step
 
@@ -70,15 +63,12 @@ class Engine:
         given = isinstance(self.config, Config)
         expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
         self._placement = placement_of(mesh)
-        self._model = self._placement.together(lambda: _placed(model, self.config))
+        self._model = self._placement.together(lambda: admitted(model, self.config))
         self._placement.expect_device(self._model.device)
         self._grads = MainGrads(self.config.main_grad_dtype)
         self._pools = Pools(self._model.device, self._placement)
-        self._process = os.getpid()
         self._training = Training(self._model, self.config, self._grads)
-        self._closed = False
-        self._warned_of_positions = False
-        self._warned_of_unknown = False
+        self._admission = Admission(self._training, self._placement)
         as_before_afterwards(partial(self._placement.together, self._check_model))
 
     def _check_model(self) -> None:
@@ -155,7 +145,7 @@ class Engine:
         }
 
         def prepare() -> tuple[CallInputs, list[int], list[nn.Parameter]]:
-            inputs = self._checked(input_ids, labels, **given)
+            inputs = self._admission.checked(input_ids, labels, **given)
             check_callable("on_progress", on_progress)
             check_callable("token_loss", token_loss)
             if torch.is_inference_mode_enabled():
@@ -166,7 +156,9 @@ class Engine:
             return inputs, swept, training.parameters()
 
         inputs, swept, parameters = self._placement.together(prepare)
-        self._expect_alike(input_ids=input_ids, labels=labels, **given, **{"backward.draw": swept})
+        self._admission.expect_alike(
+            input_ids=input_ids, labels=labels, **given, **{"backward.draw": swept}
+        )
         if not swept:
             training.add_zeros(parameters)
             zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
@@ -240,10 +232,10 @@ class Engine:
         def prepare() -> CallInputs:
             check_callable("on_progress", on_progress)
             check_callable("on_logits", on_logits)
-            return self._checked(input_ids, labels, **given)
+            return self._admission.checked(input_ids, labels, **given)
 
         inputs = self._placement.together(prepare)
-        self._expect_alike(
+        self._admission.expect_alike(
             input_ids=input_ids, labels=labels, **given, return_logprobs=return_logprobs
         )
 
@@ -295,7 +287,7 @@ class Engine:
         wanted = Wanted.checked(logprobs, entropies, hidden, temperature, statistics)
         if labels is None:
             labels = all_labels(input_ids, attention_mask)
-        inputs = self._checked(
+        inputs = self._admission.checked(
             input_ids,
             labels,
             attention_mask=attention_mask,
@@ -310,7 +302,7 @@ class Engine:
             self._calls,
             self._pools,
             self._training,
-            self._expect_usable,
+            self._admission.expect_usable,
             inputs,
             wanted,
             on_progress,
@@ -337,7 +329,7 @@ class Engine:
         for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
-        self._expect_own_process()
+        self._admission.expect_own_process()
 
         config = self.config
         swept = self._training.upcoming(Chunks.of(config, max(1, num_tokens - 1)).number)
@@ -372,10 +364,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw and round as this one would have."""
-        seed = (
-            self.config.backward.seed if isinstance(self.config.backward, SampledChunks) else None
-        )
-        return {"step": self._training.number, "sampling_seed": seed}
+        return self._training.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`.
@@ -383,22 +372,14 @@ class Engine:
         Raises:
             ValueError: no such state, or one of another sampling seed.
         """
-        step = state.get("step") if isinstance(state, dict) else None
-        whole = isinstance(step, int) and step >= 0
-        expect(whole, "state", "one of engine.state_dict()", repr(state))
-        own = self.state_dict()["sampling_seed"]
-        if state.get("sampling_seed") != own:
-            raise ValueError(
-                f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
-            )
-        self._training.number = state["step"]
+        self._training.load(state)
 
     def close(self) -> None:
         """Give the pools back. The engine cannot be used afterwards; the model can.
 
         In a process forked from the engine's own nothing is given back, and nothing waited for.
         """
-        self._closed = True
+        self._admission.closed = True
         self._pools.close()
         self._grads.clear()
         self._placement.close()
@@ -408,48 +389,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Parts of a call ------------------------------------------------------------------------------
-
-    def _checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
-        self._expect_usable()
-        inputs = check_inputs(
-            input_ids,
-            labels,
-            vocab_size=self._model.vocab_size,
-            device=self._model.device,
-            **others,
-        )
-        if self.config.rope_angles == "model" and not self._warned_of_positions:
-            self._warned_of_positions = warn_of_far_positions(inputs.largest_position)
-        if not self._warned_of_unknown:
-            config = self._model.causal.config
-            self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
-        return inputs
-
-    def _expect_alike(self, **arguments: Any) -> None:
-        settings = {"config": self.config, "engine.state_dict()": self.state_dict()}
-        causal = self._model.causal
-        self._placement.expect_same(
-            lambda: arguments_text(settings | arguments) | model_text(causal)
-        )
-
-    def _expect_usable(self) -> None:
-        self._expect_own_process()
-        if self._closed:
-            raise Error("engine: expected an open engine, got one that was closed")
-
-    def _expect_own_process(self) -> None:
-        if os.getpid() != self._process:
-            raise Error(
-                f"engine: expected a call in process {self._process}, which made the engine, got "
-                f"one in process {os.getpid()}, forked from it; make an engine of its own there"
-            )
-
-
-def _placed(model: nn.Module, config: Config) -> CausalModel:
-    causal = CausalModel(model)
-    check_places(causal.causal.named_parameters())
-    check_sums(causal.causal.parameters(), config.main_grad_dtype)
-    check_quantized(causal.causal)
-    return causal

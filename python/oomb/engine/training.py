@@ -1,13 +1,15 @@
-"""What the calls of an engine that train have in common: their number, draws and parameters."""
+"""What the calls of an engine that train have in common: number, draws, parameters, state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from oomb.config import Config, SampledChunks
+from oomb.core.arguments import expect
 from oomb.core.main_grad import MainGrads
 from oomb.core.rounding import seed_of_call
 from oomb.model.causal import CausalModel
@@ -74,6 +76,28 @@ class Training:
     def settled(self) -> Callable[[], None]:
         """Ends the call that begins now: it counts if its gradients are written, all or none."""
         return partial(self._settle, self.number)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to draw and round as this one would have."""
+        rule = self.config.backward
+        seed = rule.seed if isinstance(rule, SampledChunks) else None
+        return {"step": self.number, "sampling_seed": seed}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state of :meth:`state`.
+
+        Raises:
+            ValueError: no such state, or one of another sampling seed.
+        """
+        step = state.get("step") if isinstance(state, dict) else None
+        whole = isinstance(step, int) and step >= 0
+        expect(whole, "state", "one of engine.state_dict()", repr(state))
+        own = self.state()["sampling_seed"]
+        if state.get("sampling_seed") != own:
+            raise ValueError(
+                f"state: expected sampling_seed {own}, got {state.get('sampling_seed')}"
+            )
+        self.number = state["step"]
 
     def add_zeros(self, parameters: list[nn.Parameter]) -> None:
         """A call of which no chunk was drawn: the estimate is 0."""

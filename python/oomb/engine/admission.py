@@ -1,0 +1,94 @@
+"""What every call passes before anything is allocated: an open engine, arguments that fit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomb.config import Config
+from oomb.core.inputs import CallInputs, check_inputs
+from oomb.core.main_grad import check_sums
+from oomb.engine.training import Training
+from oomb.errors import Error
+from oomb.model.causal import CausalModel, check_places
+from oomb.model.quantized import check_quantized
+from oomb.model.rope import warn_of_far_positions, warn_of_unknown_positions
+from oomb.parallel.agreement import arguments_text, model_text
+from oomb.parallel.placement import Placement
+
+
+class Admission:
+    """Lets calls of one engine in, in the process that made it and until it is closed.
+
+    Attributes:
+        closed: no call will be let in again.
+    """
+
+    def __init__(self, training: Training, placement: Placement) -> None:
+        self.closed = False
+        self._training = training
+        self._model = training.model
+        self._config = training.config
+        self._placement = placement
+        self._process = os.getpid()
+        self._warned_of_far = False
+        self._warned_of_unknown = False
+
+    def checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
+        """A call's arguments as the chunk loop takes them.
+
+        Raises:
+            ValueError, Error: of :meth:`oomb.Engine.forward_backward`.
+        """
+        self.expect_usable()
+        inputs = check_inputs(
+            input_ids,
+            labels,
+            vocab_size=self._model.vocab_size,
+            device=self._model.device,
+            **others,
+        )
+        if self._config.rope_angles == "model" and not self._warned_of_far:
+            self._warned_of_far = warn_of_far_positions(inputs.largest_position)
+        if not self._warned_of_unknown:
+            config = self._model.causal.config
+            self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
+        return inputs
+
+    def expect_alike(self, **arguments: Any) -> None:
+        """Raise a ValueError unless all ranks make the same call with the same weights."""
+        settings = {"config": self._config, "engine.state_dict()": self._training.state()}
+        causal = self._model.causal
+        self._placement.expect_same(
+            lambda: arguments_text(settings | arguments) | model_text(causal)
+        )
+
+    def expect_usable(self) -> None:
+        """Raise an Error where no call can run."""
+        self.expect_own_process()
+        if self.closed:
+            raise Error("engine: expected an open engine, got one that was closed")
+
+    def expect_own_process(self) -> None:
+        """Raise an Error in a process forked from the engine's."""
+        if os.getpid() != self._process:
+            raise Error(
+                f"engine: expected a call in process {self._process}, which made the engine, got "
+                f"one in process {os.getpid()}, forked from it; make an engine of its own there"
+            )
+
+
+def admitted(model: nn.Module, config: Config) -> CausalModel:
+    """A model whose parameters are where, and of what kind, an engine can use them.
+
+    Raises:
+        UnsupportedModelError, ValueError: they are not.
+    """
+    causal = CausalModel(model)
+    check_places(causal.causal.named_parameters())
+    check_sums(causal.causal.parameters(), config.main_grad_dtype)
+    check_quantized(causal.causal)
+    return causal
