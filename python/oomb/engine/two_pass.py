@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oomb.callers import warn_caller
 from oomb.core.arguments import expect
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
@@ -340,10 +340,9 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         """Another call of the engine has had the pools since."""
         if not TwoPass._said:
             TwoPass._said = True
-            warnings.warn(
+            warn_caller(
                 "two_pass: another call of its engine came between fill and sweep, so the sweep "
-                "fills again; to spare that, call before the with block (said once)",
-                stacklevel=5,
+                "fills again; to spare that, call before the with block (said once)"
             )
         assert self._swept
         choice = self._call.attention.pages.choice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from oomb.callers import warn_caller
 from oomb.errors import UnsupportedModelError
 from oomb.model.swap import Swaps, swapping
 
@@ -120,11 +120,10 @@ def warn_of_unknown_positions(largest_position: int, config: PreTrainedConfig) -
     made_for = positions(config)
     if made_for is None or largest_position < made_for:
         return False
-    warnings.warn(
+    warn_caller(
         f"position {largest_position}: the model's config declares {made_for}, so it has not seen "
         "such; extend them in its config, for example with rope_parameters of rope_type 'yarn' "
-        "(oomb train: model.rope)",
-        stacklevel=4,  # who called the engine
+        "(oomb train: model.rope)"
     )
     return True
 
@@ -134,9 +133,8 @@ def warn_of_far_positions(largest_position: int) -> bool:
     if largest_position <= _FAR:
         return False
     error = 2.0 ** (math.floor(math.log2(largest_position)) - 24)  # half a unit of the last place
-    warnings.warn(
+    warn_caller(
         f"position {largest_position}: the model computes rotary angles in fp32, off by up to "
-        f"{error:.2f} rad here; rope_angles='float64' computes them exactly",
-        stacklevel=4,  # who called the engine
+        f"{error:.2f} rad here; rope_angles='float64' computes them exactly"
     )
     return True
