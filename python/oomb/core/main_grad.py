@@ -114,8 +114,8 @@ class MainGrads:
         total = self._sums.get(parameter)
         if total is None:
             dtype = sum_dtype(parameter, self._dtype)
-            # Rounded additions go through both as they lie in memory.
-            self._sums[parameter] = grad.contiguous() if dtype == grad.dtype else grad.to(dtype)
+            # Rounded additions, and sums over ranks, go through it as it lies in memory.
+            self._sums[parameter] = grad.to(dtype).contiguous()
         elif total.dtype == torch.bfloat16:
             self._add_rounded(total, grad, self._next_seed(parameter))
         else:

@@ -54,7 +54,7 @@ class Pools:
         self._placement = placement
         self._key: object = None
         self.manager: _C.PageManager | None = None
-        self._reclaim: Callable[[], None] = lambda: None
+        self._reclaim: Callable[[], None] = _nothing
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
@@ -152,6 +152,11 @@ class Pools:
         self._reclaim()
         self._reclaim = reclaim
 
+    def forget(self, reclaim: Callable[[], None]) -> None:
+        """A call that was lent the pools is over; nothing of it stays alive here."""
+        if self._reclaim == reclaim:
+            self._reclaim = _nothing
+
     def _end_call(self) -> None:
         if self.manager is not None:
             self.manager.end_call()
@@ -213,6 +218,10 @@ class Pools:
             **self.test_switches,
         )
         return self.manager
+
+
+def _nothing() -> None:
+    """Of pools that are lent to nobody."""
 
 
 def _committed(snapshot: dict[str, Any]) -> int:

@@ -60,8 +60,13 @@ class Admission:
 
     def expect_alike(self, **arguments: Any) -> None:
         """Raise a ValueError unless all ranks make the same call with the same weights."""
-        settings = {"config": self._config, "engine.state_dict()": self._training.state()}
-        causal = self._model.causal
+        causal, device = self._model.causal, self._model.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        settings = {
+            "config": self._config,
+            "engine.state_dict()": self._training.state(),
+            "torch.autocast": autocast,  # pages and messages are in its dtype
+        }
         self._placement.expect_same(
             lambda: arguments_text(settings | arguments) | model_text(causal)
         )

@@ -157,7 +157,11 @@ class Engine:
 
         inputs, swept, parameters = self._placement.together(prepare)
         self._admission.expect_alike(
-            input_ids=input_ids, labels=labels, **given, **{"backward.draw": swept}
+            input_ids=input_ids,
+            labels=labels,
+            **given,
+            token_loss=token_loss is not None,
+            **{"backward.draw": swept},
         )
         if not swept:
             training.add_zeros(parameters)

@@ -251,6 +251,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
     def _end(self) -> None:
         self._watch_no_more()
         self._held.put_back()
+        self._pools.forget(self._give_back)
         if self._state in ("new", "filled", "running"):
             self._state = "over"
 

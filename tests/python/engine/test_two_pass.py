@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -352,6 +354,33 @@ class Kept(oomb.SampledChunks):
 
     def draw(self, num_chunks: int, step: int) -> list[int]:
         return list(self.chunks)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_truncated_chunks(between: bool) -> None:
+    model = make("qwen3")
+    config = oomb.Config(chunk_size=16, page_size=8, backward=oomb.TruncatedChunks(window=1))
+    with oomb.Engine(model, config) as engine:
+        engine.forward_backward(IDS, LABELS, attention_mask=MASK, num_items_in_batch=1)
+        expected = take_gradients(model)
+        with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+            (-call.logprobs.sum()).backward()
+            if between:
+                engine.evaluate(IDS, LABELS, attention_mask=MASK)
+            call.sweep()
+    assert_close(take_gradients(model), expected)
+
+
+def test_values_go_with_the_call() -> None:
+    """The engine keeps nothing of a call that is over: hidden states take much host memory."""
+    with oomb.Engine(make("qwen3"), CONFIG) as engine:
+        with engine.two_pass(IDS, LABELS, attention_mask=MASK, hidden=True) as call:
+            call.logprobs.sum().backward()
+            call.sweep()
+        hidden = weakref.ref(call.hidden)
+        del call
+        gc.collect()
+        assert hidden() is None
 
 
 def test_sampled_chunks() -> None:

@@ -71,6 +71,54 @@ def test_adapters(world: World, recompute: str) -> None:
         assert_equal(found, alone)
 
 
+# Combinations -------------------------------------------------------------------------------------
+
+TURNED = "model.layers.0.mlp.up_proj.weight"  # columns first in memory
+
+
+def with_turned_weight(rank: int) -> Result:
+    model = make("qwen2", torch.bfloat16, **FOUR_HEADS)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().t().clone().t())
+    ids = random_ids(2, 75)
+    mesh = None if rank < 0 else meshes[2]
+    with oomb.Engine(model, oomb.Config(**CONFIG), mesh=mesh) as engine:
+        step = engine.forward_backward(ids, ids)
+    return Result(step.loss, take_gradients(model), step)
+
+
+def test_a_weight_with_columns_first(world: World) -> None:
+    world.start(with_turned_weight)
+    expected = with_turned_weight(-1).gradients[TURNED].double()
+    found = world.answers()
+    for one in found:
+        assert_identical(one, found[0])
+        assert relative_error(one.gradients[TURNED].double(), expected) < 2**-6  # bf16
+
+
+def own_loss(logits: torch.Tensor, rows: oomb.TokenRows) -> torch.Tensor:
+    """Cross-entropy with label smoothing, times a factor of the place."""
+    terms = nn.functional.cross_entropy(logits, rows.targets, reduction="none", label_smoothing=0.1)
+    return terms * (1 + rows.positions / 75 + rows.sequences)
+
+
+def with_own_loss(rank: int) -> Result:
+    model, ids = small(), random_ids(2, 75)
+    mesh = None if rank < 0 else meshes[2]
+    with oomb.Engine(model, oomb.Config(**CONFIG), mesh=mesh) as engine:
+        step = engine.forward_backward(ids, ids, token_loss=own_loss)
+    return Result(step.loss, take_gradients(model), step)
+
+
+def test_a_loss_of_ones_own(world: World) -> None:
+    world.start(with_own_loss)
+    alone = with_own_loss(-1)
+    found = world.answers()
+    for one in found:
+        assert_identical(one, found[0])
+        assert_equal(one, alone)
+
+
 class Recorded(nn.Module):
     """Dropout that notes what it drew, by layer and phase."""
 
@@ -230,6 +278,10 @@ def refused(rank: int, what: str) -> str:
         labels[0, 5] = 10**6
     if what == "weights per token" and odd:
         keywords["loss_weights"] = torch.ones(1, 40)
+    if what == "token_loss" and odd:
+        keywords["token_loss"] = own_loss
+    if what == "autocast":
+        model = model.float()
     if what == "heads":
         model = small(num_key_value_heads=1)
     if what == "names":
@@ -242,8 +294,9 @@ def refused(rank: int, what: str) -> str:
         settings["attention"] = type("Mine", (oomb.TopKPages,), {})(budget=2)
     if what == "wrapped":
         model = nn.DataParallel(model) if odd else model
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast" and odd)
     try:
-        with oomb.Engine(model, oomb.Config(**settings), mesh=mesh) as engine:
+        with oomb.Engine(model, oomb.Config(**settings), mesh=mesh) as engine, autocast:
             engine.forward_backward(ids, labels, **keywords)
     except (ValueError, oomb.Error) as error:
         return f"{type(error).__name__}: {error}"
@@ -257,6 +310,8 @@ DIFFERENT = {
     "config": "ValueError: config: expected the same on all ranks",
     "weights": "ValueError: weights of the model: expected the same on all ranks",
     "mode": "ValueError: model: expected the same on all ranks",
+    "token_loss": "ValueError: token_loss: expected the same on all ranks",
+    "autocast": "ValueError: torch.autocast: expected the same on all ranks",
     "weights per token": "ValueError: loss_weights: expected the same on all ranks",
     "bad argument": "ValueError: [rank 2] labels: expected values in",
     "wrapped": "UnsupportedModelError: [rank 2] DataParallel: models wrapped for distributed",

@@ -78,6 +78,9 @@ CASES = {
     "sampled": Case(
         config={"backward": oomb.SampledChunks(keep=0.6, seed=3)}, is_ordinary=False, tokens=120
     ),
+    "truncated": Case(
+        config={"backward": oomb.TruncatedChunks(window=1)}, is_ordinary=False, tokens=91
+    ),
     "yarn, far": Case(
         sizes={
             "rope_parameters": {
