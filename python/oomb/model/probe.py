@@ -230,6 +230,10 @@ class _AskedCache(Cache):
         parameters = inspect.signature(type(module).forward).parameters
         if not {"cache_params", "past_key_values"} & parameters.keys():
             self._refuse(where, "a state; it takes its cache by a name of its own")
+        # Its decay has a row a channel; that of recurrences which can be carried a number a head.
+        decay = getattr(module, "A_log", None)
+        if isinstance(decay, torch.Tensor) and sum(size > 1 for size in decay.shape) > 1:
+            self._refuse(where, "the state of Mamba-1, from which no stretch of tokens can begin")
         mixer = self.mixers.pop(id(module), Mixer(module, layer, where, {}))
         if layer != mixer.layer:
             self._refuse(where, "states in several layers that share it")

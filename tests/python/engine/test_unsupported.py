@@ -51,6 +51,42 @@ def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(config).eval()  # type: ignore[no-any-return]
 
 
+def mamba2() -> nn.Module:
+    config = transformers.Mamba2Config(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+    )
+    return transformers.Mamba2ForCausalLM(config).eval()  # type: ignore[no-any-return]
+
+
+def jamba() -> nn.Module:
+    """In bf16, with steps so small that a state which is lost would hardly be seen."""
+    config = transformers.JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    )
+    model = transformers.JambaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.layers[0].mamba.dt_proj.bias.fill_(-6.9)
+    return model.to(torch.bfloat16)  # type: ignore[no-any-return]
+
+
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
@@ -302,7 +338,9 @@ def looks_at_other_tokens() -> nn.Module:
 
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (gemma2, r"^layer 0 \(Gemma2Attention\): soft-capped attention \(softcap=50"),
-    (mamba, r"layers\.0\.mixer \(MambaMixer\): hands on states, but no layer calls attention"),
+    (mamba, r"layers\.0\.mixer \(MambaMixer\): asks its cache for the state of Mamba-1"),
+    (jamba, r"layers\.0\.mamba \(JambaMambaMixer\): asks its cache for the state of Mamba-1"),
+    (mamba2, r"layers\.0\.mixer \(Mamba2Mixer\): hands on states, but no layer calls attention"),
     (own_attention, r"layers\.1 \(LlamaDecoderLayer\): does not call attention.*one of its own"),
     (flash_without_window, r"layers\.0 .*: its mask is a sliding window of 12 .*does not tell"),
     (blocks, r"layers\.0 .*: its mask is neither causal nor .*blocks"),
