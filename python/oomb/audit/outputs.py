@@ -93,7 +93,7 @@ class Recorder:
         return keep
 
     def _observe(self, call: AttentionCall) -> None:
-        if call.window:
+        if self._model.window_of(call):
             return
         pieces = self._layers[self._model.layer_of(call.module)]
         rows = self._of_chunk(pieces.seen_keys, call.q.shape[2]).to(call.q.device)

@@ -149,7 +149,7 @@ class Planner:
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=call.list_bytes,
-            border_bytes=border_bytes(tracer.state_bytes, batch_size, call.chunks.number),
+            border_bytes=call.border_bytes,
             kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
             kept_output_share=0.0 if call.outputs is None else call.outputs.share,
             h2d_bytes=pools.h2d_bytes,
@@ -184,6 +184,7 @@ class Planner:
             device_type=self.machine.device_type,
             selection=rule_of(config),
             choices=choices or Choices(),
+            border_bytes=border_bytes(self.tracer.state_bytes, batch_size, chunks.number),
         )
 
     # Parts ----------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class Planner:
             device_cap=config.device_memory,
             host_cap=config.host_memory,
             others=others_of(call, self._activations(config, call, recompute), gradients),
-            host_others=call.list_bytes + use.host_bytes,
+            host_others=call.list_bytes + call.border_bytes + use.host_bytes,
             host_spare=spare_of(self.tracer.trainable),
             stepping=self.tracer.gradient_bytes + use.step_bytes - kept,
         )
