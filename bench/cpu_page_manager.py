@@ -18,6 +18,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +94,12 @@ class Run(dry_run.DryRun):
         self._part("sweep", super()._sweep, 2 * len(self._call.swept))
 
     def _part(self, name: str, part: Callable[[], None], turns: int) -> None:
-        plain, clocked = self._manager, Clocked(self._manager)
+        pages = self._pages
+        plain, clocked = pages.manager, Clocked(pages.manager)
         before: dict[str, Any] = dict(plain.stats())
-        self._manager = clocked  # type: ignore[assignment]
+        self._pages = replace(pages, manager=clocked)  # type: ignore[arg-type]
         part()
-        self._manager = plain
+        self._pages = pages
         each = {k: v / (turns * LAYERS) * 1e3 for k, v in clocked.seconds.items()}
         largest = sorted(each.items(), key=lambda entry: -entry[1])[:4]
         split = ", ".join(f"{k} {v:.2f}" for k, v in largest)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from oomb import _C
 from oomb.core.call_pages import CallPages
-from oomb.core.carry import FillComplete
+from oomb.core.carry import FillComplete, Phase
 from oomb.core.finite import expect_finite
-from oomb.core.output_pages import keep_output, take_output
-from oomb.core.own_pages import end_own, extend_gradients, gradient_arguments, write_own
+from oomb.core.page_protocol import Launch, OnPages
 from oomb.core.rounding import seed_of_chunk
 from oomb.core.stopwatch import Stopwatch
-from oomb.core.waves import launches, resident
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 
@@ -29,7 +27,6 @@ class ChunkAttention:
     Attributes:
         stop_at_last: the fill ends at the last layer's keys and values.
         kept_seconds: of the forward whose outputs are kept.
-        begun: of each layer, chunks of the fill whose keys and values it has taken.
     """
 
     _ids: ClassVar = itertools.count()
@@ -39,10 +36,9 @@ class ChunkAttention:
         self.pages = pages
         self.id = next(self._ids)
         self.chunk = 0
-        self.phase = "fill"
+        self.phase: Phase = "fill"
         self.stop_at_last = False
         self.kept_seconds = Stopwatch()
-        self.begun: Counter[int] = Counter()
 
     def activated(self) -> Swaps:
         """While active, the operation that autograd sees finds it by its ``id``."""
@@ -70,18 +66,16 @@ class ChunkAttention:
         """
         pages, chunk = self.pages, self.chunk
         if self.phase == "fill":
-            assert self.begun[layer] == chunk  # else a choice would miss pages of its past
-            self.begun[layer] += 1
-            if chunk < pages.filled:
-                write_own(pages, layer, chunk, k, v)
+            pages.write(layer, chunk, self._writing(layer, k, v))
         ends = self.phase == "fill" and self.stop_at_last and layer == pages.num_layers - 1
         if pages.choice is not None:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep
             if is_read and pages.choice.lists.wanted(layer, chunk):
                 first_key = pages.first_key_of(chunk)
                 pages.choice.choose(layer, chunk, q, first_key, pages.num_keys)
-            elif self.phase == "fill":
-                pages.choice.recall(layer, chunk)
+                pages.chosen(layer, chunk, pages.moment)
+            elif self.phase == "fill" and pages.choice.lists.known(layer, chunk):
+                pages.chosen(layer, chunk)  # in an earlier fill of the same call
             if self.phase == "sweep" and chunk == pages.swept[-1]:
                 pages.choice.forget_summaries(layer)
         if ends:
@@ -100,34 +94,30 @@ class ChunkAttention:
 
         What the fill has kept the sweep takes back, once, and computes nothing.
         """
-        pages, order = self.pages, self.pages.order
-        visit = int((order.fill if self.phase == "fill" else order.read)[self.chunk, layer])
-        if pages.choice is not None:
-            pages.choice.announce(layer, self.chunk)
         batch, heads, tokens, head_dim = q.shape
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
-        kept = bool(pages.outputs.kept[self.chunk, layer])
-        if kept and self.phase == "sweep":
-            take_output(pages, layer, self.chunk, o, lse)
-            return o, lse
-        common = self._common(layer, q, k, v, scale, window)
-        common["workspace"] = workspace_on(q.device)
-
-        parts = launches(pages, visit)
-        if len(parts) > 1:
-            common["acc"] = torch.empty(
-                batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
-            )
-            common["max"] = torch.empty_like(lse)
-            common["sum"] = torch.empty_like(lse)
-        with self.kept_seconds.running(q.device) if kept else nullcontext():
-            for part in parts:
-                with resident(pages, visit, part.pages):
-                    _C.attention_forward(**common, **part.arguments, o=o, lse=lse)
+        outputs = self.pages.outputs
+        kept = bool(outputs.kept[self.chunk, layer])
         if kept:
-            keep_output(pages, layer, self.chunk, o, lse)
+            assert (o.nbytes, lse.nbytes) == (outputs.o_bytes[layer], outputs.lse_bytes[layer])
+
+        @contextmanager
+        def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
+            common = self._common(layer, q, k, v, scale, window)
+            common |= {"o": o, "lse": lse, "workspace": workspace_on(q.device)}
+            if parts > 1:
+                common["acc"] = torch.empty(
+                    batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
+                )
+                common["max"] = torch.empty_like(lse)
+                common["sum"] = torch.empty_like(lse)
+            with self.kept_seconds.running(q.device) if kept else nullcontext():
+                yield lambda launch: _C.attention_forward(**common, **launch.arguments)
+
+        piece = partial(_piece, (o, lse), self.pages.layout.slot_bytes)
+        self.pages.attend(self.phase, layer, self.chunk, launching, piece)
         return o, lse
 
     def backward(
@@ -145,31 +135,89 @@ class ChunkAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
         pages = self.pages
-        visit = int(pages.order.accumulate[self.chunk, layer])
-        extend_gradients(pages, layer, self.chunk)
         if not _dense_in_head(d_o):
             d_o = d_o.contiguous()
         dq, dk, dv = (like_tokens_first(x) for x in (q, k, v))
-        common = self._common(layer, q, k, v, scale, window)
-        common |= gradient_arguments(pages, layer)
-        common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "d_lse": d_lse}
-        common |= {
-            "delta": torch.empty_like(lse),
-            "deterministic": pages.deterministic,
-            "rounding_seed": seed_of_chunk(pages.rounding_seed, layer, self.chunk),
-            "workspace": workspace_on(q.device),
-        }
 
-        parts = launches(pages, visit)
-        if len(parts) > 1:
-            common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-        for part in parts:
-            with resident(pages, visit, part.pages):
-                _C.attention_backward(**common, **part.arguments)
-        end_own(pages, layer, self.chunk, dk, dv)
+        @contextmanager
+        def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
+            common = self._common(layer, q, k, v, scale, window)
+            common |= self._gradients(layer)
+            common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "d_lse": d_lse}
+            common |= {
+                "delta": torch.empty_like(lse),
+                "deterministic": pages.deterministic,
+                "rounding_seed": seed_of_chunk(pages.rounding_seed, layer, self.chunk),
+                "workspace": workspace_on(q.device),
+            }
+            if parts > 1:
+                common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
+            yield lambda launch: _C.attention_backward(**common, **launch.arguments)
+
+        pages.accumulate(layer, self.chunk, launching, self._reading_gradient(layer, dk, dv))
         if pages.check_finite:
             expect_finite("the gradient of attention", dq, dk, dv, chunk=self.chunk, layer=layer)
         return dq, dk, dv
+
+    def _writing(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:
+        """Writes keys and values [B, Hkv, C, D] of the chunk, and their mean keys."""
+        pages = self.pages
+        begin, end = pages.chunks.span(self.chunk)
+        first, last = pages.chunks.pages(self.chunk)
+        num_rows = None
+        if pages.num_keys is not None:
+            num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
+        summary = None if pages.choice is None else pages.choice.summaries(layer)
+
+        def write(page_begin: int, page_end: int) -> None:
+            _C.page_write(
+                k=k,
+                v=v,
+                kv_pool=pages.manager.pool_address(),
+                kv_slot_bytes=pages.layout.slot_bytes,
+                kv_num_slots=pages.manager.device_slots,
+                slots=pages.tables[layer][:, first:last],
+                page_begin=page_begin,
+                page_end=page_end,
+                page_size=pages.layout.page_size,
+                num_rows=num_rows,
+                summary=None if summary is None else summary[:, first:last],
+                stream=pages.stream,
+            )
+
+        return write
+
+    def _reading_gradient(self, layer: int, dk: torch.Tensor, dv: torch.Tensor) -> OnPages:
+        """Adds what later chunks left on the chunk's own keys and values."""
+        pages = self.pages
+        first, last = pages.chunks.pages(self.chunk)
+
+        def read(page_begin: int, page_end: int) -> None:
+            arguments = self._gradients(layer)
+            arguments["dkv_table"] = arguments["dkv_table"][:, first:last]
+            _C.page_gradient_read(
+                dk=dk,
+                dv=dv,
+                **arguments,
+                page_begin=page_begin,
+                page_end=page_end,
+                page_size=pages.layout.page_size,
+                scale=pages.dkv_factor,
+                stream=pages.stream,
+            )
+
+        return read
+
+    def _gradients(self, layer: int) -> dict[str, Any]:
+        """Where kernels find the gradient pages of a layer."""
+        pages = self.pages
+        return {
+            "dkv_pool": pages.manager.pool_address(),
+            "dkv_unit_bytes": pages.layout.slot_bytes // 2,
+            "dkv_num_units": 2 * pages.manager.device_slots,
+            "dkv_table": pages.gradient_tables[layer],
+            "dkv_dtype": str(pages.layout.grad_dtype).removeprefix("torch."),
+        }
 
     def _common(
         self,
@@ -200,6 +248,14 @@ class ChunkAttention:
             "selection": None if choice is None else choice.lists.on_device(layer, self.chunk),
             "stream": pages.stream,
         }
+
+
+def _piece(
+    tensors: tuple[torch.Tensor, ...], slot_bytes: int, part: int, begin: int, end: int
+) -> tuple[int, int]:
+    """Address and bytes of pieces [begin, end) of a tensor that is dense in memory."""
+    tensor, offset = tensors[part], begin * slot_bytes
+    return tensor.data_ptr() + offset, min(tensor.nbytes - offset, (end - begin) * slot_bytes)
 
 
 def _dense_in_head(x: torch.Tensor) -> bool:

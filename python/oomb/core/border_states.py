@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from oomb.config import AllChunks, Config
-from oomb.core.carry import FillComplete
+from oomb.core.carry import FillComplete, Phase
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
@@ -51,7 +51,7 @@ class BorderStates:
         chunks: Chunks | None = None,
         keeps: bool = False,
     ) -> None:
-        self.phase = "fill"
+        self.phase: Phase = "fill"
         self.stop_at_last = False
         self.kept_bytes = 0
         self._mixers = mixers

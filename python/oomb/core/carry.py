@@ -10,20 +10,22 @@ them, so their gradient is what that chunk leaves.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+Phase = Literal["fill", "sweep"]
 
 
 class Carry(Protocol):
     """What one kind of layer hands on.
 
     Attributes:
-        phase: ``"fill"`` or ``"sweep"``.
+        phase: of the call.
         stop_at_last: the fill ends where the last of it is handed on.
     """
 
-    phase: str
+    phase: Phase
     stop_at_last: bool
 
     def on(self, chunk: int) -> AbstractContextManager[None]:

@@ -47,6 +47,10 @@ class Chunks:
         """Page that a chunk starts with; also the number of its past pages."""
         return chunk * (self.chunk_size // self.page_size)
 
+    def pages(self, chunk: int) -> tuple[int, int]:
+        """First page of a whole chunk's own and last + 1."""
+        return self.first_page(chunk), self.first_page(chunk + 1)
+
 
 @dataclass(frozen=True)
 class Order:
@@ -125,8 +129,7 @@ def call_order(
             visit(accumulate, chunk, layer, ACCUMULATE)
             if chunk != swept[-1]:
                 own_gradient[chunk, layer] = len(rows)
-                own = chunks.first_page(chunk), chunks.first_page(chunk + 1)
-                rows.append((layer, READ_GRADIENT, *own))
+                rows.append((layer, READ_GRADIENT, *chunks.pages(chunk)))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
     return Order(visits, fill, read, accumulate, own_gradient)
 

@@ -205,11 +205,12 @@ class ChunkLoop:
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
-            while self._turns is not None and self._attention.begun[layer] < self._attention.chunk:
-                self._let_the_other_run(self._turns)
-            self._attention.begin(layer, q, k, v)
-            if self._turns is not None:
-                self._let_the_other_run(self._turns)
+            turns, attention = self._turns, self._attention
+            while turns is not None and attention.pages.early(layer, attention.chunk):
+                self._let_the_other_run(turns)
+            attention.begin(layer, q, k, v)
+            if turns is not None:
+                self._let_the_other_run(turns)
             o, lse = chunk_attention(q, k, v, call.scale, window, self._attention.id, layer)
             return o, lse
 

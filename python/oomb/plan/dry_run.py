@@ -1,17 +1,20 @@
-"""The page manager's run through a call, on pages that hold nothing."""
+"""The page manager run through a call on pages that hold nothing, by the engine's protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from oomb import _C
-from oomb.config import PageRule
+from oomb.core.alternation import Alternation
+from oomb.core.carry import Phase as CallPhase
 from oomb.core.kept_outputs import KeptOutputs
-from oomb.core.layout import READ_OUTPUT, Chunks, Order, call_order
+from oomb.core.layout import Chunks, Order, call_order
+from oomb.core.page_protocol import Launch, Launching, PageProtocol
 from oomb.core.tiers import Caps
 from oomb.model.causal import LayerShape
 from oomb.plan.pages import PageCall
@@ -47,23 +50,32 @@ class DryRun:
         self._factor = factor = _coarseness(call, len(self._shapes))
         page_size = call.chunks.page_size * factor
         self._call = call
-        self._paired = caps.host_slots > 0 and call.selection is not None
+        spilled = caps.host_slots > 0
+        self._paired = spilled and call.selection is not None
         self._chunks = Chunks(call.chunks.tokens, call.chunks.chunk_size, page_size)
         self._slot_bytes = round(call.layout.slot_bytes * factor * self._layers_each)
         self._outputs = self._scaled_outputs()
-        self._order = self._make_order()
-        self._exact = call.selection is None
-        smallest = call.smallest_slots
         scale = factor * self._layers_each
-        self._manager = _C.PageManager(
-            device="cpu",
-            dry=True,
-            slot_bytes=self._slot_bytes,
-            device_slots=max(round(caps.device_slots / scale), smallest),
-            host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
+        self._pages = PageProtocol(
+            manager=_C.PageManager(
+                device="cpu",
+                dry=True,
+                slot_bytes=self._slot_bytes,
+                device_slots=max(round(caps.device_slots / scale), call.smallest_slots),
+                host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
+            ),
+            chunks=self._chunks,
+            order=self._make_order(),
+            outputs=self._outputs,
+            num_layers=len(self._shapes),
+            swept=call.swept,
+            reach=call.reach,
+            spilled=spilled,
+            filled=call.filled,
+            lists=self._guess,
         )
         self._timeline: list[Visit] = []
-        self._announced: set[tuple[int, int]] = set()  # (chunk, layer)
+        self._chose: set[tuple[int, int]] = set()  # (layer, chunk)
         self._random = np.random.default_rng(0)
 
     def _make_order(self) -> Order:
@@ -95,21 +107,14 @@ class DryRun:
 
     def run(self) -> DryRunResult:
         """Runs the call; once per object."""
-        call, chunks, manager = self._call, self._chunks, self._manager
-        pages = chunks.first_page(call.filled)
-        manager.begin_call(
-            num_layers=len(self._shapes),
-            pages_per_sequence=[pages] * call.batch,
-            grad_slots=call.layout.grad_slots,
-            visits=self._order.visits,
-            exact=self._exact,
-            wave_pages=max(1, call.wave_pages // self._factor),
-            outputs=self._outputs.pieces_of_layer,
-        )
+        call, manager = self._call, self._pages.manager
         try:
-            for layer in range(len(self._shapes)):
-                for chunk in call.reach.at_start:
-                    manager.create_gradients(layer, *self._own(chunk))
+            self._pages.begin(
+                pages_per_sequence=[self._chunks.first_page(call.filled)] * call.batch,
+                grad_slots=call.layout.grad_slots,
+                exact=call.selection is None,
+                wave_pages=max(1, call.wave_pages // self._factor),
+            )
             self._fill()
             self._sweep()
             stats = manager.stats()
@@ -124,57 +129,63 @@ class DryRun:
             layers_each=self._layers_each,
         )
 
-    def _own(self, chunk: int) -> tuple[int, int]:
-        return self._chunks.first_page(chunk), self._chunks.first_page(chunk + 1)
-
     def _fill(self) -> None:
-        together, last = (2 if self._paired else 1), len(self._shapes) - 1
-        for first in range(0, self._call.filled, together):
-            turns = range(first, min(first + together, self._call.filled))
-            for chunk in turns:
-                self._create(chunk, 0)
-            for layer in range(last):
-                for chunk in turns:  # while one attends, the other's pages are on their way
-                    self._visit("fill", int(self._order.fill[chunk, layer]), chunk, layer)
-                    self._keep_output(chunk, layer)
-                    self._create(chunk, layer + 1)
-            for chunk in turns:  # the last layer chooses for the sweep
-                if chunk in self._call.swept:
-                    self._announce(chunk, last)
+        if self._paired:
+            turns = Alternation()
+            turns.run(lambda: self._fill_chunks(0, turns), lambda: self._fill_chunks(1, turns))
+        else:
+            self._fill_chunks(0, None)
 
-    def _create(self, chunk: int, layer: int) -> None:
-        first, last = self._own(chunk)
-        step = self._manager.max_create(layer)
-        for page in range(first, last, step):
-            stop = min(page + step, last)
-            self._manager.create(layer, page, stop)
-            self._manager.commit(layer, page, stop)
+    def _fill_chunks(self, first: int, turns: Alternation | None) -> None:
+        """All chunks from ``first``, or every other; while one attends, the other's pages come."""
+        for chunk in range(first, self._call.filled, 1 if turns is None else 2):
+            for layer in range(len(self._shapes)):
+                while turns is not None and self._pages.early(layer, chunk):
+                    turns.pass_on()
+                self._begin("fill", chunk, layer)
+                if layer == len(self._shapes) - 1:
+                    break  # the fill ends here
+                if turns is not None:
+                    turns.pass_on()
+                self._attend("fill", chunk, layer)
 
     def _sweep(self) -> None:
-        call = self._call
         layers = range(len(self._shapes))
-        for chunk in reversed(call.swept):
+        for chunk in reversed(self._call.swept):
             for layer in layers:
-                phase: Phase = "kept" if self._outputs.kept[chunk, layer] else "read"
-                self._visit(phase, int(self._order.read[chunk, layer]), chunk, layer)
+                self._begin("sweep", chunk, layer)
+                self._attend("sweep", chunk, layer)
             for layer in reversed(layers):
-                visit = int(self._order.accumulate[chunk, layer])
-                added = call.reach.added(chunk)
-                if added is not None:
-                    self._manager.create_gradients(layer, *self._own(added))
-                self._visit("accumulate", visit, chunk, layer)
-                self._end_own(chunk, layer)
+                visited = self._visited("accumulate", chunk)
+                self._pages.accumulate(layer, chunk, _once(visited), _nothing)
 
-    def _visit(self, phase: Phase, visit: int, chunk: int, layer: int) -> None:
-        self._announce(chunk, layer)
-        before = self._manager.stats()
-        if phase == "kept":
-            self._take_output(visit, chunk, layer)
-        else:
-            for begin, end in self._manager.waves(visit):
-                self._manager.acquire(visit, begin, end)
-                self._manager.release(visit, begin, end)
-        after = self._manager.stats()
+    def _begin(self, phase: CallPhase, chunk: int, layer: int) -> None:
+        """What comes before attention: pages of the chunk, and a choice unless all is seen."""
+        if phase == "fill":
+            self._pages.write(layer, chunk, _nothing)
+            if layer == len(self._shapes) - 1 and chunk not in self._call.swept:
+                return  # the fill ends here, and nobody attends later
+        rule, past = self._call.selection, self._chunks.first_page(chunk) * self._factor
+        if rule is None or self._shapes[layer].window or past <= rule.max_pages:
+            return
+        if (layer, chunk) not in self._chose:
+            self._chose.add((layer, chunk))
+            self._pages.chosen(layer, chunk)
+
+    def _attend(self, phase: CallPhase, chunk: int, layer: int) -> None:
+        if phase == "sweep" and self._outputs.kept[chunk, layer]:
+            with self._visited("kept", chunk):
+                self._pages.attend(phase, layer, chunk, _once(nullcontext(_nothing)), _no_piece)
+            return
+        visited = self._visited("fill" if phase == "fill" else "read", chunk)
+        self._pages.attend(phase, layer, chunk, _once(visited), _no_piece)
+
+    @contextmanager
+    def _visited(self, phase: Phase, chunk: int) -> Iterator[Callable[[Launch], None]]:
+        """Notes what is copied inside."""
+        before = self._pages.manager.stats()
+        yield _nothing
+        after = self._pages.manager.stats()
         loaded, stored, missed = (
             after[name] - before[name] for name in ("h2d_bytes", "d2h_bytes", "misses")
         )
@@ -183,64 +194,31 @@ class DryRun:
             page = page * (1 + self._call.layout.grad_slots) // 2
         self._timeline.append(Visit(phase, chunk, loaded, stored, min(loaded, missed * page)))
 
-    def _keep_output(self, chunk: int, layer: int) -> None:
-        if not self._outputs.kept[chunk, layer]:
-            return
-        for first, last in self._outputs.parts(chunk, layer):
-            step = self._manager.max_outputs()
-            for begin in range(first, last, step):
-                self._manager.write_output(
-                    layer=layer, begin=begin, end=min(begin + step, last), source=1, num_bytes=0
-                )
-
-    def _take_output(self, visit: int, chunk: int, layer: int) -> None:
-        waves = self._manager.waves(visit)
-        for first, last in self._outputs.parts(chunk, layer):
-            for wave_begin, wave_end in waves:
-                begin, end = max(first, wave_begin), min(last, wave_end)
-                if begin < end:
-                    self._manager.read_output(
-                        visit=visit, begin=begin, end=end, target=1, num_bytes=0
-                    )
-
-    def _announce(self, chunk: int, layer: int) -> None:
-        """Name the pages that a chunk's blocks choose, by a guess; unless they see all."""
-        rule = self._call.selection
-        past = self._chunks.first_page(chunk)
-        if rule is None or self._shapes[layer].window:
-            return
-        if past * self._factor <= rule.max_pages or (chunk, layer) in self._announced:
-            return
-        self._announced.add((chunk, layer))
-        listed = self._guess(past, rule)
-        for table in (self._order.fill, self._order.read, self._order.accumulate):
-            visit = int(table[chunk, layer])
-            if visit >= 0 and self._order.visits[visit, 1] != READ_OUTPUT:
-                self._manager.set_visit_pages(visit, listed)
-
-    def _guess(self, past: int, rule: PageRule) -> npt.NDArray[np.int64]:
+    def _guess(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
         """Pages of the dry run that stand for the chosen ones."""
         call, max_pages = self._call, self._chunks.first_page(self._call.filled)
-        share = call.chosen_share(past * self._factor)
+        rule, past = call.selection, self._chunks.first_page(chunk) * self._factor
+        assert rule is not None
+        share = call.chosen_share(past)
         pages = [
-            sequence * max_pages
-            + call.choices.draw(self._random, rule, past * self._factor, share, self._factor)
+            sequence * max_pages + call.choices.draw(self._random, rule, past, share, self._factor)
             for sequence in range(call.batch)
         ]
         return np.concatenate(pages).astype(np.int64)
 
-    def _end_own(self, chunk: int, layer: int) -> None:
-        swept, manager = self._call.swept, self._manager
-        first, last = self._own(chunk)
-        if chunk != swept[-1]:
-            step = manager.max_gradients(layer)
-            for page in range(first, last, step):
-                stop = min(page + step, last)
-                manager.acquire_gradients(layer, page, stop)
-                manager.drop(layer, page, stop, kv=False, grads=True)
-        earlier = [c for c in swept if c < chunk]
-        dead_from = self._chunks.first_page(earlier[-1]) if earlier else 0
-        manager.drop(layer, dead_from, first, kv=True, grads=False)
+
+def _once(visited: AbstractContextManager[Callable[[Launch], None]]) -> Launching:
+    """For one visit, however many launches it has."""
+    return lambda parts: visited
+
+
+def _nothing(*_: object) -> None:
+    """In place of a kernel."""
+
+
+def _no_piece(part: int, begin: int, end: int) -> tuple[int, int]:
+    """In place of the memory of an output: an address that is not null."""
+    return 1, 0
 
 
 def _some_layers(call: PageCall) -> Sequence[LayerShape]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import oomb
-from oomb.core import attention
 from oomb.core import loss as loss_module
 from oomb.core.attention import ChunkAttention
+from oomb.core.page_protocol import PageProtocol
 
 from .models import make
 from .recovery import IDS, SPARSE, assert_untouched, config, stop_at, usual, with_gradients
@@ -41,9 +41,9 @@ def test_stopped_at_a_chunk_border(
 
 
 PARTS = [
-    (attention, "write_own"),
-    (attention, "launches"),
-    (attention, "end_own"),
+    (PageProtocol, "write"),
+    (PageProtocol, "_visit"),
+    (PageProtocol, "_end"),
     (ChunkAttention, "backward"),
 ]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import oomb
-from oomb.core import pools, waves
+from oomb.core import pools
+from oomb.core.page_protocol import PageProtocol
 from oomb.core.tiers import page_manager
 from oomb.units import bytes_text
 
@@ -146,7 +147,7 @@ def test_own_chunk_alone_or_not_has_the_same_bits(
 ) -> None:
     """Whether a chunk's own keys get a launch of their own is a matter of timing."""
     asked = []
-    monkeypatch.setattr(waves, "own_alone", lambda *_: asked.append(alone) or alone)
+    monkeypatch.setattr(PageProtocol, "own_alone", lambda *_: asked.append(alone) or alone)
     for slots in (None, max(case.smallest, case.wanted // 2)):
         assert_identical(case.run(slots), case.expected)
     assert asked

@@ -10,7 +10,7 @@ from engine_case import CHUNK, PAGE, VOCABULARY, chunked, gradients, make_model,
 from transformers import Qwen2ForCausalLM
 
 import oomb
-from oomb.core import waves
+from oomb.core.page_protocol import PageProtocol
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +87,7 @@ def test_own_chunk_alone_or_not_has_the_same_bits(
     settings = {"attention": attention, "kv_grad_dtype": kv_grad_dtype}
     first, expected = chunked(model, ids, **settings)  # all in place: one launch each
     asked = []
-    monkeypatch.setattr(waves, "own_alone", lambda *_: asked.append(alone) or alone)
+    monkeypatch.setattr(PageProtocol, "own_alone", lambda *_: asked.append(alone) or alone)
     for memory in (None, 40 * 2 * PAGE * 64 * 2):
         step, again = chunked(model, ids, **settings, device_memory=memory, host_memory="64MiB")
         assert torch.equal(step.loss, first.loss)

@@ -1,0 +1,304 @@
+"""What a layer of a chunk asks of the page manager, and in which order.
+
+The engine and the plan's dry run both drive a :class:`PageProtocol`; they differ in what stands for
+the kernels (▸), which is nothing in a dry run:
+
+    begin       begin_call, create_gradients
+    write       create ▸ commit                              as many pages at a time as there is
+    attend      set_visit_pages, waves, own_alone,           room for
+                acquire ▸ release                            wave by wave
+                write_output                                 of an output that the fill keeps
+                or waves, read_output                        of one that the sweep takes back
+    accumulate  create_gradients, waves, own_alone,
+                acquire ▸ release                            wave by wave
+                acquire_gradients ▸ drop                     of the chunk's own gradient
+                drop                                         of keys and values that nobody reads
+    end_call    by whoever has begun
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from oomb import _C
+from oomb.core.carry import Phase
+from oomb.core.gradient_reach import GradientReach
+from oomb.core.kept_outputs import KeptOutputs
+from oomb.core.layout import READ_OUTPUT, Chunks, Order
+
+Wave = tuple[int, int]  # logical pages [begin, end)
+
+OnPages = Callable[[int, int], None]
+"""A kernel over a chunk's own pages [begin, end), the chunk's first being 0."""
+
+Piece = Callable[[int, int, int], tuple[int, int]]
+"""Address and bytes of pieces [begin, end) of o (0) or of the log-sum-exp (1)."""
+
+
+class Arrival(Protocol):
+    """When page lists are there for the host to read."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a visit: pages of a wave, None: of none; the first has the own chunk too."""
+
+    pages: Wave | None
+    first: bool
+    last: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        begin, end = self.pages or (0, 0)
+        return {
+            "page_begin": begin,
+            "page_end": end,
+            "own_chunk": self.first,
+            "first_wave": self.first,
+            "last_wave": self.last,
+        }
+
+
+Launching = Callable[[int], AbstractContextManager[Callable[[Launch], None]]]
+"""Makes the kernel of a visit of that many launches; it is called inside the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageProtocol:
+    """The pages of one call, as the page manager is asked for them.
+
+    Attributes:
+        swept: chunks that receive gradient, ascending.
+        reach: chunks that have gradient pages.
+        outputs: of attention that the fill keeps for the sweep.
+        spilled: the device tier cannot hold the whole call.
+        filled: chunks whose keys and values are written to pages.
+        lists: distinct pages, of all sequences, that a layer of a chunk has chosen.
+        begun: of each layer, chunks of the fill whose keys and values it has taken.
+        unannounced: layers and chunks whose lists are new, oldest first, and when they are there.
+    """
+
+    manager: _C.PageManager
+    chunks: Chunks
+    order: Order
+    outputs: KeptOutputs
+    num_layers: int
+    swept: Sequence[int]
+    reach: GradientReach
+    spilled: bool
+    filled: int
+    lists: Callable[[int, int], npt.NDArray[np.int64]]
+    unannounced: dict[tuple[int, int], Arrival | None] = field(default_factory=dict)
+    begun: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that kernels run in."""
+        return 0
+
+    def growing(self, step: Callable[[], None]) -> None:
+        """Take a step of the manager for which the device tier may have to grow."""
+        step()
+
+    def begin(
+        self,
+        *,
+        pages_per_sequence: list[int],
+        grad_slots: int,
+        exact: bool,
+        wave_pages: int,
+        device_slots: int | None = None,
+    ) -> None:
+        """Arguments as of ``_C.PageManager.begin_call``."""
+        self.manager.begin_call(
+            num_layers=self.num_layers,
+            pages_per_sequence=pages_per_sequence,
+            grad_slots=grad_slots,
+            visits=self.order.visits,
+            exact=exact,
+            wave_pages=wave_pages,
+            device_slots=device_slots,
+            outputs=self.outputs.pieces_of_layer,
+        )
+        for layer in range(self.num_layers):
+            for chunk in self.reach.at_start:
+                self.manager.create_gradients(layer, *self.chunks.pages(chunk))
+
+    def early(self, layer: int, chunk: int) -> bool:
+        """Whether a chunk of the fill is at a layer before the chunk that it sees."""
+        return self.begun[layer] < chunk
+
+    def write(self, layer: int, chunk: int, kernel: OnPages) -> None:
+        """Make the pages of a chunk's keys and values in the fill, if a later chunk reads them."""
+        assert self.begun[layer] == chunk  # else a choice would miss pages of its past
+        self.begun[layer] += 1
+        if chunk >= self.filled:
+            return
+        first, last = self.chunks.pages(chunk)
+        for page, stop in _steps(first, last, self.manager.max_create()):
+            self.growing(partial(self.manager.create, layer, page, stop, self.stream))
+            kernel(page - first, stop - first)
+            self.manager.commit(layer, page, stop, self.stream)
+
+    def chosen(
+        self, layer: int, chunk: int, arrival: Callable[[], Arrival | None] = lambda: None
+    ) -> None:
+        """There are lists of what a chunk reads; the manager is told if pages move.
+
+        Args:
+            arrival: says when they are there for the host to read; None: now.
+        """
+        if self.spilled:
+            self.unannounced[layer, chunk] = arrival()
+
+    def attend(
+        self, phase: Phase, layer: int, chunk: int, launching: Launching, piece: Piece
+    ) -> None:
+        """Forward of a chunk over its past; or, of an output that was kept, no forward."""
+        self._announce(layer, chunk)
+        kept = bool(self.outputs.kept[chunk, layer])
+        if phase == "sweep" and kept:
+            self._take_output(layer, chunk, piece)
+            return
+        table = self.order.fill if phase == "fill" else self.order.read
+        self._visit(int(table[chunk, layer]), launching)
+        if kept:
+            self._keep_output(layer, chunk, piece)
+
+    def accumulate(self, layer: int, chunk: int, launching: Launching, own: OnPages) -> None:
+        """Backward of a chunk over its past, then the end of its own pages.
+
+        Args:
+            own: adds what later chunks left on pages of the chunk's own keys and values.
+        """
+        added = self.reach.added(chunk)
+        if added is not None:  # this chunk is the first to reach it
+            self.manager.create_gradients(layer, *self.chunks.pages(added))
+        self._visit(int(self.order.accumulate[chunk, layer]), launching)
+        self._end(layer, chunk, own)
+
+    def _end(self, layer: int, chunk: int, own: OnPages) -> None:
+        """The chunk's gradient is read; then its pages are dead."""
+        first, last = self.chunks.pages(chunk)
+        if chunk != self.swept[-1]:
+            for page, stop in _steps(first, last, self.manager.max_gradients()):
+                self.growing(
+                    partial(self.manager.acquire_gradients, layer, page, stop, self.stream)
+                )
+                own(page - first, stop - first)
+                self.manager.drop(layer, page, stop, kv=False, grads=True, stream=self.stream)
+        # Nobody reads the chunks down to the next one to be swept again.
+        place = bisect_left(self.swept, chunk)
+        dead_from = self.chunks.first_page(self.swept[place - 1]) if place else 0
+        self.manager.drop(layer, dead_from, first, kv=True, grads=False, stream=self.stream)
+
+    def own_alone(self, visit: int, wave: Wave) -> bool:
+        """Whether a chunk's own keys get a launch of their own before a wave."""
+        return self.spilled and self.manager.own_alone(visit, *wave)
+
+    def _visit(self, visit: int, launching: Launching) -> None:
+        """Launch over a visit's waves, the chunk's own keys in front of the first.
+
+        They get a launch of their own where pages of that wave have to be fetched first. How a
+        visit is parted changes no bit.
+
+        Args:
+            visit: row of the call's order; negative: no past is read.
+        """
+        waves = [] if visit < 0 else self.manager.waves(visit)
+        parts: list[Wave | None] = list(waves)
+        if not waves or self.own_alone(visit, waves[0]):
+            parts.insert(0, None)
+        with launching(len(parts)) as kernel:
+            for index, part in enumerate(parts):
+                with self._resident(visit, part):
+                    kernel(Launch(part, first=index == 0, last=index == len(parts) - 1))
+
+    @contextmanager
+    def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:
+        """Hold a wave's pages in the device tier while kernels use them."""
+        if wave is None:
+            yield
+            return
+        stream = self.stream
+        self.growing(partial(self.manager.acquire, visit, *wave, stream))
+        try:
+            yield
+        finally:
+            self.manager.release(visit, *wave, stream)
+
+    def _keep_output(self, layer: int, chunk: int, piece: Piece) -> None:
+        """Copy an output into pages that the sweep will read."""
+        for part, (first, last) in enumerate(self.outputs.parts(chunk, layer)):
+            for begin, end in _steps(first, last, self.manager.max_outputs()):
+                source, num_bytes = piece(part, begin - first, end - first)
+                self.growing(
+                    partial(
+                        self.manager.write_output,
+                        layer=layer,
+                        begin=begin,
+                        end=end,
+                        source=source,
+                        num_bytes=num_bytes,
+                        stream=self.stream,
+                    )
+                )
+
+    def _take_output(self, layer: int, chunk: int, piece: Piece) -> None:
+        """Copy a kept output back; its pages are dead then."""
+        visit = int(self.order.read[chunk, layer])
+        waves = self.manager.waves(visit)
+        for part, (first, last) in enumerate(self.outputs.parts(chunk, layer)):
+            for wave_begin, wave_end in waves:
+                begin, end = max(first, wave_begin), min(last, wave_end)
+                if begin >= end:
+                    continue
+                target, num_bytes = piece(part, begin - first, end - first)
+                self.growing(
+                    partial(
+                        self.manager.read_output,
+                        visit=visit,
+                        begin=begin,
+                        end=end,
+                        target=target,
+                        num_bytes=num_bytes,
+                        stream=self.stream,
+                    )
+                )
+
+    def _announce(self, layer: int, chunk: int) -> None:
+        """Tell the manager what a chunk reads, if that is new, and those that chose before it.
+
+        The host waits until the lists are there, so this comes where the pages are needed at once.
+        """
+        oldest = None
+        while (layer, chunk) in self.unannounced and oldest != (layer, chunk):
+            oldest, arrival = next(iter(self.unannounced.items()))
+            del self.unannounced[oldest]
+            if arrival is not None:
+                arrival.synchronize()
+            self._tell(*oldest)
+
+    def _tell(self, layer: int, chunk: int) -> None:
+        pages, order = self.lists(layer, chunk), self.order
+        for table in (order.fill, order.read, order.accumulate):
+            visit = int(table[chunk, layer])
+            if visit >= 0 and order.visits[visit, 1] != READ_OUTPUT:
+                self.manager.set_visit_pages(visit, pages)
+
+
+def _steps(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    """Pages [first, last) in ranges of at most ``step``."""
+    for page in range(first, last, step):
+        yield page, min(page + step, last)
