@@ -98,7 +98,7 @@ class ChunkAttention:
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
-        outputs = self.pages.outputs
+        pages, outputs = self.pages, self.pages.outputs
         kept = bool(outputs.kept[self.chunk, layer])
         if kept:
             assert (o.nbytes, lse.nbytes) == (outputs.o_bytes[layer], outputs.lse_bytes[layer])
@@ -114,10 +114,11 @@ class ChunkAttention:
                 common["max"] = torch.empty_like(lse)
                 common["sum"] = torch.empty_like(lse)
             with self.kept_seconds.running(q.device) if kept else nullcontext():
-                yield lambda launch: _C.attention_forward(**common, **launch.arguments)
+                tables = {"block_table": pages.tables[layer]}
+                yield lambda launch: _C.attention_forward(**common, **launch.arguments(**tables))
 
-        piece = partial(_piece, (o, lse), self.pages.layout.slot_bytes)
-        self.pages.attend(self.phase, layer, self.chunk, launching, piece)
+        piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
+        pages.attend(self.phase, layer, self.chunk, launching, piece)
         return o, lse
 
     def backward(
@@ -143,6 +144,7 @@ class ChunkAttention:
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
             common = self._common(layer, q, k, v, scale, window)
             common |= self._gradients(layer)
+            tables = {"block_table": pages.tables[layer], "dkv_table": common.pop("dkv_table")}
             common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "d_lse": d_lse}
             common |= {
                 "delta": torch.empty_like(lse),
@@ -152,7 +154,7 @@ class ChunkAttention:
             }
             if parts > 1:
                 common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-            yield lambda launch: _C.attention_backward(**common, **launch.arguments)
+            yield lambda launch: _C.attention_backward(**common, **launch.arguments(**tables))
 
         pages.accumulate(layer, self.chunk, launching, self._reading_gradient(layer, dk, dv))
         if pages.check_finite:
@@ -230,7 +232,6 @@ class ChunkAttention:
     ) -> dict[str, Any]:
         """Arguments that both kernels take."""
         pages, choice = self.pages, self.pages.choice
-        begin, _ = pages.chunks.span(self.chunk)
         return {
             "q": q,
             "k": k,
@@ -243,8 +244,7 @@ class ChunkAttention:
             "kv_pool": pages.manager.pool_address(),
             "kv_slot_bytes": pages.layout.slot_bytes,
             "kv_num_slots": pages.manager.device_slots,
-            "block_table": pages.tables[layer],
-            "num_past": begin,
+            "num_past": pages.chunks.past_tokens(self.chunk),
             "selection": None if choice is None else choice.lists.on_device(layer, self.chunk),
             "stream": pages.stream,
         }

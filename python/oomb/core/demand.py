@@ -10,7 +10,6 @@ import torch
 from oomb.config import Config, PageRule
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.inputs import CallInputs
-from oomb.core.layout import Chunks
 from oomb.core.page_demand import PageDemand
 from oomb.core.page_lists import PageLists
 from oomb.core.tiers import PageLayout
@@ -54,7 +53,7 @@ class Demand(PageDemand):
         """
         num_keys = inputs.num_keys
         return Demand(
-            chunks=Chunks.of(config, inputs.tokens),
+            chunks=inputs.chunks(config),
             reach=None if swept is None else GradientReach.of(config.backward, swept),
             shapes=shapes,
             layout=layout,

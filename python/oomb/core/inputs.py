@@ -8,8 +8,10 @@ from numbers import Real
 
 import torch
 
+from oomb.config import Config
 from oomb.core.arguments import check_range, check_tensor, check_tokens, expect
 from oomb.core.documents import document_start_of, document_starts
+from oomb.core.layout import Chunks
 
 IGNORED = -100
 
@@ -29,6 +31,7 @@ class CallInputs:
         divisor: what the summed loss is divided by.
         largest_position: of the whole call, before cutting.
         num_given: tokens per sequence before cutting.
+        own_chunks: where they are not those of a plain sequence.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +44,11 @@ class CallInputs:
     divisor: float
     largest_position: int
     num_given: int
+    own_chunks: Chunks | None = None
+
+    def chunks(self, config: Config) -> Chunks:
+        """The call's chunks."""
+        return self.own_chunks or Chunks.of(config, self.tokens)
 
     @property
     def batch(self) -> int:

@@ -156,6 +156,7 @@ class Keeping:
         found = {
             (chunk, layer): worth(chunk, layer)
             for chunk in swept[:-1]
+            if _is_whole(chunks, chunk)
             for layer in range(len(shapes) - 1)
         }
         order = sorted(found, key=lambda place: (-found[place], -place[0], place[1]))
@@ -209,10 +210,16 @@ class Keeping:
         return len(self.order)
 
 
+def _is_whole(chunks: Chunks, chunk: int) -> bool:
+    """Whether its output has the size that pieces are counted for."""
+    begin, end = chunks.span(chunk)
+    return end - begin == chunks.chunk_size
+
+
 def _pairs(chunks: Chunks, chunk: int, window: int | None, budget: int | None) -> float:
     """(query, key) pairs of a chunk's attention in one head."""
     begin, end = chunks.span(chunk)
-    tokens = end - begin
+    tokens, begin = end - begin, chunks.past_tokens(chunk)
     own = tokens * (tokens + 1) / 2
     if window is not None:
         return min(own + float(tokens) * begin, float(tokens) * window)

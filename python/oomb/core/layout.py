@@ -44,12 +44,34 @@ class Chunks:
         return [self.span(chunk) for chunk in range(self.number)]
 
     def first_page(self, chunk: int) -> int:
-        """Page that a chunk starts with; also the number of its past pages."""
-        return chunk * (self.chunk_size // self.page_size)
+        """Page that a chunk starts with; for the number of chunks, the number of pages."""
+        return chunk * self.most_pages
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of a whole chunk."""
+        return self.chunk_size // self.page_size
 
     def pages(self, chunk: int) -> tuple[int, int]:
         """First page of a whole chunk's own and last + 1."""
         return self.first_page(chunk), self.first_page(chunk + 1)
+
+    def past(self, chunk: int) -> tuple[tuple[int, int], ...]:
+        """Pages [first, last) of a chunk's past, in the order of its tokens: at least one range."""
+        return ((0, self.first_page(chunk)),)
+
+    def is_read(self, chunk: int) -> bool:
+        """Whether a chunk has pages; of the last one it does not matter."""
+        first, last = self.pages(chunk)
+        return first < last
+
+    def past_pages(self, chunk: int) -> int:
+        """Pages that a chunk has before it."""
+        return sum(last - first for first, last in self.past(chunk))
+
+    def past_tokens(self, chunk: int) -> int:
+        """Tokens that a chunk has before it; they fill their pages."""
+        return self.past_pages(chunk) * self.page_size
 
 
 @dataclass(frozen=True)
@@ -63,12 +85,16 @@ class Order:
         sweep  chunk last … 0: layer 0 … L-1 read (KV, or the output that the fill kept), then
                L-1 … 0 read and accumulate, each followed by the chunk's own gradient
 
+    Where a chunk's past is in several ranges, each has a row of its own, one after the other.
+
     Attributes:
         visits: int32 [T, 4].
-        fill, read, accumulate, own_gradient: row of (chunk, layer), -1 where there is none.
+        first_of: of each row [T], the first one of its chunk, layer and pass.
+        fill, read, accumulate, own_gradient: first row of (chunk, layer), -1 where there is none.
     """
 
     visits: npt.NDArray[np.int32]
+    first_of: npt.NDArray[np.int64]
     fill: npt.NDArray[np.int64]
     read: npt.NDArray[np.int64]
     accumulate: npt.NDArray[np.int64]
@@ -76,7 +102,8 @@ class Order:
 
     def by_pass(self, per_visit: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
         """Sums of what is counted per visit [T], for each pass: float64 [chunks, layers]."""
-        padded = np.append(per_visit, 0.0)  # row -1
+        together = np.bincount(self.first_of, per_visit, len(per_visit))
+        padded = np.append(together, 0.0)  # row -1
         return {
             "fill": padded[self.fill],
             "forward": padded[self.read],
@@ -104,13 +131,23 @@ def call_order(
     """
     num_layers = len(windows)
     rows: list[tuple[int, int, int, int]] = []
+    first_of: list[int] = []
     tables = [np.full((chunks.number, num_layers), -1, dtype=np.int64) for _ in range(4)]
     fill, read, accumulate, own_gradient = tables
 
-    def visit(table: npt.NDArray[np.int64], chunk: int, layer: int, kind: int) -> None:
+    def add(
+        table: npt.NDArray[np.int64],
+        chunk: int,
+        layer: int,
+        kind: int,
+        *ranges: tuple[int, int],
+    ) -> None:
         table[chunk, layer] = len(rows)
-        first = first_page_in_window(chunks, chunk, windows[layer])
-        rows.append((layer, kind, first, chunks.first_page(chunk)))
+        first_of.extend([len(rows)] * len(ranges))
+        rows.extend((layer, kind, first, last) for first, last in ranges)
+
+    def visit(table: npt.NDArray[np.int64], chunk: int, layer: int, kind: int) -> None:
+        add(table, chunk, layer, kind, *seen_past(chunks, chunk, windows[layer]))
 
     together = 2 if paired else 1
     for first in range(0, filled, together):
@@ -123,20 +160,29 @@ def call_order(
             if pieces is None:
                 visit(read, chunk, layer, READ)
             else:
-                read[chunk, layer] = len(rows)
-                rows.append((layer, READ_OUTPUT, *pieces))
+                add(read, chunk, layer, READ_OUTPUT, pieces)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
-            if chunk != swept[-1]:
-                own_gradient[chunk, layer] = len(rows)
-                rows.append((layer, READ_GRADIENT, *chunks.pages(chunk)))
+            if chunk != swept[-1] and chunks.is_read(chunk):
+                add(own_gradient, chunk, layer, READ_GRADIENT, chunks.pages(chunk))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
-    return Order(visits, fill, read, accumulate, own_gradient)
+    starts = np.array(first_of, dtype=np.int64)
+    return Order(visits, starts, fill, read, accumulate, own_gradient)
+
+
+def seen_past(chunks: Chunks, chunk: int, window: int) -> list[tuple[int, int]]:
+    """Ranges of a chunk's past, without the pages that a window hides; some may be empty."""
+    hidden = first_page_in_window(chunks, chunk, window)
+    ranges = []
+    for first, last in chunks.past(chunk):
+        ranges.append((min(first + hidden, last), last))
+        hidden = max(0, hidden - (last - first))
+    return ranges
 
 
 def first_page_in_window(chunks: Chunks, chunk: int, window: int) -> int:
-    """First past page that any row of a chunk sees."""
+    """Past pages of a chunk before the first one that any of its rows sees."""
     if window == 0:
         return 0
-    first_key = chunks.span(chunk)[0] - window + 1
-    return min(max(first_key, 0) // chunks.page_size, chunks.first_page(chunk))
+    first_key = chunks.past_tokens(chunk) - window + 1
+    return min(max(first_key, 0) // chunks.page_size, chunks.past_pages(chunk))

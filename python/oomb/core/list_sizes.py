@@ -34,7 +34,7 @@ class ListSizes:
     def first_chunk(self) -> int:
         """The first chunk whose past holds more pages than a list: there a choice begins."""
         numbers = range(self.chunks.number)
-        return next((c for c in numbers if self._chooses(c)), self.chunks.number)
+        return next((c for c in numbers if self.chooses(c)), self.chunks.number)
 
     def of_layer(self, chunk: int) -> tuple[int, int, int, int]:
         """Shape [batch, query blocks, heads or 1, max_pages] of the lists of a layer and chunk."""
@@ -45,7 +45,7 @@ class ListSizes:
     @property
     def of_call(self) -> tuple[int, int, int]:
         """Shape [chunks that choose, layers, words of a whole chunk]."""
-        words = self.batch * self.chunks.first_page(1) * self._heads * self.rule.max_pages
+        words = self.batch * self.chunks.most_pages * self._heads * self.rule.max_pages
         return self.chunks.number - self.first_chunk, self.layers, words
 
     @property
@@ -70,5 +70,6 @@ class ListSizes:
     def _heads(self) -> int:
         return 1 if self.rule.share == "all_heads" else self.kv_heads
 
-    def _chooses(self, chunk: int) -> bool:
-        return self.chunks.first_page(chunk) > self.rule.max_pages
+    def chooses(self, chunk: int) -> bool:
+        """Whether a chunk's past holds more pages than a list."""
+        return self.chunks.past_pages(chunk) > self.rule.max_pages

@@ -77,16 +77,24 @@ class PageChoice:
         """Choose for a chunk's queries [B, Hq, C, D], where the lists are wanted."""
         summary = self._summaries[layer]
         assert summary is not None
+        summary = self._of_past(summary, chunk)
         past = Past(
             layer=layer,
             chunk=chunk,
             page_size=self._chunks.page_size,
-            num_tokens=self._chunks.span(chunk)[0],
+            num_tokens=self._chunks.past_tokens(chunk),
             first_key=first_key,
             num_keys=num_keys,
         )
         chosen = self._selector.choose(q, summary, past)
         self.lists.keep(layer, chunk, chosen)
+
+    def _of_past(self, summary: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Mean keys [batch, pages, kv_heads, head_dim] of a chunk's past, where it is in ranges."""
+        ranges = self._chunks.past(chunk)
+        if len(ranges) == 1 and ranges[0][0] == 0:  # what lies behind is not looked at
+            return summary
+        return torch.cat([summary[:, first:last] for first, last in ranges], dim=1)
 
     def forget_summaries(self, layer: int) -> None:
         """No chunk is left to choose at a layer."""

@@ -64,9 +64,10 @@ class PageDemand:
     @cached_property
     def pages_per_sequence(self) -> list[int]:
         """Pages of each sequence and layer, without those of its padding."""
-        tokens = self.filled * self.chunks.chunk_size
-        lengths = self.lengths or (tokens,) * self.batch
-        return [-(-min(tokens, length) // self.chunks.page_size) for length in lengths]
+        pages = self.chunks.first_page(self.filled)
+        if self.lengths is None:
+            return [pages] * self.batch
+        return [min(pages, -(-length // self.chunks.page_size)) for length in self.lengths]
 
     @property
     def wave_pages(self) -> int:
@@ -87,7 +88,8 @@ class PageDemand:
     def page_slots(self) -> int:
         """Slots that pages have at once at most."""
         chunks = 0 if self.reach is None else self.reach.at_once(len(self.shapes))
-        gradients = chunks * self.chunks.first_page(1) * self.batch
+        most = min(chunks * self.chunks.most_pages, self.chunks.first_page(self.filled))
+        gradients = most * self.batch
         pages = sum(self.pages_per_sequence)
         return slots_of_call(self.layout, len(self.shapes), pages, gradients)
 
@@ -119,7 +121,7 @@ class PageDemand:
         if rule is None or past <= rule.max_pages:
             return 1.0
         heads = 1 if rule.share == "all_heads" else self.layout.kv_heads
-        return self.choices.share(rule, past, self.chunks.first_page(1), heads)
+        return self.choices.share(rule, past, self.chunks.most_pages, heads)
 
     @property
     def list_sizes(self) -> ListSizes | None:

@@ -61,7 +61,8 @@ class PageLists:
 
     def wanted(self, layer: int, chunk: int) -> bool:
         """Whether there is a choice, and none was made."""
-        return chunk >= self._first and layer in self._row and (layer, chunk) not in self._kept
+        chooses = layer in self._row and self._sizes.chooses(chunk)
+        return chooses and (layer, chunk) not in self._kept
 
     def known(self, layer: int, chunk: int) -> bool:
         """Whether a choice was made."""

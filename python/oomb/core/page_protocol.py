@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from oomb import _C
 from oomb.core.carry import Phase
@@ -52,21 +53,36 @@ class Arrival(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a visit: pages of a wave, None: of none; the first has the own chunk too."""
+    """One kernel of a chunk and layer: pages of a wave; the first has the own chunk too.
+
+    A kernel numbers pages from the start of the chunk's own past, which may be in ranges:
+
+        pages of the call   0 1 2 3 | 4 5 6 | 7 8       a branch behind 0 … 3 begins at 7
+        as its kernel sees  0 1 2 3         | 4 5       so it is shown the table from entry 3 on
+
+    Attributes:
+        pages: None: of none.
+        shift: by which pages of the call are numbered higher.
+    """
 
     pages: Wave | None
+    shift: int
     first: bool
     last: bool
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        begin, end = self.pages or (0, 0)
+    def arguments(self, **tables: torch.Tensor) -> dict[str, Any]:
+        """
+        Args:
+            tables: [batch, pages, …] of the layer; passed on as the kernel is to see them.
+        """
+        begin, end = self.pages or (self.shift, self.shift)
         return {
-            "page_begin": begin,
-            "page_end": end,
+            "page_begin": begin - self.shift,
+            "page_end": end - self.shift,
             "own_chunk": self.first,
             "first_wave": self.first,
             "last_wave": self.last,
+            **{name: x[:, self.shift :] if self.shift else x for name, x in tables.items()},
         }
 
 
@@ -143,7 +159,7 @@ class PageProtocol:
         """Make the pages of a chunk's keys and values in the fill, if a later chunk reads them."""
         assert self.begun[layer] == chunk  # else a choice would miss pages of its past
         self.begun[layer] += 1
-        if chunk >= self.filled:
+        if chunk >= self.filled or not self.chunks.is_read(chunk):
             return
         first, last = self.chunks.pages(chunk)
         for page, stop in _steps(first, last, self.manager.max_create()):
@@ -172,7 +188,7 @@ class PageProtocol:
             self._take_output(layer, chunk, piece)
             return
         table = self.order.fill if phase == "fill" else self.order.read
-        self._visit(int(table[chunk, layer]), launching)
+        self._visit(chunk, int(table[chunk, layer]), launching)
         if kept:
             self._keep_output(layer, chunk, piece)
 
@@ -185,7 +201,7 @@ class PageProtocol:
         added = self.reach.added(chunk)
         if added is not None:  # this chunk is the first to reach it
             self.manager.create_gradients(layer, *self.chunks.pages(added))
-        self._visit(int(self.order.accumulate[chunk, layer]), launching)
+        self._visit(chunk, int(self.order.accumulate[chunk, layer]), launching)
         self._end(layer, chunk, own)
 
     def _end(self, layer: int, chunk: int, own: OnPages) -> None:
@@ -207,23 +223,33 @@ class PageProtocol:
         """Whether a chunk's own keys get a launch of their own before a wave."""
         return self.spilled and self.manager.own_alone(visit, *wave)
 
-    def _visit(self, visit: int, launching: Launching) -> None:
-        """Launch over a visit's waves, the chunk's own keys in front of the first.
+    def _visit(self, chunk: int, visit: int, launching: Launching) -> None:
+        """Launch over the waves of a chunk's past, the chunk's own keys in front of the first.
 
         They get a launch of their own where pages of that wave have to be fetched first. How a
         visit is parted changes no bit.
 
         Args:
-            visit: row of the call's order; negative: no past is read.
+            visit: first row of the call's order; negative: no past is read.
         """
-        waves = [] if visit < 0 else self.manager.waves(visit)
-        parts: list[Wave | None] = list(waves)
-        if not waves or self.own_alone(visit, waves[0]):
-            parts.insert(0, None)
+        ranges = [] if visit < 0 else self._ranges(chunk, visit)
+        waves = [(row, shift, wave) for row, shift in ranges for wave in self.manager.waves(row)]
+        parts: list[tuple[int, int, Wave | None]] = list(waves)
+        if not waves or self.own_alone(waves[0][0], waves[0][2]):
+            parts.insert(0, (visit, 0, None))
+        last = len(parts) - 1
         with launching(len(parts)) as kernel:
-            for index, part in enumerate(parts):
-                with self._resident(visit, part):
-                    kernel(Launch(part, first=index == 0, last=index == len(parts) - 1))
+            for index, (row, shift, wave) in enumerate(parts):
+                with self._resident(row, wave):
+                    kernel(Launch(wave, shift, first=index == 0, last=index == last))
+
+    def _ranges(self, chunk: int, visit: int) -> list[tuple[int, int]]:
+        """Of each range of a chunk's past, its row of the order and the shift of its pages."""
+        ranges, seen = [], 0
+        for row, (first, last) in enumerate(self.chunks.past(chunk), visit):
+            ranges.append((row, first - seen))
+            seen += last - first
+        return ranges
 
     @contextmanager
     def _resident(self, visit: int, wave: Wave | None) -> Iterator[None]:
@@ -291,11 +317,26 @@ class PageProtocol:
             self._tell(*oldest)
 
     def _tell(self, layer: int, chunk: int) -> None:
-        pages, order = self.lists(layer, chunk), self.order
+        chosen, order = self._by_range(self.lists(layer, chunk), chunk), self.order
         for table in (order.fill, order.read, order.accumulate):
             visit = int(table[chunk, layer])
             if visit >= 0 and order.visits[visit, 1] != READ_OUTPUT:
-                self.manager.set_visit_pages(visit, pages)
+                for row, pages in enumerate(chosen, visit):
+                    self.manager.set_visit_pages(row, pages)
+
+    def _by_range(self, chosen: npt.NDArray[np.int64], chunk: int) -> list[npt.NDArray[np.int64]]:
+        """Chosen pages of a chunk's past as pages of the call, for each range that it is in.
+
+        A past in several ranges is that of a single sequence."""
+        ranges = self.chunks.past(chunk)
+        if len(ranges) == 1 and ranges[0][0] == 0:
+            return [chosen]
+        found, seen = [], 0
+        for first, last in ranges:
+            inside = (seen <= chosen) & (chosen < seen + last - first)
+            found.append(chosen[inside] + (first - seen))
+            seen += last - first
+        return found
 
 
 def _steps(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:

@@ -224,7 +224,7 @@ class Calls:
         )
         handed = 0
         if swept is not None:
-            chunks = Chunks.of(config, inputs.tokens).number
+            chunks = inputs.chunks(config).number
             handed = border_bytes(state_bytes(model.mixers), inputs.batch, chunks)
         demand = Demand.of(
             config,

@@ -18,6 +18,7 @@ from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
+from oomb.core.tree import tree_of
 from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls, current_gpu
 from oomb.engine.plan import Plan
@@ -267,6 +268,7 @@ class Engine:
         entropies: bool = False,
         hidden: bool = False,
         statistics: Sequence[str] = (),
+        share_prefixes: bool | str = False,
         on_progress: OnProgress | None = None,
     ) -> TwoPass:
         """Any loss of per-token values, exactly; see :class:`oomb.TwoPass`.
@@ -280,6 +282,8 @@ class Engine:
             labels: which tokens have values: those that are not -100; None: all but padding.
             temperature: divides the logits.
             logprobs, entropies, hidden, statistics: which values; see :class:`oomb.TwoPass`.
+            share_prefixes: what rows share from their start (a prompt, turns) is run once, with the
+                same values and gradients; ``"auto"``: where that is less work.
 
         Others are as of :meth:`forward_backward`. Under ``torch.no_grad()`` the values are
         constants, no chunk is drawn, and there is nothing to sweep.
@@ -302,6 +306,7 @@ class Engine:
             every_token=hidden,
         )
         check_callable("on_progress", on_progress)
+        tree = tree_of(share_prefixes, inputs, self.config, self._model.mixers, hidden)
         return TwoPass(
             self._calls,
             self._pools,
@@ -310,6 +315,7 @@ class Engine:
             inputs,
             wanted,
             on_progress,
+            tree,
         )
 
     @property
@@ -334,7 +340,6 @@ class Engine:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
         self._admission.expect_own_process()
-
         config = self.config
         swept = self._training.upcoming(Chunks.of(config, max(1, num_tokens - 1)).number)
         return as_before_afterwards(lambda: self._calls.plan(config, num_tokens, batch_size, swept))

@@ -15,11 +15,11 @@ import torch
 from oomb.callers import warn_caller
 from oomb.core.arguments import expect
 from oomb.core.inputs import CallInputs
-from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import ChunkLoss
 from oomb.core.pools import Pools
 from oomb.core.token_values import STATISTICS, TokenValues
+from oomb.core.tree import Tree
 from oomb.engine.call import Call, Calls, surroundings
 from oomb.engine.training import Training
 from oomb.errors import Error
@@ -101,12 +101,14 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         pools: Pools,
         training: Training,
         expect_usable: Callable[[], None],
-        inputs: CallInputs,
+        rows: CallInputs,
         wanted: Wanted,
         on_progress: OnProgress | None,
+        tree: Tree | None = None,
     ) -> None:
         self._calls, self._pools, self._training = calls, pools, training
-        self._inputs, self._wanted, self._on_progress = inputs, wanted, on_progress
+        self._tree, self._inputs = tree, rows if tree is None else tree.inputs
+        self._wanted, self._on_progress = wanted, on_progress
         self._model, self._expect_usable = training.model, expect_usable
         self._held = Swaps()  # the pages
         self._state = "new"
@@ -114,7 +116,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._leaves: dict[str, torch.Tensor] = {}
         self.statistics: dict[str, torch.Tensor] = {}
         self._watched: list[Any] = []
-        self.num_valid_tokens = inputs.num_valid
+        self.num_valid_tokens = rows.num_valid
         self._train = torch.is_grad_enabled()
         if self._train:
             if torch.is_inference_mode_enabled():
@@ -155,7 +157,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         )
         self._swept: list[int] | None = None
         if self._train:
-            self._swept = self._training.drawn(Chunks.of(config, self._inputs.tokens).number)
+            self._swept = self._training.drawn(self._inputs.chunks(config).number)
         with Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(device))
             self._seed = self._calls.dropout_seed(swaps)
@@ -163,7 +165,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             with call.loop.running():
                 self._fill_seconds = call.loop.evaluate()
         assert isinstance(call.loss, TokenValues)
-        self._leaves, self.statistics = call.loss.values, call.loss.statistics
+        self._leaves = self._as_rows(call.loss.values)
+        self.statistics = self._as_rows(call.loss.statistics)
         if not self._train:
             self._held.put_back()
             self._state = "constant"
@@ -174,6 +177,11 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._modes = self._model.causal.training
         self._watch()
         self._state = "filled"
+
+    def _as_rows(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._tree is None:
+            return values
+        return {name: self._tree.to_rows(name, x) for name, x in values.items()}
 
     def _begin(self, loss: ChunkLoss, **others: Any) -> Call:
         return self._calls.begin(
@@ -193,7 +201,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         plain = ChunkLoss.of_call(
             model.head,
             inputs,
-            Chunks.of(self._training.config, self._inputs.tokens).spans,
+            inputs.chunks(self._training.config).spans,
             model.vocab_size,
             False,
             self._training.grads if self._train else None,
@@ -288,6 +296,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             for name, grad in gradients.items():
                 if not bool(grad.isfinite().all()):
                     raise Error(f"call.{name}.grad: expected finite values, got NaN or Inf")
+        if self._tree is not None:
+            gradients = {name: self._tree.from_rows(name, x) for name, x in gradients.items()}
         self._state = "running"
         try:
             if not self._swept:
@@ -328,7 +338,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                 call = self._filled_again() if self._displaced else self._call
                 loss = call.loss
                 assert isinstance(loss, TokenValues)
-                loss.sweep_with(gradients, Chunks.of(training.config, self._inputs.tokens))
+                loss.sweep_with(gradients, self._inputs.chunks(training.config))
                 swaps.afterwards(training.settled())
                 with training.collecting(self._parameters), call.loop.running():
                     seconds = call.loop.sweep(swept, training.loss_factor)

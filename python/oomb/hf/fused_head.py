@@ -123,6 +123,7 @@ class FusedHead:
                 temperature=self._temperature,
                 entropies=True,
                 statistics=self._statistics,
+                share_prefixes="auto",
                 on_progress=self._on_progress,
             ).__enter__()
         if torch.is_grad_enabled():

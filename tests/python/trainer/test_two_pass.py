@@ -18,6 +18,7 @@ import oomb
 import oomb.hf
 from engine.models import make
 from engine.reference import EXACT
+from oomb.engine.two_pass import TwoPass
 from oomb.hf import fused_head
 from oomb.hf.left_padding import left_padding
 
@@ -136,12 +137,18 @@ def trained(
 
 
 def compare(
-    stock: type, ours: type, args: Callable[[], Any], data: Dataset, adapted: bool, **others: Any
+    stock: type,
+    ours: type,
+    args: Callable[[], Any],
+    data: Dataset,
+    adapted: bool,
+    steps: int = 2,
+    **others: Any,
 ) -> None:
     """Gradients and metrics of two steps, the second with what the first has changed."""
     expected, log = trained(stock, adapted, args(), data, **others)
     found, own = trained(ours, adapted, args(), data, oomb_config=CONFIG, **others)
-    assert len(found) == len(expected) == 2
+    assert len(found) == len(expected) == steps
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert set(mine) == set(theirs)
         largest = max(float(grad.norm()) for grad in theirs.values())
@@ -244,6 +251,38 @@ def test_grpo(variant: str, tmp_path: Path) -> None:
     data = prompts(2).select_columns(["prompt"])
     adapted = "beta" in GRPO[variant]
     compare(trl.GRPOTrainer, oomb.hf.GRPOTrainer, args, data, adapted, reward_funcs=reward)
+
+
+LONG = {
+    "prompt": [
+        " ".join(f"w{3 + i * k % 90}" for i in range(n))
+        for k, n in ((1, 70), (7, 49), (11, 70), (13, 64))
+    ]
+}
+
+
+@pytest.mark.usefixtures("same_completions")
+def test_completions_of_a_prompt_are_run_as_a_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four groups that TRL has shuffled into two micro-batches."""
+    tokens: list[tuple[int, int]] = []
+    fill = TwoPass._fill
+
+    def seen(self: Any) -> None:
+        assert self._tree is not None
+        tokens.append((self._inputs.tokens, self._tree.rows.tokens * self._tree.rows.batch))
+        fill(self)
+
+    monkeypatch.setattr(TwoPass, "_fill", seen)
+
+    def args() -> Any:
+        of_groups = {**GENERATION, "per_device_train_batch_size": 8, "max_steps": 1}
+        return trl.GRPOConfig(**settings(tmp_path, **of_groups, beta=0.04, entropy_coef=0.1))
+
+    data = Dataset.from_dict(LONG)
+    compare(trl.GRPOTrainer, oomb.hf.GRPOTrainer, args, data, True, reward_funcs=reward, steps=1)
+    assert all(2 * run < padded for run, padded in tokens)
 
 
 @pytest.mark.usefixtures("same_completions")
