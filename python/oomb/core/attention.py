@@ -12,7 +12,8 @@ import torch
 
 from oomb import _C
 from oomb.core.call_pages import CallPages
-from oomb.core.carry import FillComplete, Phase
+from oomb.core.carry import FillComplete
+from oomb.core.chunk_run import ChunkRun
 from oomb.core.finite import expect_finite
 from oomb.core.page_protocol import Launch, OnPages
 from oomb.core.rounding import seed_of_chunk
@@ -22,10 +23,9 @@ from oomb.ops.launch import workspace_on
 
 
 class ChunkAttention:
-    """Attention of the chunk that is being run; one object per call of the engine.
+    """Attention of chunks; one object per call of the engine.
 
     Attributes:
-        stop_at_last: the fill ends at the last layer's keys and values.
         kept_seconds: of the forward whose outputs are kept.
     """
 
@@ -35,9 +35,6 @@ class ChunkAttention:
     def __init__(self, pages: CallPages) -> None:
         self.pages = pages
         self.id = next(self._ids)
-        self.chunk = 0
-        self.phase: Phase = "fill"
-        self.stop_at_last = False
         self.kept_seconds = Stopwatch()
 
     def activated(self) -> Swaps:
@@ -45,44 +42,47 @@ class ChunkAttention:
         return Swaps(lambda swaps: swaps.replace_item(self.active, self.id, self))
 
     @contextmanager
-    def on(self, chunk: int) -> Iterator[None]:
-        """Inside, it is ``chunk`` that is run; its kept page lists are on the device."""
-        self.chunk, choice = chunk, self.pages.choice
+    def on(self, run: ChunkRun) -> Iterator[None]:
+        """Inside, the page lists that are kept of a chunk are on the device."""
+        choice = self.pages.choice
         if choice is not None:
-            choice.lists.start(chunk)
+            choice.lists.start(run.chunk)
         yield
         if choice is not None:
-            choice.lists.finish(chunk)
+            choice.lists.finish(run.chunk)
 
     def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """None: attention's backward takes what later chunks left on its keys and values."""
         return [], []
 
-    def begin(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def begin(
+        self, run: ChunkRun, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         """What comes before attention itself: pages of the chunk, and the choice of past pages.
 
         Raises:
             FillComplete: in a fill that ends here.
         """
-        pages, chunk = self.pages, self.chunk
-        if self.phase == "fill":
-            pages.write(layer, chunk, self._writing(layer, k, v))
-        ends = self.phase == "fill" and self.stop_at_last and layer == pages.num_layers - 1
+        pages, chunk = self.pages, run.chunk
+        if run.phase == "fill":
+            pages.write(layer, chunk, self._writing(chunk, layer, k, v))
+        ends = run.ends_with == "pages" and layer == pages.num_layers - 1
         if pages.choice is not None:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep
             if is_read and pages.choice.lists.wanted(layer, chunk):
                 first_key = pages.first_key_of(chunk)
                 pages.choice.choose(layer, chunk, q, first_key, pages.num_keys)
                 pages.chosen(layer, chunk, pages.moment)
-            elif self.phase == "fill" and pages.choice.lists.known(layer, chunk):
+            elif run.phase == "fill" and pages.choice.lists.known(layer, chunk):
                 pages.chosen(layer, chunk)  # in an earlier fill of the same call
-            if self.phase == "sweep" and chunk == pages.swept[-1]:
+            if run.phase == "sweep" and chunk == pages.swept[-1]:
                 pages.choice.forget_summaries(layer)
         if ends:
             raise FillComplete
 
     def forward(
         self,
+        run: ChunkRun,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -90,7 +90,7 @@ class ChunkAttention:
         scale: float,
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [B, Hq, C, D] and lse [B, Hq, C] of the current chunk, after :meth:`begin`.
+        """o [B, Hq, C, D] and lse [B, Hq, C] of a chunk, after :meth:`begin`.
 
         What the fill has kept the sweep takes back, once, and computes nothing.
         """
@@ -99,13 +99,13 @@ class ChunkAttention:
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
         pages, outputs = self.pages, self.pages.outputs
-        kept = bool(outputs.kept[self.chunk, layer])
+        kept = bool(outputs.kept[run.chunk, layer])
         if kept:
             assert (o.nbytes, lse.nbytes) == (outputs.o_bytes[layer], outputs.lse_bytes[layer])
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            common = self._common(layer, q, k, v, scale, window)
+            common = self._common(run.chunk, layer, q, k, v, scale, window)
             common |= {"o": o, "lse": lse, "workspace": workspace_on(q.device)}
             if parts > 1:
                 common["acc"] = torch.empty(
@@ -118,11 +118,12 @@ class ChunkAttention:
                 yield lambda launch: _C.attention_forward(**common, **launch.arguments(**tables))
 
         piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
-        pages.attend(self.phase, layer, self.chunk, launching, piece)
+        pages.attend(run.phase, layer, run.chunk, launching, piece)
         return o, lse
 
     def backward(
         self,
+        run: ChunkRun,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -142,30 +143,31 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            common = self._common(layer, q, k, v, scale, window)
+            common = self._common(run.chunk, layer, q, k, v, scale, window)
             common |= self._gradients(layer)
             tables = {"block_table": pages.tables[layer], "dkv_table": common.pop("dkv_table")}
             common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "d_lse": d_lse}
             common |= {
                 "delta": torch.empty_like(lse),
                 "deterministic": pages.deterministic,
-                "rounding_seed": seed_of_chunk(pages.rounding_seed, layer, self.chunk),
+                "rounding_seed": seed_of_chunk(pages.rounding_seed, layer, run.chunk),
                 "workspace": workspace_on(q.device),
             }
             if parts > 1:
                 common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
             yield lambda launch: _C.attention_backward(**common, **launch.arguments(**tables))
 
-        pages.accumulate(layer, self.chunk, launching, self._reading_gradient(layer, dk, dv))
+        own = self._reading_gradient(run.chunk, layer, dk, dv)
+        pages.accumulate(layer, run.chunk, launching, own)
         if pages.check_finite:
-            expect_finite("the gradient of attention", dq, dk, dv, chunk=self.chunk, layer=layer)
+            expect_finite("the gradient of attention", dq, dk, dv, chunk=run.chunk, layer=layer)
         return dq, dk, dv
 
-    def _writing(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:
-        """Writes keys and values [B, Hkv, C, D] of the chunk, and their mean keys."""
+    def _writing(self, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:
+        """Writes keys and values [B, Hkv, C, D] of a chunk, and their mean keys."""
         pages = self.pages
-        begin, end = pages.chunks.span(self.chunk)
-        first, last = pages.chunks.pages(self.chunk)
+        begin, end = pages.chunks.span(chunk)
+        first, last = pages.chunks.pages(chunk)
         num_rows = None
         if pages.num_keys is not None:
             num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
@@ -189,10 +191,12 @@ class ChunkAttention:
 
         return write
 
-    def _reading_gradient(self, layer: int, dk: torch.Tensor, dv: torch.Tensor) -> OnPages:
-        """Adds what later chunks left on the chunk's own keys and values."""
+    def _reading_gradient(
+        self, chunk: int, layer: int, dk: torch.Tensor, dv: torch.Tensor
+    ) -> OnPages:
+        """Adds what later chunks left on a chunk's own keys and values."""
         pages = self.pages
-        first, last = pages.chunks.pages(self.chunk)
+        first, last = pages.chunks.pages(chunk)
 
         def read(page_begin: int, page_end: int) -> None:
             arguments = self._gradients(layer)
@@ -223,6 +227,7 @@ class ChunkAttention:
 
     def _common(
         self,
+        chunk: int,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -239,13 +244,13 @@ class ChunkAttention:
             "scale": scale,
             "page_size": pages.layout.page_size,
             "window": window,
-            "first_key": pages.first_key_of(self.chunk),
+            "first_key": pages.first_key_of(chunk),
             "num_keys": pages.num_keys,
             "kv_pool": pages.manager.pool_address(),
             "kv_slot_bytes": pages.layout.slot_bytes,
             "kv_num_slots": pages.manager.device_slots,
-            "num_past": pages.chunks.past_tokens(self.chunk),
-            "selection": None if choice is None else choice.lists.on_device(layer, self.chunk),
+            "num_past": pages.chunks.past_tokens(chunk),
+            "selection": None if choice is None else choice.lists.on_device(layer, chunk),
             "stream": pages.stream,
         }
 

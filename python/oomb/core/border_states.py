@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from oomb.config import AllChunks, Config
-from oomb.core.carry import FillComplete, Phase
+from oomb.core.carry import FillComplete
+from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
@@ -40,7 +41,6 @@ class BorderStates:
         keeps: the fill keeps them for a sweep.
 
     Attributes:
-        stop_at_last: the fill ends at the last mixer's states.
         kept_bytes: of the host's memory that borders took at most.
     """
 
@@ -51,8 +51,6 @@ class BorderStates:
         chunks: Chunks | None = None,
         keeps: bool = False,
     ) -> None:
-        self.phase: Phase = "fill"
-        self.stop_at_last = False
         self.kept_bytes = 0
         self._mixers = mixers
         self._keeps = keeps
@@ -62,31 +60,29 @@ class BorderStates:
             assert inputs is not None and chunks is not None
             self._rows = _rows_of_chunks(inputs, chunks)
             self._device = inputs.input_ids.device
-        self._chunk = 0
         self._entering: dict[int, States] = {}  # by mixer
         self._left: dict[int, States] = {}
         self._kept: dict[int, dict[int, States]] = {}  # by border: the chunk before it
         self._gradients: dict[int, States] = {}
 
     @contextmanager
-    def on(self, chunk: int) -> Iterator[None]:
-        """Inside, it is ``chunk`` that is run, and in the sweep propagated back."""
+    def on(self, run: ChunkRun) -> Iterator[None]:
+        """Around a chunk's run, and in the sweep around its backward."""
         if not self._mixers:
             yield
             return
-        self._chunk = chunk
-        if self.phase == "fill":
+        if run.phase == "fill":
             self._entering, self._left = self._left, {}
         else:
-            self._entering, self._left = self._load(chunk - 1), {}
+            self._entering, self._left = self._load(run.chunk - 1), {}
         yield
-        if self.phase == "sweep":
+        if run.phase == "sweep":
             self._gradients = {
                 mixer: {name: leaf.grad for name, leaf in states.items() if leaf.grad is not None}
                 for mixer, states in self._entering.items()
             }
-        elif self._keeps and chunk + 1 < len(self._rows):
-            self._store(chunk)
+        elif self._keeps and run.chunk + 1 < len(self._rows):
+            self._store(run.chunk)
 
     def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """States that this chunk leaves, and their gradients."""
@@ -116,7 +112,8 @@ class BorderStates:
             for state in entering.values():
                 state.requires_grad_()
         outputs, left = [], []
-        for rows, pieces in self._rows[self._chunk]:
+        current = current_run()
+        for rows, pieces in self._rows[current.chunk]:
             parts = []
             for begin, end, continues in pieces:
                 before = None
@@ -130,7 +127,7 @@ class BorderStates:
             left.append(behind)
         # A layer that is computed again must not replace what the graph hangs on.
         self._left.setdefault(index, joined_states(left))
-        if self.stop_at_last and index == len(self._mixers) - 1:
+        if current.ends_with == "states" and index == len(self._mixers) - 1:
             raise FillComplete
         return joined(outputs, dim=0)
 

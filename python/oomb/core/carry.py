@@ -10,26 +10,18 @@ them, so their gradient is what that chunk leaves.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-Phase = Literal["fill", "sweep"]
+from oomb.core.chunk_run import ChunkRun
 
 
 class Carry(Protocol):
-    """What one kind of layer hands on.
+    """What one kind of layer hands on."""
 
-    Attributes:
-        phase: of the call.
-        stop_at_last: the fill ends where the last of it is handed on.
-    """
-
-    phase: Phase
-    stop_at_last: bool
-
-    def on(self, chunk: int) -> AbstractContextManager[None]:
-        """Inside, it is ``chunk`` that is run, and in the sweep propagated back."""
+    def on(self, run: ChunkRun) -> AbstractContextManager[None]:
+        """Around a chunk's run, and in the sweep around its backward."""
 
     def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What the sweep propagates back beside the chunk's loss, and the gradients of these."""

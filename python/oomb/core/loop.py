@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -13,6 +14,7 @@ from oomb.core.alternation import Alternation
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates
 from oomb.core.carry import Carry, FillComplete
+from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
 from oomb.core.finite import expect_finite
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
@@ -72,6 +74,7 @@ class ChunkLoop:
         return Swaps(self._take_model)
 
     def _take_model(self, swaps: Swaps) -> None:
+        swaps.also(outer_run_afterwards())
         swaps.also(self._attention.activated())
         session = self._model.session(
             self._attend,
@@ -107,17 +110,13 @@ class ChunkLoop:
     ) -> float:
         """Forward of chunks [0, num_chunks); ``consume`` takes each one's hidden states."""
         began = time.perf_counter()
-        attention = self._attention
-        for carry in self._carries:
-            carry.phase = "fill"
-        ends_in_mixer = self._model.ends_in_mixer
-        attention.stop_at_last = consume is None and not ends_in_mixer
-        self._borders.stop_at_last = consume is None and ends_in_mixer
+        last: EndsWith = "states" if self._model.ends_in_mixer else "pages"
+        ends_with = last if consume is None else None
         done: deque[int] = deque()
 
         def run(first: int, step: int) -> None:
             for chunk in range(first, num_chunks, step):
-                with attention.on(chunk), self._borders.on(chunk):
+                with self._on(ChunkRun(chunk, "fill", ends_with)):
                     hidden = self._run(chunk)
                 begin, end = self._slices(chunk).own
                 if consume is not None and begin < end:
@@ -133,7 +132,7 @@ class ChunkLoop:
                 self._report("fill", chunk, num_chunks, self._chunks.span(chunk)[1])
 
         with torch.no_grad():
-            if attention.pages.paired:
+            if self._attention.pages.paired:
                 self._turns = Alternation()
                 try:
                     self._turns.run(lambda: run(0, 2), lambda: run(1, 2))
@@ -147,20 +146,17 @@ class ChunkLoop:
     def sweep(self, swept: list[int], loss_factor: float) -> float:
         """Gradients of chunks ``swept`` (ascending), last first. Returns seconds."""
         began = time.perf_counter()
-        attention = self._attention
-        for carry in self._carries:
-            carry.phase, carry.stop_at_last = "sweep", False
         done = 0
         with torch.enable_grad():
             for chunk in reversed(swept):
                 begin, end = self._slices(chunk).own
-                with attention.on(chunk), self._borders.on(chunk):
+                with self._on(ChunkRun(chunk, "sweep")):
                     hidden = self._run(chunk)
                     assert hidden is not None
                     grad = None
                     if begin < end:
                         grad = self._loss.of_chunk(hidden, begin, loss_factor)
-                    if attention.pages.check_finite:
+                    if self._attention.pages.check_finite:
                         expect_finite("the loss", self._loss.total, chunk=chunk)
                     if hidden.requires_grad:
                         grad = torch.zeros_like(hidden) if grad is None else grad
@@ -170,6 +166,15 @@ class ChunkLoop:
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
         return time.perf_counter() - began
+
+    @contextmanager
+    def _on(self, run: ChunkRun) -> Iterator[None]:
+        """Inside, it is this chunk that is run, and in the sweep propagated back."""
+        with ExitStack() as stack:
+            stack.enter_context(run.under_way())
+            for carry in self._carries:
+                stack.enter_context(carry.on(run))
+            yield
 
     def _propagate(self, hidden: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward from a chunk's hidden states, and from what it hands on."""
@@ -182,7 +187,6 @@ class ChunkLoop:
 
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
-        self._runner.chunk = chunk
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
         begin, end = self._slices(chunk).run
         try:
@@ -205,10 +209,10 @@ class ChunkLoop:
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
-            turns, attention = self._turns, self._attention
-            while turns is not None and attention.pages.early(layer, attention.chunk):
+            turns, run, attention = self._turns, current_run(), self._attention
+            while turns is not None and attention.pages.early(layer, run.chunk):
                 self._let_the_other_run(turns)
-            attention.begin(layer, q, k, v)
+            attention.begin(run, layer, q, k, v)
             if turns is not None:
                 self._let_the_other_run(turns)
             o, lse = chunk_attention(q, k, v, call.scale, window, self._attention.id, layer)
@@ -224,7 +228,7 @@ class ChunkLoop:
         placement = self._placement
         if placement.ranks == 1:
             return own
-        slices = self._slices(self._attention.chunk)
+        slices = self._slices(current_run().chunk)
         return self._runner.once(lambda: placement.to_heads(own, slices), *own)
 
     def _to_tokens(self, o: torch.Tensor) -> torch.Tensor:
@@ -232,16 +236,14 @@ class ChunkLoop:
         placement = self._placement
         if placement.ranks == 1:
             return o
-        slices = self._slices(self._attention.chunk)
+        slices = self._slices(current_run().chunk)
         return self._runner.once(lambda: (placement.to_tokens(o, slices),), o)[0]
 
     def _let_the_other_run(self, turns: Alternation) -> None:
         """The other chunk computes while this one's lists and pages are on their way."""
-        chunk = self._attention.chunk
         random_state = self._runner.random_state()
         turns.pass_on()
         self._runner.restore_random_state(random_state)
-        self._attention.chunk = self._runner.chunk = chunk
 
     def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
         self._placement.border()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from oomb.core.attention import ChunkAttention, like_tokens_first
+from oomb.core.chunk_run import current_run
 
 
 @torch.library.custom_op("oomb::chunk_attention", mutates_args=())
@@ -19,8 +20,8 @@ def chunk_attention(
     call: int,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the active call ``call`` at ``layer`` for its current chunk."""
-    return ChunkAttention.active[call].forward(layer, q, k, v, scale, window)
+    """Attention of the active call ``call`` at ``layer`` for the current chunk."""
+    return ChunkAttention.active[call].forward(current_run(), layer, q, k, v, scale, window)
 
 
 @chunk_attention.register_fake
@@ -39,6 +40,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, ctx.scale, ctx.window, ctx.call, ctx.layer = inputs
+    ctx.run = current_run()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
 
@@ -49,6 +51,7 @@ def _backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) ->
         d_o = torch.zeros_like(o)
     attention = ChunkAttention.active[ctx.call]
     grads = attention.backward(
+        ctx.run,
         ctx.layer,
         q,
         k,

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from oomb import _C
-from oomb.core.carry import Phase
+from oomb.core.chunk_run import Phase
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import READ_OUTPUT, Chunks, Order

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from oomb.core.chunk_run import current_run
+
 Attended = tuple[torch.Tensor, torch.Tensor]  # o and lse
 
 
@@ -30,7 +32,6 @@ class LayerRunner:
         self._seed = seed
         self._gpus = gpus
         self._kept: _Kept | None = None  # of the layer that runs; None: nothing is
-        self.chunk = 0
 
     def __call__(
         self,
@@ -39,7 +40,8 @@ class LayerRunner:
         args: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        seed = None if self._seed is None else _layer_seed(self._seed, self.chunk, layer)
+        current = current_run()
+        seed = None if self._seed is None else _layer_seed(self._seed, current.chunk, layer)
 
         def run(*inputs: Any) -> Any:
             if seed is not None:
@@ -54,7 +56,8 @@ class LayerRunner:
             self._kept = kept
             kept.start()
             try:
-                return run(*inputs)
+                with current.under_way():  # the second run is in a thread of autograd's
+                    return run(*inputs)
             finally:
                 self._kept = None
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from oomb import _C
 from oomb.core.alternation import Alternation
-from oomb.core.carry import Phase as CallPhase
+from oomb.core.chunk_run import Phase as CallPhase
 from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import Chunks, Order, call_order
 from oomb.core.page_protocol import Launch, Launching, PageProtocol

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from oomb.core.attention import ChunkAttention
 from oomb.core.carry import FillComplete
+from oomb.core.chunk_run import ChunkRun
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
@@ -118,8 +119,10 @@ class TracedAttention(ChunkAttention):
         self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
         self.key_dtype = call.k.dtype
 
-    def begin(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if self.stop_at_last and layer == self._last_layer:
+    def begin(
+        self, run: ChunkRun, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        if run.ends_with == "pages" and layer == self._last_layer:
             raise FillComplete
 
     def carried(self, call: AttentionCall) -> list[torch.Tensor]:
@@ -132,6 +135,7 @@ class TracedAttention(ChunkAttention):
 
     def backward(
         self,
+        run: ChunkRun,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,

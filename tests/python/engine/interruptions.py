@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import oomb
+from oomb.core import chunk_run
 from oomb.core.attention import ChunkAttention
 from oomb.model import interface, swap
 
@@ -92,6 +93,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     state["handler"] = interface._handler, interface._observer, interface._mask_probe
     state["active"] = list(ChunkAttention.active)
     state["swaps"] = swap._of_call.get()
+    state["run"] = chunk_run._current.get()
     state["frozen"] = gc.get_freeze_count()
     state["modes"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _nesting()
     state["signals"] = [signal.getsignal(number) for number in signal.valid_signals()]

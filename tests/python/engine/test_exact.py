@@ -9,6 +9,7 @@ import torch
 
 import oomb
 from oomb.core.attention import ChunkAttention
+from oomb.core.chunk_run import ChunkRun
 
 from .models import ARCHITECTURES, ROPES, make
 from .reference import assert_equal, chunked, ordinary, random_ids
@@ -160,9 +161,9 @@ def test_gradient_checkpointing_switched_on_beforehand(
     calls: list[int] = []
     forward = ChunkAttention.forward
 
-    def counted(self: ChunkAttention, layer: int, *arguments: Any) -> Any:
+    def counted(self: ChunkAttention, run: ChunkRun, layer: int, *arguments: Any) -> Any:
         calls.append(layer)
-        return forward(self, layer, *arguments)
+        return forward(self, run, layer, *arguments)
 
     monkeypatch.setattr(ChunkAttention, "forward", counted)
     model = make("llama")

@@ -14,6 +14,7 @@ from torch import nn
 import oomb
 from oomb.core import pools
 from oomb.core.attention import ChunkAttention
+from oomb.core.chunk_run import ChunkRun
 from oomb.core.main_grad import MainGrads
 from oomb.engine import needs
 
@@ -236,9 +237,11 @@ def test_recompute_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None
     attended, layers = [], []
     forward = ChunkAttention.forward
 
-    def counted(self: ChunkAttention, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        attended.append(self.chunk)
-        return forward(self, *arguments)
+    def counted(
+        self: ChunkAttention, run: ChunkRun, *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attended.append(run.chunk)
+        return forward(self, run, *arguments)
 
     monkeypatch.setattr(ChunkAttention, "forward", counted)
     for layer in model.model.layers:

@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
 from oomb.core.attention import ChunkAttention
+from oomb.core.chunk_run import ChunkRun
 
 PAGE, CHUNK, TOKENS, VOCABULARY, HEAD_DIM = 64, 256, 1500, 512, 64
 SLOT = 2 * PAGE * HEAD_DIM * 2
@@ -96,10 +97,10 @@ def fail_once(mesh: Any, say: Any) -> None:
     model = make_model(torch.bfloat16)
     backward = ChunkAttention.backward
 
-    def failing(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
-        if dist.get_rank() == 1 and (layer, self.chunk) == (1, 2):
+    def failing(self: ChunkAttention, run: ChunkRun, layer: int, *tensors: Any) -> Any:
+        if dist.get_rank() == 1 and (layer, run.chunk) == (1, 2):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return backward(self, layer, *tensors)
+        return backward(self, run, layer, *tensors)
 
     config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
     with oomb.Engine(model, config, mesh=mesh) as engine:

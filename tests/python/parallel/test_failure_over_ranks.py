@@ -19,6 +19,7 @@ import oomb
 from engine.models import make
 from engine.reference import random_ids
 from oomb.core.attention import ChunkAttention
+from oomb.core.chunk_run import ChunkRun
 
 from .world import Died, World, meshes
 
@@ -68,18 +69,18 @@ def failing(place: Place) -> Iterator[None]:
     """The process fails when it comes to a place."""
     begin, backward = ChunkAttention.begin, ChunkAttention.backward
 
-    def is_there(attention: ChunkAttention, phase: str, layer: int) -> bool:
-        return (phase, layer, attention.chunk) == (place.phase, place.layer, place.chunk)
+    def is_there(chunk: int, phase: str, layer: int) -> bool:
+        return (phase, layer, chunk) == (place.phase, place.layer, place.chunk)
 
-    def failing_begin(self: ChunkAttention, layer: int, *tensors: Any) -> None:
-        if is_there(self, self.phase, layer):
+    def failing_begin(self: ChunkAttention, run: ChunkRun, layer: int, *tensors: Any) -> None:
+        if is_there(run.chunk, run.phase, layer):
             fail(place.how)
-        begin(self, layer, *tensors)
+        begin(self, run, layer, *tensors)
 
-    def failing_backward(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
-        if is_there(self, "backward", layer):
+    def failing_backward(self: ChunkAttention, run: ChunkRun, layer: int, *tensors: Any) -> Any:
+        if is_there(run.chunk, "backward", layer):
             fail(place.how)
-        return backward(self, layer, *tensors)
+        return backward(self, run, layer, *tensors)
 
     ChunkAttention.begin, ChunkAttention.backward = failing_begin, failing_backward  # type: ignore[method-assign]
     try:
