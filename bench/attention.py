@@ -26,6 +26,7 @@ from support.attention_problem import Call, Inputs, Shape, alternatives, forward
 from torch import Tensor
 
 from oomb import _C
+from oomb.ops.pages import pool_of
 
 
 def bench_forward(shape: Shape, repetitions: int, path: str | None, flash: bool) -> dict[str, Any]:
@@ -65,7 +66,11 @@ class Gradients:
         tile = (s.kv_heads, s.page_size, s.head_dim)
         self.pool = torch.zeros(units, *tile, device="cuda", dtype=pages_dtype)
         table = torch.randperm(units, device="cuda").to(torch.int32)
-        self.table = table.view(1, -1, 2).contiguous()
+        self.pages = _C.GradientPages(
+            pool=pool_of(self.pool),
+            table=table.view(1, -1, 2).contiguous(),
+            dtype="float32" if pages_dtype == torch.float32 else "bfloat16",
+        )
         self.workspace: Tensor | None = None
 
     def room(self, size: int) -> Tensor:
@@ -80,24 +85,13 @@ def backward(inputs: Inputs, gradients: Gradients, deterministic: bool) -> Call:
 
     def call() -> None:
         _C.attention_backward(
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
-            o=inputs.o,
-            d_o=g.d_o,
-            lse=inputs.lse,
-            dq=g.dq,
-            dk=g.dk,
-            dv=g.dv,
-            delta=g.delta,
-            dkv_pool=g.pool.data_ptr(),
-            dkv_unit_bytes=g.pool[0].numel() * g.pool.element_size(),
-            dkv_num_units=len(g.pool),
-            dkv_table=g.table if inputs.shape.pages else None,
-            dkv_dtype="float32" if g.pool.dtype == torch.float32 else "bfloat16",
+            **arguments,
+            d_output=_C.Output(o=g.d_o),
+            d_chunk=_C.ChunkGradients(dq=g.dq, dk=g.dk, dv=g.dv),
+            state=_C.BackwardState(delta=g.delta),
+            gradients=g.pages if inputs.shape.pages else None,
             deterministic=deterministic,
             workspace=g.room,
-            **arguments,
         )
 
     return call

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from support.record import write_record
 
 from oomb import _C
+from oomb.ops.pages import pool_of
 
 Run = Callable[[], object]
 
@@ -58,38 +59,46 @@ class Chunk:
         self.table = torch.arange(pages, dtype=torch.int32)[None]
         real = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.gradients = torch.zeros(2 * max(pages, 1), *self.pool.shape[2:], dtype=real)
-        self.gradient_table = torch.arange(2 * pages, dtype=torch.int32).view(1, pages, 2)
+        gradient_table = torch.arange(2 * pages, dtype=torch.int32).view(1, pages, 2)
         slots = torch.full((1, pages + -(-a.chunk // a.page_size)), -1, dtype=torch.int32)
         slots[:, :pages] = self.table
         if pages:
             _C.page_write(
-                k=self.k, v=self.v, kv_pool=self.pool.data_ptr(),
-                kv_slot_bytes=self.pool[0].nbytes, kv_num_slots=len(self.pool), slots=slots,
+                k=self.k, v=self.v, pool=pool_of(self.pool), slots=slots,
                 page_begin=0, page_end=pages, page_size=a.page_size,
             )  # fmt: skip
         self.o = torch.empty_like(self.q)
         self.lse = torch.empty(self.q.shape[:3], dtype=real)
         self.delta = torch.empty_like(self.lse)
-        self.dq = torch.empty_like(self.q)
-        self.own = {"k": self.k[:, :, a.past :], "v": self.v[:, :, a.past :]}
-        self.d_own = {"dk": torch.empty_like(self.own["k"]), "dv": torch.empty_like(self.own["v"])}
+        own_k, own_v = self.k[:, :, a.past :], self.v[:, :, a.past :]
         self.common = {
-            "scale": self.scale, "page_size": a.page_size, "kv_pool": self.pool.data_ptr(),
-            "kv_slot_bytes": self.pool[0].nbytes, "kv_num_slots": self.pool.shape[0],
-            "block_table": self.table, "num_past": a.past, "page_begin": 0, "page_end": pages,
+            "chunk": _C.Chunk(q=self.q, k=own_k, v=own_v, scale=self.scale),
+            "past": _C.PastPages(
+                page_size=a.page_size, pool=pool_of(self.pool), block_table=self.table,
+                num_tokens=a.past,
+            ),
+            "output": _C.Output(o=self.o, lse=self.lse),
         }  # fmt: skip
+        self.d_chunk = _C.ChunkGradients(
+            dq=torch.empty_like(self.q), dk=torch.empty_like(own_k), dv=torch.empty_like(own_v)
+        )
+        self.gradient_pages = _C.GradientPages(
+            pool=pool_of(self.gradients),
+            table=gradient_table,
+            dtype=str(real).removeprefix("torch."),
+        )
 
     def forward(self) -> None:
-        _C.attention_forward(q=self.q, **self.own, o=self.o, lse=self.lse, **self.common)
+        _C.attention_forward(**self.common)
 
     def backward(self) -> None:
         _C.attention_backward(
-            q=self.q, **self.own, o=self.o, d_o=self.d_o, lse=self.lse, dq=self.dq, **self.d_own,
-            delta=self.delta, **self.common, dkv_pool=self.gradients.data_ptr(),
-            dkv_unit_bytes=self.gradients[0].nbytes, dkv_num_units=len(self.gradients),
-            dkv_table=self.gradient_table,
-            dkv_dtype=str(self.gradients.dtype).removeprefix("torch."),
-        )  # fmt: skip
+            **self.common,
+            d_output=_C.Output(o=self.d_o),
+            d_chunk=self.d_chunk,
+            state=_C.BackwardState(delta=self.delta),
+            gradients=self.gradient_pages,
+        )
 
     def sdpa(self, keys: int, mask: torch.Tensor | None) -> tuple[Run, Run]:
         group = self.q.shape[1] // self.k.shape[1]

@@ -96,7 +96,7 @@ class Run(dry_run.DryRun):
     def _part(self, name: str, part: Callable[[], None], turns: int) -> None:
         pages = self._pages
         plain, clocked = pages.manager, Clocked(pages.manager)
-        before: dict[str, Any] = dict(plain.stats())
+        before = plain.stats()
         self._pages = replace(pages, manager=clocked)  # type: ignore[arg-type]
         part()
         self._pages = pages
@@ -104,10 +104,11 @@ class Run(dry_run.DryRun):
         largest = sorted(each.items(), key=lambda entry: -entry[1])[:4]
         split = ", ".join(f"{k} {v:.2f}" for k, v in largest)
         print(f"  {name:5} {sum(each.values()):6.2f} ms a visit: {split}")
-        after: dict[str, Any] = dict(plain.stats())
+        after = plain.stats()
         for way, (moved, runs) in WAYS.items():
-            copied = after[moved] - before[moved]
-            slots = copied / self._call.layout.slot_bytes / max(1, after[runs] - before[runs])
+            copied = getattr(after, moved) - getattr(before, moved)
+            each_run = max(1, getattr(after, runs) - getattr(before, runs))
+            slots = copied / self._call.layout.slot_bytes / each_run
             print(f"  {name:5} {way} {copied / GIB:6.1f} GiB, {slots:6.1f} slots in a row")
 
 

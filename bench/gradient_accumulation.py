@@ -33,6 +33,7 @@ from torch import Tensor
 from oomb import _C
 from oomb.core.rounding import seed_of_call, seed_of_chunk
 from oomb.ops.launch import stream_of, workspace_on
+from oomb.ops.pages import pool_of
 
 LAYER = 3  # any; it is part of the rounding seed
 
@@ -89,42 +90,40 @@ class Attention:
         device = self._kv.device
         pages = torch.arange(2 * shape.past_pages, dtype=torch.int32, device=device)
         self._gradient_table = pages.view(1, -1, 2)
-        self._common = {
-            "scale": shape.head_dim**-0.5,
-            "page_size": shape.page_size,
-            "kv_pool": self._kv.data_ptr(),
-            "kv_slot_bytes": self._kv[0].nbytes,
-            "kv_num_slots": shape.past_pages,
-            "block_table": pages[None, : shape.past_pages].contiguous(),
-            "num_past": shape.past,
-            "page_begin": 0,
-            "page_end": shape.past_pages,
-            "stream": stream_of(device),
-        }
+        self._past = _C.PastPages(
+            page_size=shape.page_size,
+            pool=pool_of(self._kv),
+            block_table=pages[None, : shape.past_pages].contiguous(),
+            num_tokens=shape.past,
+        )
+        self._scale, self._stream = shape.head_dim**-0.5, stream_of(device)
 
     def forward(self, q: Tensor, d_o: Tensor) -> Callable[[Tensor, int], None]:
         """Runs the forward; returns the backward, which adds to pages [2 n, Hkv, P, D]."""
         real = torch.float64 if self._k.dtype == torch.float64 else torch.float32
         q, d_o = q.to(self._k.dtype), d_o.to(self._k.dtype)
-        o = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=real, device=q.device)
-        inputs: dict[str, Any] = {"q": q, "k": self._k, "v": self._v, "o": o, "lse": lse}
-        inputs |= self._common
+        inputs: dict[str, Any] = {
+            "chunk": _C.Chunk(q=q, k=self._k, v=self._v, scale=self._scale),
+            "past": self._past,
+            "output": _C.Output(o=torch.empty_like(q), lse=lse),
+            "stream": self._stream,
+        }
         _C.attention_forward(**inputs)
-        inputs |= {"d_o": d_o, "delta": torch.empty_like(lse), "dq": torch.empty_like(q)}
-        inputs |= {"dk": torch.empty_like(self._k), "dv": torch.empty_like(self._v)}
+        inputs["d_output"] = _C.Output(o=d_o)
+        inputs["d_chunk"] = _C.ChunkGradients(
+            dq=torch.empty_like(q), dk=torch.empty_like(self._k), dv=torch.empty_like(self._v)
+        )
+        inputs["state"] = _C.BackwardState(delta=torch.empty_like(lse))
 
         def backward(gradient_pages: Tensor, rounding_seed: int) -> None:
-            _C.attention_backward(
-                **inputs,
-                dkv_pool=gradient_pages.data_ptr(),
-                dkv_unit_bytes=gradient_pages[0].nbytes,
-                dkv_num_units=len(gradient_pages),
-                dkv_table=self._gradient_table,
-                dkv_dtype=str(gradient_pages.dtype).removeprefix("torch."),
+            gradients = _C.GradientPages(
+                pool=pool_of(gradient_pages),
+                table=self._gradient_table,
+                dtype=str(gradient_pages.dtype).removeprefix("torch."),
                 rounding_seed=rounding_seed,
-                workspace=workspace_on(q.device),
             )
+            _C.attention_backward(**inputs, gradients=gradients, workspace=workspace_on(q.device))
 
         return backward
 

@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oomb import _C
 from oomb.ops.launch import workspace_on
+from oomb.ops.pages import pool_of
 
 Call = Callable[[], Any]
 
@@ -122,16 +123,15 @@ class Inputs:
     def past_arguments(self) -> dict[str, Any]:
         s = self.shape
         return {
-            "scale": s.head_dim**-0.5,
-            "page_size": s.page_size,
-            "kv_pool": self.pool.data_ptr(),
-            "kv_slot_bytes": self.pool[0].numel() * self.pool.element_size(),
-            "kv_num_slots": self.pool.shape[0],
-            "block_table": self.block_table,
-            "num_past": s.past,
-            "page_begin": 0,
-            "page_end": s.pages,
-            "selection": self.selection,
+            "chunk": _C.Chunk(q=self.q, k=self.k, v=self.v, scale=s.head_dim**-0.5),
+            "past": _C.PastPages(
+                page_size=s.page_size,
+                pool=pool_of(self.pool),
+                block_table=self.block_table,
+                num_tokens=s.past,
+                selection=self.selection,
+            ),
+            "output": _C.Output(o=self.o, lse=self.lse),
             "stream": torch.cuda.current_stream().cuda_stream,
         }
 
@@ -141,15 +141,7 @@ def forward(inputs: Inputs) -> Callable[[], Tensor]:
     arguments = inputs.past_arguments()
 
     def call() -> Tensor:
-        _C.attention_forward(
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
-            o=inputs.o,
-            lse=inputs.lse,
-            workspace=workspace_on(inputs.q.device),
-            **arguments,
-        )
+        _C.attention_forward(**arguments, workspace=workspace_on(inputs.q.device))
         return inputs.o
 
     return call

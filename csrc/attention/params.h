@@ -176,6 +176,7 @@ struct PageGradientReadParams {
 };
 
 enum class ScoreKind : int32_t { kBlockMean, kTokenSoftmax };
+constexpr const char* kScoreNames[] = {"block_mean", "token_softmax"};  // as Python has them
 
 // scores[b, block, head, page] of every past page for every query block. A page that no row of the
 // block's first document may see gets -inf.

@@ -4,13 +4,11 @@
 // shape, strides, and the parameters made of them.
 //
 // Everything is checked that the host can see, and on the CPU the entries of tables too, so that no
-// argument makes a kernel leave its memory. Trusted are addresses: that there is a pool of so many
-// slots at kv_pool, and of so many units at dkv_pool.
+// argument makes a kernel leave its memory. Trusted are addresses: that a pool has so many slots.
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
 
 #include "attention/params.h"
 #include "bindings/tensor.h"
@@ -48,7 +46,7 @@ pybind11::object provide_workspace(Params& params, pybind11::object workspace, c
   if (PyCallable_Check(workspace.ptr()) != 0) workspace = workspace(bytes);
   const Tensor tensor =
       tensor_like(workspace, "workspace", {{Extents::kAny}, device, Element::kUInt8, true});
-  expect(tensor.shape[0] >= bytes, "workspace", concat("at least ", bytes, " bytes"),
+  expect(tensor.shape[0] >= bytes, "workspace", Parts("at least ", bytes, " bytes"),
          tensor.shape[0]);
   params.workspace = tensor.data;
   params.workspace_bytes = tensor.shape[0];
@@ -60,7 +58,7 @@ pybind11::object provide_workspace(Params& params, pybind11::object workspace, c
 int64_t summary_stride(const Tensor& summary);
 
 // Sizes and type that all tensors of a call share, taken from its first ones.
-struct Chunk {
+struct Geometry {
   attention::Shape shape;
   Device device;
   DType dtype = DType::kFloat32;
@@ -96,9 +94,6 @@ struct Chunk {
     return {extents, device, Element::kInt32, true, true};
   }
 
-  attention::Visibility visibility(int64_t window, pybind11::handle first_key,
-                                   pybind11::handle num_keys) const;
-
   bool empty() const { return shape.batch == 0 || shape.chunk == 0; }
   int64_t blocks() const { return ceil_div(shape.chunk, shape.page_size); }
   int64_t page_bytes(DType type) const;  // of the keys, or the values
@@ -107,36 +102,15 @@ struct Chunk {
 // Sizes that every operation needs: heads in groups, something in a row, tokens that can be
 // counted.
 void check_shape(const attention::Shape& shape);
-void check_past(int64_t num_past);
+void check_page_size(int64_t page_size);
+void check_past(const char* name, int64_t num_past);
 
-void check_kv_pool(const Chunk& chunk, int64_t pool, int64_t slot_bytes, int64_t num_slots);
 // Entries of a table on the CPU: -1, or one of the places of a pool.
 void check_entries(const char* name, const int32_t* entries, int64_t count, int64_t places);
 
-Chunk chunk_of(const Tensor& q, const Tensor& k, int64_t page_size);
+Geometry geometry_of(const Tensor& q, const Tensor& k, int64_t page_size);
 
 // Of keys alone.
-Chunk chunk_of_keys(const Tensor& k, int64_t page_size);
-
-struct PastArguments {
-  int64_t kv_pool, kv_slot_bytes, kv_num_slots;
-  pybind11::object block_table;
-  int64_t num_past, page_begin, page_end;
-  pybind11::object selection;
-};
-
-attention::PastPages past_of(const Chunk& chunk, const PastArguments& arguments);
-
-struct GradientArguments {
-  int64_t dkv_pool, dkv_unit_bytes, dkv_num_units;
-  pybind11::object dkv_table;
-  Expected table;  // what dkv_table must look like
-  const std::string& dkv_dtype;
-  uint64_t rounding_seed;
-  int64_t page_begin, page_end;  // pages whose entries are used
-};
-
-// No table, no gradients.
-attention::GradientPages gradients_of(const Chunk& chunk, const GradientArguments& arguments);
+Geometry geometry_of_keys(const Tensor& k, int64_t page_size);
 
 }  // namespace oomb::bindings

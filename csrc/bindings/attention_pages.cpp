@@ -1,13 +1,17 @@
 // The page operations of _C: writing a chunk's pages, reading back their gradients, choosing pages.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <iterator>
+#include <optional>
 #include <string>
 
 #include "attention/cpu/cpu.h"
 #include "attention/dispatch.h"
 #include "attention/params.h"
 #include "bindings/attention_arguments.h"
+#include "bindings/nouns.h"
 #include "common/checked.h"
 
 namespace py = pybind11;
@@ -17,74 +21,75 @@ namespace {
 
 using namespace attention;
 
-void page_write(py::object k, py::object v, int64_t kv_pool, int64_t kv_slot_bytes,
-                int64_t kv_num_slots, py::object slots, int64_t page_begin, int64_t page_end,
-                int64_t page_size, py::object num_rows, py::object summary, int64_t stream) {
+void check_own_pages(const Geometry& geometry, int64_t begin, int64_t end) {
+  expect(0 <= begin && begin <= end && end <= geometry.blocks(), "page_begin, page_end",
+         Parts("a range within ", geometry.blocks(), " pages of the chunk"),
+         Parts(begin, ", ", end));
+}
+
+void page_write(py::object k, py::object v, const nouns::PagePool& pool, py::object slots,
+                int64_t page_begin, int64_t page_end, int64_t page_size, py::object num_rows,
+                py::object summary, int64_t stream) {
   const Tensor k_tensor = to_tensor(k, "k", 4);
-  const Chunk chunk = chunk_of_keys(k_tensor, page_size);
-  const Tensor v_tensor = tensor_like(v, "v", chunk.keys());
-  const Shape& shape = chunk.shape;
+  const Geometry geometry = geometry_of_keys(k_tensor, page_size);
+  const Tensor v_tensor = tensor_like(v, "v", geometry.keys());
+  const Shape& shape = geometry.shape;
   const Tensor slot_table =
-      tensor_like(slots, "slots", chunk.table_slice({shape.batch, Extents::kAny}));
-  expect(0 <= page_begin && page_begin <= page_end && page_end <= chunk.blocks(),
-         "page_begin, page_end", concat("a range within ", chunk.blocks(), " pages of the chunk"),
-         concat(page_begin, ", ", page_end));
-  expect(slot_table.shape[1] >= page_end, "slots", concat("entries of ", page_end, " pages"),
+      tensor_like(slots, "slots", geometry.table_slice({shape.batch, Extents::kAny}));
+  check_own_pages(geometry, page_begin, page_end);
+  expect(slot_table.shape[1] >= page_end, "slots", Parts("entries of ", page_end, " pages"),
          slot_table.shape[1]);
   if (page_begin == page_end) return;
-  check_kv_pool(chunk, kv_pool, kv_slot_bytes, kv_num_slots);
+  pool.check_pages("pool", geometry);
   const auto* entries = static_cast<const int32_t*>(slot_table.data);
-  for (int64_t b = 0; !chunk.device.cuda && b < shape.batch; ++b) {
+  for (int64_t b = 0; !geometry.device.cuda && b < shape.batch; ++b) {
     check_entries("slots", entries + b * slot_table.strides[0] + page_begin, page_end - page_begin,
-                  kv_num_slots);
+                  pool.num_slots);
   }
   PageWriteParams params;
   params.shape = shape;
-  params.dtype = chunk.dtype;
+  params.dtype = geometry.dtype;
   params.k = k_tensor.data;
   params.v = v_tensor.data;
   params.k_strides = strides_of(k_tensor);
   params.v_strides = strides_of(v_tensor);
   params.page_begin = page_begin;
   params.page_end = page_end;
-  params.kv_pool = pointer_to(kv_pool);
-  params.kv_slot_bytes = kv_slot_bytes;
+  params.kv_pool = pointer_to(pool.address);
+  params.kv_slot_bytes = pool.slot_bytes;
   params.slots = entries;
   params.slots_stride = slot_table.strides[0];
-  params.num_rows =
-      static_cast<const int32_t*>(optional_like(num_rows, "num_rows", chunk.table({shape.batch})));
+  params.num_rows = static_cast<const int32_t*>(
+      optional_like(num_rows, "num_rows", geometry.table({shape.batch})));
   if (!summary.is_none()) {
     const Tensor tensor = tensor_like(summary, "summary",
                                       {{shape.batch, Extents::kAny, shape.kv_heads, shape.head_dim},
-                                       chunk.device,
-                                       element_of(chunk.dtype),
+                                       geometry.device,
+                                       element_of(geometry.dtype),
                                        false});
     params.summary = tensor.data;
     params.summary_stride = summary_stride(tensor);
-    expect(tensor.shape[1] >= page_end, "summary", concat("rows of ", page_end, " pages"),
+    expect(tensor.shape[1] >= page_end, "summary", Parts("rows of ", page_end, " pages"),
            tensor.shape[1]);
   }
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_write, &cuda::page_write);
+  launch(geometry.device, params, &cpu::page_write, &cuda::page_write);
 }
 
-void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t dkv_unit_bytes,
-                        int64_t dkv_num_units, py::object dkv_table, const std::string& dkv_dtype,
+void page_gradient_read(py::object dk, py::object dv, const nouns::GradientPages& gradients,
                         int64_t page_begin, int64_t page_end, int64_t page_size, double scale,
                         int64_t stream) {
   const Tensor dk_tensor = to_tensor(dk, "dk", 4);
-  const Chunk chunk = chunk_of_keys(dk_tensor, page_size);
-  const Tensor dv_tensor = tensor_like(dv, "dv", chunk.keys());
-  const Tensor table = to_tensor(dkv_table, "dkv_table", 3);
-  expect(0 <= page_begin && page_begin <= page_end && page_end <= chunk.blocks(),
-         "page_begin, page_end", concat("a range within ", chunk.blocks(), " pages of the chunk"),
-         concat(page_begin, ", ", page_end));
+  const Geometry geometry = geometry_of_keys(dk_tensor, page_size);
+  const Tensor dv_tensor = tensor_like(dv, "dv", geometry.keys());
+  const Tensor table = to_tensor(gradients.table, "gradients.table", 3);
+  check_own_pages(geometry, page_begin, page_end);
   PageGradientReadParams params;
-  params.shape = chunk.shape;
-  params.dtype = chunk.dtype;
-  params.grads = gradients_of(chunk, {dkv_pool, dkv_unit_bytes, dkv_num_units, dkv_table,
-                                      chunk.table_slice({chunk.shape.batch, Extents::kAny, 2}),
-                                      dkv_dtype, 0, page_begin, page_end});
+  params.shape = geometry.shape;
+  params.dtype = geometry.dtype;
+  params.grads =
+      gradients.of(geometry, geometry.table_slice({geometry.shape.batch, Extents::kAny, 2}),
+                   page_begin, page_end);
   if (page_begin == page_end) return;
   params.table_stride = table.strides[0] / 2;
   params.page_begin = page_begin;
@@ -95,46 +100,54 @@ void page_gradient_read(py::object dk, py::object dv, int64_t dkv_pool, int64_t 
   params.dk_strides = strides_of(dk_tensor);
   params.dv_strides = strides_of(dv_tensor);
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_gradient_read, &cuda::page_gradient_read);
+  launch(geometry.device, params, &cpu::page_gradient_read, &cuda::page_gradient_read);
 }
 
-ScoreKind score_kind(const std::string& kind) {
-  if (kind == "block_mean") return ScoreKind::kBlockMean;
-  if (kind == "token_softmax") return ScoreKind::kTokenSoftmax;
-  throw InvalidArgument(concat("kind: expected block_mean or token_softmax, got ", kind));
+ScoreKind score_kind(const std::string& name) {
+  std::string names;
+  for (size_t kind = 0; kind < std::size(kScoreNames); ++kind) {
+    if (name == kScoreNames[kind]) return static_cast<ScoreKind>(kind);
+    names += concat(kind == 0 ? "" : " or ", kScoreNames[kind]);
+  }
+  throw InvalidArgument(concat("kind: expected ", names, ", got ", name));
 }
 
 void page_score(py::object q, py::object summary, py::object scores, const std::string& kind,
-                int64_t num_past, int64_t page_size, py::object first_key, py::object num_keys,
-                py::object workspace, int64_t stream) {
+                int64_t num_past, int64_t page_size,
+                const std::optional<nouns::Visibility>& visibility, py::object workspace,
+                int64_t stream) {
   const Tensor q_tensor = to_tensor(q, "q", 4), summary_tensor = to_tensor(summary, "summary", 4);
-  Chunk chunk;
-  chunk.device = q_tensor.device;
-  chunk.dtype = q_tensor.dtype();
-  chunk.shape = {q_tensor.shape[0], q_tensor.shape[1], summary_tensor.shape[2],
-                 q_tensor.shape[2], q_tensor.shape[3], page_size};
-  const Shape& shape = chunk.shape;
+  Geometry geometry;
+  geometry.device = q_tensor.device;
+  geometry.dtype = q_tensor.dtype();
+  geometry.shape = {q_tensor.shape[0], q_tensor.shape[1], summary_tensor.shape[2],
+                    q_tensor.shape[2], q_tensor.shape[3], page_size};
+  const Shape& shape = geometry.shape;
   check_shape(shape);
-  check_past(num_past);
-  check(q_tensor, chunk.queries());
+  check_past("num_past", num_past);
+  check(q_tensor, geometry.queries());
   check(summary_tensor, {{shape.batch, Extents::kAny, shape.kv_heads, shape.head_dim},
-                         chunk.device,
-                         element_of(chunk.dtype),
+                         geometry.device,
+                         element_of(geometry.dtype),
                          false});
   const int64_t pages = ceil_div(num_past, page_size);
-  expect(summary_tensor.shape[1] >= pages, "summary", concat("rows of ", pages, " pages"),
+  expect(summary_tensor.shape[1] >= pages, "summary", Parts("rows of ", pages, " pages"),
          summary_tensor.shape[1]);
   const Tensor scores_tensor = tensor_like(scores, "scores",
-                                           {{shape.batch, chunk.blocks(), Extents::kAny, pages},
-                                            chunk.device,
-                                            chunk.statistics_element(),
+                                           {{shape.batch, geometry.blocks(), Extents::kAny, pages},
+                                            geometry.device,
+                                            geometry.statistics_element(),
                                             true});
   expect(scores_tensor.shape[2] == 1 || scores_tensor.shape[2] == shape.kv_heads, "scores",
-         concat("1 or ", shape.kv_heads, " heads"), scores_tensor.shape[2]);
+         Parts("1 or ", shape.kv_heads, " heads"), scores_tensor.shape[2]);
   PageScoreParams params;
   params.shape = shape;
-  params.visibility = chunk.visibility(0, first_key, num_keys);
-  params.dtype = chunk.dtype;
+  if (visibility) {
+    expect(visibility->window == 0, "visibility", "no window, which no score knows",
+           visibility->window);
+    params.visibility = visibility->of(geometry);
+  }
+  params.dtype = geometry.dtype;
   params.kind = score_kind(kind);
   params.q = q_tensor.data;
   params.q_strides = strides_of(q_tensor);
@@ -144,11 +157,11 @@ void page_score(py::object q, py::object summary, py::object scores, const std::
   params.score_heads = scores_tensor.shape[2];
   params.scores = scores_tensor.data;
   const py::object keep =
-      provide_workspace(params, workspace, chunk.device,
-                        chunk.device.cuda ? cuda::page_score_workspace_bytes(params)
-                                          : cpu::page_score_workspace_bytes(params));
+      provide_workspace(params, workspace, geometry.device,
+                        geometry.device.cuda ? cuda::page_score_workspace_bytes(params)
+                                             : cpu::page_score_workspace_bytes(params));
   params.stream = pointer_to(stream);
-  launch(chunk.device, params, &cpu::page_score, &cuda::page_score);
+  launch(geometry.device, params, &cpu::page_score, &cuda::page_score);
 }
 
 void page_select(py::object scores, py::object selection, int64_t budget, int64_t sink_pages,
@@ -186,17 +199,15 @@ void page_select(py::object scores, py::object selection, int64_t budget, int64_
 void bind_attention_pages(py::module_& module) {
   using py::arg;
   const py::none none;
-  module.def("page_write", &page_write, py::kw_only(), arg("k"), arg("v"), arg("kv_pool"),
-             arg("kv_slot_bytes"), arg("kv_num_slots"), arg("slots"), arg("page_begin"),
-             arg("page_end"), arg("page_size"), arg("num_rows") = none, arg("summary") = none,
-             arg("stream") = 0);
+  module.def("page_write", &page_write, py::kw_only(), arg("k"), arg("v"), arg("pool"),
+             arg("slots"), arg("page_begin"), arg("page_end"), arg("page_size"),
+             arg("num_rows") = none, arg("summary") = none, arg("stream") = 0);
   module.def("page_gradient_read", &page_gradient_read, py::kw_only(), arg("dk"), arg("dv"),
-             arg("dkv_pool"), arg("dkv_unit_bytes"), arg("dkv_num_units"), arg("dkv_table"),
-             arg("dkv_dtype"), arg("page_begin"), arg("page_end"), arg("page_size"),
+             arg("gradients"), arg("page_begin"), arg("page_end"), arg("page_size"),
              arg("scale") = 1.0, arg("stream") = 0);
   module.def("page_score", &page_score, py::kw_only(), arg("q"), arg("summary"), arg("scores"),
-             arg("kind"), arg("num_past"), arg("page_size"), arg("first_key") = none,
-             arg("num_keys") = none, arg("workspace") = none, arg("stream") = 0);
+             arg("kind"), arg("num_past"), arg("page_size"), arg("visibility") = none,
+             arg("workspace") = none, arg("stream") = 0);
   module.def("page_select", &page_select, py::kw_only(), arg("scores"), arg("selection"),
              arg("budget"), arg("sink_pages") = 0, arg("recent_pages") = 0, arg("stream") = 0);
 }

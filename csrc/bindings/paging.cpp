@@ -156,25 +156,6 @@ py::object table_view(SharedManager& manager, int64_t begin, std::vector<py::ssi
   return py::array_t<int32_t>(std::move(shape), tables->data() + begin, owner);
 }
 
-py::dict statistics_of(SharedManager& manager) {
-  const paging::PageStatistics s =
-      manager.with([](const PageManager& m) { return m.statistics(); });
-  py::dict result;
-  result["device_peak_bytes"] = s.device_peak_bytes;
-  result["host_peak_bytes"] = s.host_peak_bytes;
-  result["h2d_bytes"] = s.h2d_bytes;
-  result["d2h_bytes"] = s.d2h_bytes;
-  result["h2d_seconds"] = s.h2d_seconds;
-  result["d2h_seconds"] = s.d2h_seconds;
-  result["loaded_runs"] = s.loaded_runs;
-  result["stored_runs"] = s.stored_runs;
-  result["exposed_copy_seconds"] = s.exposed_copy_seconds;
-  result["exposed_growth_seconds"] = s.exposed_growth_seconds;
-  result["hits"] = s.hits;
-  result["misses"] = s.misses;
-  return result;
-}
-
 // float64 [2, visits]: seconds that compute stood still in each visit, for loads and for stores.
 py::array_t<double> waits_of(SharedManager& manager) {
   const paging::CallTimes times = manager.with([](const PageManager& m) { return m.times(); });
@@ -190,7 +171,10 @@ py::array_t<double> waits_of(SharedManager& manager) {
 void bind_page_copier(py::module_& module);
 #endif
 
+void bind_page_statistics(py::module_& module);
+
 void bind_paging(py::module_& module) {
+  bind_page_statistics(module);
   module.def("page_waits", [] {
     std::vector<std::string> names;
     for (const paging::WaitSite& site : paging::kWaitSites) names.emplace_back(site.name);
@@ -286,11 +270,10 @@ void bind_paging(py::module_& module) {
           },
           py::arg("layer"), kGradientTableDoc)
       .def(
-          "max_create", [](SharedManager& self, int32_t) { return (*self).max_create(); },
-          py::arg("layer") = 0, kMaxCreateDoc)
+          "max_create", [](SharedManager& self) { return (*self).max_create(); }, kMaxCreateDoc)
       .def(
-          "max_gradients", [](SharedManager& self, int32_t) { return (*self).max_gradients(); },
-          py::arg("layer") = 0, kMaxGradientsDoc)
+          "max_gradients", [](SharedManager& self) { return (*self).max_gradients(); },
+          kMaxGradientsDoc)
       .def(
           "max_outputs", [](SharedManager& self) { return (*self).max_outputs(); }, kMaxOutputsDoc)
       .def(
@@ -378,7 +361,12 @@ void bind_paging(py::module_& module) {
           },
           py::arg("layer"), py::arg("page_begin"), py::arg("page_end"), py::arg("kv") = true,
           py::arg("grads") = true, py::arg("stream") = 0, kDropDoc)
-      .def("stats", &statistics_of, kStatsDoc)
+      .def(
+          "stats",
+          [](SharedManager& self) {
+            return self.with([](const PageManager& m) { return m.statistics(); });
+          },
+          kStatsDoc)
       .def("waits", &waits_of, kWaitsDoc)
       .def(
           "snapshot",

@@ -46,26 +46,28 @@ Example: three pages through a device tier of two, read in waves.
     >>> visits = np.array([[0, 0, 0, 3]], np.int32)  # layer 0 reads (0) pages 0 to 2
     >>> pages.begin_call(num_layers=1, pages_per_sequence=[3], grad_slots=1, visits=visits)
     >>> table = torch.from_numpy(pages.block_table(0))
-    >>> pool = dict(kv_pool=pages.pool_address(), kv_slot_bytes=slot_bytes,
-    ...             kv_num_slots=pages.device_slots, page_size=page_size)
+    >>> pool = _C.PagePool(address=pages.pool_address(), slot_bytes=slot_bytes,
+    ...                    num_slots=pages.device_slots)
     >>> k, v = torch.randn(2, 1, heads, past, head_dim)
     >>> for page in range(3):
     ...     pages.create(0, page, page + 1)
-    ...     _C.page_write(k=k, v=v, slots=table, page_begin=page, page_end=page + 1, **pool)
+    ...     _C.page_write(k=k, v=v, pool=pool, slots=table, page_begin=page, page_end=page + 1,
+    ...                   page_size=page_size)
     ...     pages.commit(0, page, page + 1)
     >>> table.tolist()[0].count(-1)  # one of them is on the host now
     1
     >>> q, own_k, own_v = torch.randn(3, 1, heads, 4, head_dim)
     >>> o, lse, acc = torch.empty_like(q), torch.empty(1, heads, 4), torch.empty_like(q)
-    >>> state = dict(acc=acc, max=torch.empty_like(lse), sum=torch.empty_like(lse))
+    >>> chunk = _C.Chunk(q=q, k=own_k, v=own_v, scale=head_dim**-0.5)
+    >>> past_pages = _C.PastPages(page_size=page_size, pool=pool, block_table=table,
+    ...                           num_tokens=past)
+    >>> state = _C.SoftmaxState(acc=acc, max=torch.empty_like(lse), sum=torch.empty_like(lse))
     >>> waves = pages.waves(0)
     >>> for begin, end in waves:
-    ...     first = begin == 0
+    ...     wave = _C.Wave(begin=begin, end=end, first=begin == 0, last=end == 3)
     ...     pages.acquire(0, begin, end)
-    ...     _C.attention_forward(q=q, k=own_k, v=own_v, o=o, lse=lse, scale=head_dim**-0.5,
-    ...                          num_past=past, block_table=table, page_begin=begin, page_end=end,
-    ...                          own_chunk=first, first_wave=first, last_wave=end == 3, **state,
-    ...                          **pool)
+    ...     _C.attention_forward(chunk=chunk, past=past_pages, output=_C.Output(o=o, lse=lse),
+    ...                          wave=wave, state=state)
     ...     pages.release(0, begin, end)
     >>> pages.end_call()
     >>> len(waves)
@@ -152,7 +154,7 @@ constexpr const char* kDropDoc =
     "Let pages die: their keys and values (kv), their gradients (grads), or both.";
 constexpr const char* kStatsDoc =
     "Bytes copied and held, seconds of copying and of waiting, pages found and missed, of this "
-    "call.";
+    "call; how much of each tier is in use now. Read without walking the pages.";
 constexpr const char* kWaitsDoc =
     "float64 [2, visits]: seconds that compute stood still in each visit, for loads and for "
     "stores.";

@@ -24,9 +24,9 @@ Element element_of(const dlpack::Tensor& view) {
 }
 
 Tensor from_view(const dlpack::Tensor& view, const char* name, int ndim) {
-  expect(view.ndim == ndim, name, concat(ndim, " dimensions"), view.ndim);
+  expect(view.ndim == ndim, name, Parts(ndim, " dimensions"), view.ndim);
   expect(view.device_type == dlpack::kCpu || view.device_type == dlpack::kCuda, name,
-         "a tensor on cpu or cuda", concat("DLPack device type ", view.device_type));
+         "a tensor on cpu or cuda", Parts("DLPack device type ", view.device_type));
   Tensor tensor;
   tensor.name = name;
   tensor.data = static_cast<char*>(view.data) + view.byte_offset;
@@ -36,7 +36,7 @@ Tensor from_view(const dlpack::Tensor& view, const char* name, int ndim) {
   tensor.ndim = ndim;
   const int64_t bytes = std::max(1, view.type_bits / 8);
   expect(reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) == 0, name,
-         concat("memory aligned to its elements of ", bytes, " bytes"), tensor.data);
+         Parts("memory aligned to its elements of ", bytes, " bytes"), tensor.data);
   // Without the zeros: a tensor of no elements may name sizes that no other could have.
   int64_t elements = bytes;
   int64_t contiguous = 1;
@@ -139,7 +139,7 @@ DType Tensor::dtype() const {
 
 void check(const Tensor& tensor, const Expected& expected) {
   const int ndim = expected.shape.ndim;
-  expect(tensor.ndim == ndim, tensor.name, concat(ndim, " dimensions"), tensor.ndim);
+  expect(tensor.ndim == ndim, tensor.name, Parts(ndim, " dimensions"), tensor.ndim);
   if (tensor.device != expected.device) {
     expect(false, tensor.name, concat("a tensor on ", name_of(expected.device)),
            name_of(tensor.device));

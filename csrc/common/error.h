@@ -4,6 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace oomb {
 
@@ -46,6 +47,21 @@ std::string concat(const Parts&... parts) {
   (stream << ... << parts);
   return stream.str();
 }
+
+// What concat() would write, written only where a text is wanted: checks that hold cost nothing. To
+// be used up in the expression that makes it.
+template <typename... Values>
+class Parts {
+ public:
+  explicit Parts(const Values&... values) : values_(values...) {}
+  friend std::ostream& operator<<(std::ostream& stream, const Parts& parts) {
+    std::apply([&](const auto&... values) { (stream << ... << values); }, parts.values_);
+    return stream;
+  }
+
+ private:
+  std::tuple<const Values&...> values_;
+};
 
 // Checks an argument of the public surface.
 template <typename Expected, typename Got>

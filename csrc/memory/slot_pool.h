@@ -26,6 +26,18 @@ struct SlotPoolOptions {
   std::optional<uint64_t> shuffle_seed = std::nullopt;  // in random order instead (tests)
 };
 
+// How much of a pool there is, and how much of that is in use.
+struct SlotPoolState {
+  int64_t slot_bytes = 0;
+  int64_t max_slots = 0;
+  int64_t mapped_slots = 0;
+  int64_t taken_slots = 0;
+  int64_t free_slots = 0;
+  int64_t committed_bytes = 0;
+
+  int64_t taken_bytes() const { return taken_slots * slot_bytes; }
+};
+
 // Equal slots carved from one resource: slot s lies at base + s * slot_bytes.
 class SlotPool {
  public:
@@ -60,6 +72,10 @@ class SlotPool {
   int64_t free_slots() const { return mapped_slots() - taken_count_; }
   int64_t available_slots() const { return usable_slots() - taken_count_; }
   int64_t committed_bytes() const { return resource_->committed(); }
+  SlotPoolState state() const {
+    return {slot_bytes(),  max_slots(),  mapped_slots(),
+            taken_slots(), free_slots(), committed_bytes()};
+  }
   bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
 
  private:

@@ -246,7 +246,9 @@ PageStatistics PageManager::statistics() const {
           .hits = hits_,
           .misses = misses_,
           .exposed_copy_seconds = times.waits(),
-          .exposed_growth_seconds = host_.resource->statistics().commit_seconds};
+          .exposed_growth_seconds = host_.resource->statistics().commit_seconds,
+          .device = device_.pool->state(),
+          .host = host_.pool->state()};
 }
 
 void PageManager::check_integrity() const {

@@ -42,7 +42,8 @@ struct PageStatistics {
   int64_t hits = 0;    // pages found on the device, or on their way, when acquired
   int64_t misses = 0;  // pages that had to be loaded on the spot
   double exposed_copy_seconds = 0;
-  double exposed_growth_seconds = 0;  // the caller waited for memory of the host tier
+  double exposed_growth_seconds = 0;   // the caller waited for memory of the host tier
+  memory::SlotPoolState device, host;  // now
 };
 
 // Keeps the pages of a call where they are needed. Used from one thread.

@@ -8,11 +8,11 @@ namespace oomb::paging {
 
 namespace {
 
-void write_pool(std::ostream& out, const char* name, const memory::SlotPool& pool) {
-  out << "\"" << name << "\": {\"slot_bytes\": " << pool.slot_bytes()
-      << ", \"max_slots\": " << pool.max_slots() << ", \"mapped_slots\": " << pool.mapped_slots()
-      << ", \"taken_slots\": " << pool.taken_slots() << ", \"free_slots\": " << pool.free_slots()
-      << ", \"committed_bytes\": " << pool.committed_bytes() << "}";
+void write_pool(std::ostream& out, const char* name, const memory::SlotPoolState& pool) {
+  out << "\"" << name << "\": {\"slot_bytes\": " << pool.slot_bytes
+      << ", \"max_slots\": " << pool.max_slots << ", \"mapped_slots\": " << pool.mapped_slots
+      << ", \"taken_slots\": " << pool.taken_slots << ", \"free_slots\": " << pool.free_slots
+      << ", \"committed_bytes\": " << pool.committed_bytes << "}";
 }
 
 using StateCounts = std::array<int64_t, kNumResidencies>;
@@ -32,9 +32,9 @@ std::string PageManager::snapshot() const {
   constexpr size_t kTransitions = 100;
   std::ostringstream out;
   out << "{\"active\": " << (active_ ? "true" : "false") << ", ";
-  write_pool(out, "device", *device_.pool);
+  write_pool(out, "device", device_.pool->state());
   out << ", ";
-  write_pool(out, "host", *host_.pool);
+  write_pool(out, "host", host_.pool->state());
   out << ", \"events\": " << engine_->events_created();
   if (!active_) {
     out << "}";

@@ -1,19 +1,22 @@
 """Typed surface of the native core; ``help(oomb._C.PageManager)`` shows its page manager at work.
 
+Attention takes nouns (``Chunk``, ``PastPages``, ``GradientPages``, …; csrc/attention/params.h has
+the legend of shapes). They are frozen, may serve several calls, and are checked when they are made;
+a call looks at their tensors again and checks how they fit each other.
+
 Checked are sizes, types, layouts and devices of all tensors, and on the CPU every entry of a
-table that is used (slots, block_table, dkv_table, selection): what does not fit is a
+table that is used (slots, block_table, gradients.table, selection): what does not fit is a
 ``ValueError`` that names the argument, and no memory is touched. Trusted is what the host
 cannot see:
 
-- addresses: a pool of ``kv_num_slots`` slots of ``kv_slot_bytes`` lies at ``kv_pool``, one of
-  ``dkv_num_units`` units of ``dkv_unit_bytes`` at ``dkv_pool``; both live until kernels end;
+- addresses: a ``PagePool`` has its slots where it says, and they live until kernels end;
 - on a GPU the entries of tables, as reading them would wait for it, and ``stream``, a handle;
 - that a place that is written or added to is named once, and that nobody else uses tensors and
   pages at the same time.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,19 +48,30 @@ class CudaStatus(TypedDict):
 def build_info() -> BuildInfo: ...
 def cuda_status() -> CudaStatus: ...
 
-class PageStatistics(TypedDict):
-    device_peak_bytes: int
-    host_peak_bytes: int
-    h2d_bytes: int
-    d2h_bytes: int
-    h2d_seconds: float
-    d2h_seconds: float
-    loaded_runs: int  # stretches of neighbouring host slots of all batches
-    stored_runs: int
-    exposed_copy_seconds: float
-    exposed_growth_seconds: float
-    hits: int
-    misses: int
+class SlotPoolState:
+    slot_bytes: Final[int]
+    max_slots: Final[int]
+    mapped_slots: Final[int]
+    taken_slots: Final[int]
+    free_slots: Final[int]
+    committed_bytes: Final[int]
+    taken_bytes: Final[int]
+
+class PageStatistics:
+    device_peak_bytes: Final[int]
+    host_peak_bytes: Final[int]
+    h2d_bytes: Final[int]
+    d2h_bytes: Final[int]
+    h2d_seconds: Final[float]
+    d2h_seconds: Final[float]
+    loaded_runs: Final[int]  # stretches of neighbouring host slots of all batches
+    stored_runs: Final[int]
+    exposed_copy_seconds: Final[float]
+    exposed_growth_seconds: Final[float]
+    hits: Final[int]
+    misses: Final[int]
+    device: Final[SlotPoolState]  # now
+    host: Final[SlotPoolState]
 
 class PageManager:
     """Keeps the pages of a call in two tiers; help() has the steps of a call and an example.
@@ -107,8 +121,8 @@ class PageManager:
     def pool_address(self) -> int: ...
     def block_table(self, layer: int) -> Any: ...  # NumPy array on the CPU, DLPack capsule on a GPU
     def gradient_table(self, layer: int) -> Any: ...
-    def max_create(self, layer: int = 0) -> int: ...
-    def max_gradients(self, layer: int = 0) -> int: ...
+    def max_create(self) -> int: ...
+    def max_gradients(self) -> int: ...
     def max_outputs(self) -> int: ...
     def write_output(
         self, *, layer: int, begin: int, end: int, source: int, num_bytes: int, stream: int = 0
@@ -147,72 +161,137 @@ def page_waits() -> list[str]: ...
 def fail_cuda_call(k: int) -> None: ...  # CUDA builds; tests
 def cuda_calls_made() -> int: ...
 def copy_mapped(*, source: int, destination: int, words: int, stream: int) -> None: ...
+
+class PagePool:
+    """Slots of one size, in memory that its owner keeps until kernels end."""
+
+    def __init__(self, *, address: int, slot_bytes: int, num_slots: int) -> None: ...
+    address: Final[int]
+    slot_bytes: Final[int]
+    num_slots: Final[int]
+
+class Visibility:
+    """Which keys the queries may see, beside the causal order."""
+
+    def __init__(
+        self, *, window: int = 0, first_key: Tensor | None = None, num_keys: Tensor | None = None
+    ) -> None: ...
+    window: Final[int]
+    first_key: Final[Tensor | None]
+    num_keys: Final[Tensor | None]
+
+class Chunk:
+    """The chunk that attends: queries [B, Hq, C, D], its own keys and values [B, Hkv, C, D]."""
+
+    def __init__(
+        self, *, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility | None = None
+    ) -> None: ...
+    q: Final[Tensor]
+    k: Final[Tensor]
+    v: Final[Tensor]
+    scale: Final[float]
+    visibility: Final[Visibility]
+
+class Wave:
+    """The past pages [begin, end) of one launch, and its place among the launches."""
+
+    def __init__(
+        self,
+        *,
+        begin: int = 0,
+        end: int = 0,
+        first: bool = True,
+        last: bool = True,
+        own_chunk: bool | None = None,
+    ) -> None: ...
+    begin: Final[int]
+    end: Final[int]
+    first: Final[bool]
+    last: Final[bool]
+    own_chunk: Final[bool]
+
+class PastPages:
+    """The past of a chunk, in pages."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        pool: PagePool | None = None,
+        block_table: Tensor | None = None,
+        num_tokens: int = 0,
+        selection: Tensor | None = None,
+    ) -> None: ...
+    page_size: Final[int]
+    pool: Final[PagePool | None]
+    block_table: Final[Tensor | None]
+    num_tokens: Final[int]
+    selection: Final[Tensor | None]
+
+class GradientPages:
+    """Where gradients of past keys and values are added."""
+
+    def __init__(
+        self, *, pool: PagePool, table: Tensor, dtype: str = "float32", rounding_seed: int = 0
+    ) -> None: ...
+    pool: Final[PagePool]
+    table: Final[Tensor]
+    dtype: Final[str]
+    rounding_seed: Final[int]
+
+class SoftmaxState:
+    """What a forward hands from wave to wave."""
+
+    def __init__(self, *, acc: Tensor, max: Tensor, sum: Tensor) -> None: ...
+    acc: Final[Tensor]
+    max: Final[Tensor]
+    sum: Final[Tensor]
+
+class BackwardState:
+    """What a backward hands from wave to wave; dq_acc is None where there is one."""
+
+    def __init__(self, *, delta: Tensor, dq_acc: Tensor | None = None) -> None: ...
+    delta: Final[Tensor]
+    dq_acc: Final[Tensor | None]
+
+class Output:
+    """Attention's results, or their gradients."""
+
+    def __init__(self, *, o: Tensor | None = None, lse: Tensor | None = None) -> None: ...
+    o: Final[Tensor | None]
+    lse: Final[Tensor | None]
+
+class ChunkGradients:
+    """Where a backward writes the gradients of the chunk's q, k and v."""
+
+    def __init__(
+        self, *, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None
+    ) -> None: ...
+    dq: Final[Tensor | None]
+    dk: Final[Tensor | None]
+    dv: Final[Tensor | None]
+
 def attention_forward(
     *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    page_size: int,
-    window: int = 0,
-    first_key: Tensor | None = None,
-    num_keys: Tensor | None = None,
-    kv_pool: int = 0,
-    kv_slot_bytes: int = 0,
-    kv_num_slots: int = 0,
-    block_table: Tensor | None = None,
-    num_past: int = 0,
-    page_begin: int = 0,
-    page_end: int = 0,
-    selection: Tensor | None = None,
-    own_chunk: bool = True,
-    first_wave: bool = True,
-    last_wave: bool = True,
-    acc: Tensor | None = None,
-    max: Tensor | None = None,
-    sum: Tensor | None = None,
+    chunk: Chunk,
+    past: PastPages,
+    output: Output,
+    wave: Wave | None = None,  # None: all pages in one launch
+    state: SoftmaxState | None = None,
     workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...
 def attention_backward(
     *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    d_o: Tensor,
-    lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    delta: Tensor,
-    scale: float,
-    page_size: int,
-    d_lse: Tensor | None = None,
-    window: int = 0,
-    first_key: Tensor | None = None,
-    num_keys: Tensor | None = None,
-    kv_pool: int = 0,
-    kv_slot_bytes: int = 0,
-    kv_num_slots: int = 0,
-    block_table: Tensor | None = None,
-    num_past: int = 0,
-    page_begin: int = 0,
-    page_end: int = 0,
-    selection: Tensor | None = None,
-    own_chunk: bool = True,
-    first_wave: bool = True,
-    last_wave: bool = True,
-    dkv_pool: int = 0,
-    dkv_unit_bytes: int = 0,
-    dkv_num_units: int = 0,
-    dkv_table: Tensor | None = None,
-    dkv_dtype: str = "float32",
-    rounding_seed: int = 0,
+    chunk: Chunk,
+    past: PastPages,
+    output: Output,
+    d_output: Output,
+    d_chunk: ChunkGradients,
+    state: BackwardState,
+    gradients: GradientPages | None = None,
+    wave: Wave | None = None,
     deterministic: bool = True,
-    dq_acc: Tensor | None = None,
     workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...
@@ -220,9 +299,7 @@ def page_write(
     *,
     k: Tensor,
     v: Tensor,
-    kv_pool: int,
-    kv_slot_bytes: int,
-    kv_num_slots: int,
+    pool: PagePool,
     slots: Tensor,
     page_begin: int,
     page_end: int,
@@ -235,11 +312,7 @@ def page_gradient_read(
     *,
     dk: Tensor,
     dv: Tensor,
-    dkv_pool: int,
-    dkv_unit_bytes: int,
-    dkv_num_units: int,
-    dkv_table: Tensor,
-    dkv_dtype: str,
+    gradients: GradientPages,
     page_begin: int,
     page_end: int,
     page_size: int,
@@ -254,8 +327,7 @@ def page_score(
     kind: str,
     num_past: int,
     page_size: int,
-    first_key: Tensor | None = None,
-    num_keys: Tensor | None = None,
+    visibility: Visibility | None = None,  # without a window
     workspace: Tensor | Callable[[int], Tensor] | None = None,
     stream: int = 0,
 ) -> None: ...

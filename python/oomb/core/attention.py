@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +16,6 @@ from oomb.core.carry import FillComplete
 from oomb.core.chunk_run import ChunkRun
 from oomb.core.finite import expect_finite
 from oomb.core.page_protocol import Launch, OnPages
-from oomb.core.rounding import seed_of_chunk
 from oomb.core.stopwatch import Stopwatch
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
@@ -94,7 +93,7 @@ class ChunkAttention:
 
         What the fill has kept the sweep takes back, once, and computes nothing.
         """
-        batch, heads, tokens, head_dim = q.shape
+        batch, heads, tokens, _ = q.shape
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
@@ -105,17 +104,28 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            common = self._common(run.chunk, layer, q, k, v, scale, window)
-            common |= {"o": o, "lse": lse, "workspace": workspace_on(q.device)}
+            chunk, output = self._chunk(run.chunk, q, k, v, scale, window), _C.Output(o=o, lse=lse)
+            state = None
             if parts > 1:
-                common["acc"] = torch.empty(
-                    batch, heads, tokens, head_dim, dtype=state_dtype, device=q.device
+                state = _C.SoftmaxState(
+                    acc=torch.empty(q.shape, dtype=state_dtype, device=q.device),
+                    max=torch.empty_like(lse),
+                    sum=torch.empty_like(lse),
                 )
-                common["max"] = torch.empty_like(lse)
-                common["sum"] = torch.empty_like(lse)
+
+            def kernel(launch: Launch) -> None:
+                _C.attention_forward(
+                    chunk=chunk,
+                    past=pages.past(layer, run.chunk, launch.shift),
+                    output=output,
+                    wave=launch.wave,
+                    state=state,
+                    workspace=workspace_on(q.device),
+                    stream=pages.stream,
+                )
+
             with self.kept_seconds.running(q.device) if kept else nullcontext():
-                tables = {"block_table": pages.tables[layer]}
-                yield lambda launch: _C.attention_forward(**common, **launch.arguments(**tables))
+                yield kernel
 
         piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
         pages.attend(run.phase, layer, run.chunk, launching, piece)
@@ -143,19 +153,30 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            common = self._common(run.chunk, layer, q, k, v, scale, window)
-            common |= self._gradients(layer)
-            tables = {"block_table": pages.tables[layer], "dkv_table": common.pop("dkv_table")}
-            common |= {"o": o, "d_o": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "d_lse": d_lse}
-            common |= {
-                "delta": torch.empty_like(lse),
-                "deterministic": pages.deterministic,
-                "rounding_seed": seed_of_chunk(pages.rounding_seed, layer, run.chunk),
-                "workspace": workspace_on(q.device),
-            }
+            chunk, output = self._chunk(run.chunk, q, k, v, scale, window), _C.Output(o=o, lse=lse)
+            d_output = _C.Output(o=d_o, lse=d_lse)
+            d_chunk = _C.ChunkGradients(dq=dq, dk=dk, dv=dv)
+            dq_acc = None
             if parts > 1:
-                common["dq_acc"] = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-            yield lambda launch: _C.attention_backward(**common, **launch.arguments(**tables))
+                dq_acc = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
+            state = _C.BackwardState(delta=torch.empty_like(lse), dq_acc=dq_acc)
+
+            def kernel(launch: Launch) -> None:
+                _C.attention_backward(
+                    chunk=chunk,
+                    past=pages.past(layer, run.chunk, launch.shift),
+                    output=output,
+                    d_output=d_output,
+                    d_chunk=d_chunk,
+                    state=state,
+                    gradients=pages.past_gradients(layer, run.chunk, launch.shift),
+                    wave=launch.wave,
+                    deterministic=pages.deterministic,
+                    workspace=workspace_on(q.device),
+                    stream=pages.stream,
+                )
+
+            yield kernel
 
         own = self._reading_gradient(run.chunk, layer, dk, dv)
         pages.accumulate(layer, run.chunk, launching, own)
@@ -177,9 +198,7 @@ class ChunkAttention:
             _C.page_write(
                 k=k,
                 v=v,
-                kv_pool=pages.manager.pool_address(),
-                kv_slot_bytes=pages.layout.slot_bytes,
-                kv_num_slots=pages.manager.device_slots,
+                pool=pages.pool,
                 slots=pages.tables[layer][:, first:last],
                 page_begin=page_begin,
                 page_end=page_end,
@@ -196,15 +215,12 @@ class ChunkAttention:
     ) -> OnPages:
         """Adds what later chunks left on a chunk's own keys and values."""
         pages = self.pages
-        first, last = pages.chunks.pages(chunk)
 
         def read(page_begin: int, page_end: int) -> None:
-            arguments = self._gradients(layer)
-            arguments["dkv_table"] = arguments["dkv_table"][:, first:last]
             _C.page_gradient_read(
                 dk=dk,
                 dv=dv,
-                **arguments,
+                gradients=pages.own_gradients(layer, chunk),
                 page_begin=page_begin,
                 page_end=page_end,
                 page_size=pages.layout.page_size,
@@ -214,45 +230,17 @@ class ChunkAttention:
 
         return read
 
-    def _gradients(self, layer: int) -> dict[str, Any]:
-        """Where kernels find the gradient pages of a layer."""
-        pages = self.pages
-        return {
-            "dkv_pool": pages.manager.pool_address(),
-            "dkv_unit_bytes": pages.layout.slot_bytes // 2,
-            "dkv_num_units": 2 * pages.manager.device_slots,
-            "dkv_table": pages.gradient_tables[layer],
-            "dkv_dtype": str(pages.layout.grad_dtype).removeprefix("torch."),
-        }
-
-    def _common(
+    def _chunk(
         self,
         chunk: int,
-        layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
         window: int,
-    ) -> dict[str, Any]:
-        """Arguments that both kernels take."""
-        pages, choice = self.pages, self.pages.choice
-        return {
-            "q": q,
-            "k": k,
-            "v": v,
-            "scale": scale,
-            "page_size": pages.layout.page_size,
-            "window": window,
-            "first_key": pages.first_key_of(chunk),
-            "num_keys": pages.num_keys,
-            "kv_pool": pages.manager.pool_address(),
-            "kv_slot_bytes": pages.layout.slot_bytes,
-            "kv_num_slots": pages.manager.device_slots,
-            "num_past": pages.chunks.past_tokens(chunk),
-            "selection": None if choice is None else choice.lists.on_device(layer, chunk),
-            "stream": pages.stream,
-        }
+    ) -> _C.Chunk:
+        visibility = self.pages.visibility(chunk, window)
+        return _C.Chunk(q=q, k=k, v=v, scale=scale, visibility=visibility)
 
 
 def _piece(

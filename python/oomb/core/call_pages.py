@@ -18,6 +18,7 @@ from oomb.core.gradient_reach import GradientReach
 from oomb.core.layout import call_order
 from oomb.core.page_choice import PageChoice
 from oomb.core.page_protocol import Arrival, PageProtocol
+from oomb.core.rounding import seed_of_chunk
 from oomb.core.shortage import with_torchs_unused
 from oomb.core.tiers import Caps, PageLayout
 from oomb.ops.launch import stream_of
@@ -80,6 +81,55 @@ class CallPages(PageProtocol):
         begin, end = self.chunks.span(chunk)
         return self.first_key[:, begin:end].contiguous()
 
+    @property
+    def pool(self) -> _C.PagePool:
+        """The device tier as kernels see it: slots of keys and values."""
+        return _C.PagePool(
+            address=self.manager.pool_address(),
+            slot_bytes=self.layout.slot_bytes,
+            num_slots=self.manager.device_slots,
+        )
+
+    def past(self, layer: int, chunk: int, shift: int) -> _C.PastPages:
+        """The past of a chunk's layer, with the pages that it has chosen.
+
+        Args:
+            shift: page of the call that is the table's first.
+        """
+        lists = None if self.choice is None else self.choice.lists.on_device(layer, chunk)
+        return _C.PastPages(
+            page_size=self.layout.page_size,
+            pool=self.pool,
+            block_table=_behind(self.tables[layer], shift),
+            num_tokens=self.chunks.past_tokens(chunk),
+            selection=lists,
+        )
+
+    def past_gradients(self, layer: int, chunk: int, shift: int) -> _C.GradientPages:
+        """Where a chunk's backward adds to the gradients of its past; ``shift`` as above."""
+        seed = seed_of_chunk(self.rounding_seed, layer, chunk)
+        return self._gradient_pages(_behind(self.gradient_tables[layer], shift), seed)
+
+    def own_gradients(self, layer: int, chunk: int) -> _C.GradientPages:
+        """What later chunks have left on a chunk's own keys and values."""
+        first, last = self.chunks.pages(chunk)
+        return self._gradient_pages(self.gradient_tables[layer][:, first:last], seed=0)
+
+    def _gradient_pages(self, table: torch.Tensor, seed: int) -> _C.GradientPages:
+        # They share the device tier with keys and values and may take half a slot.
+        pool = _C.PagePool(
+            address=self.manager.pool_address(),
+            slot_bytes=self.layout.slot_bytes // 2,
+            num_slots=2 * self.manager.device_slots,
+        )
+        dtype = str(self.layout.grad_dtype).removeprefix("torch.")
+        return _C.GradientPages(pool=pool, table=table, dtype=dtype, rounding_seed=seed)
+
+    def visibility(self, chunk: int, window: int) -> _C.Visibility:
+        """Which keys a chunk's queries may see."""
+        first_key = self.first_key_of(chunk)
+        return _C.Visibility(window=window, first_key=first_key, num_keys=self.num_keys)
+
 
 def begin_pages(
     demand: Demand,
@@ -137,6 +187,10 @@ def begin_pages(
         device_slots=caps.device_slots,
     )
     return pages
+
+
+def _behind(table: torch.Tensor, shift: int) -> torch.Tensor:
+    return table[:, shift:] if shift else table
 
 
 def _no_lists(layer: int, chunk: int) -> npt.NDArray[np.int64]:

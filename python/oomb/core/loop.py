@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -251,7 +250,7 @@ class ChunkLoop:
             seconds = time.perf_counter() - self._began
             assert phase in ("fill", "sweep")
             manager = self._attention.pages.manager
-            counters, tiers = manager.stats(), json.loads(manager.snapshot())
+            counters = manager.stats()
             self._on_progress(
                 Progress(
                     phase=phase,  # type: ignore[arg-type]
@@ -259,11 +258,11 @@ class ChunkLoop:
                     num_chunks=num_chunks,
                     tokens_done=tokens_done * self._inputs.batch,
                     seconds=seconds,
-                    device_bytes=_bytes_in_use(tiers["device"]),
-                    host_bytes=_bytes_in_use(tiers["host"]),
-                    h2d_bytes=counters["h2d_bytes"],
-                    d2h_bytes=counters["d2h_bytes"],
-                    exposed_copy_seconds=counters["exposed_copy_seconds"],
+                    device_bytes=counters.device.taken_bytes,
+                    host_bytes=counters.host.taken_bytes,
+                    h2d_bytes=counters.h2d_bytes,
+                    d2h_bytes=counters.d2h_bytes,
+                    exposed_copy_seconds=counters.exposed_copy_seconds,
                 )
             )
 
@@ -278,7 +277,3 @@ def _cut(o: torch.Tensor, width: int) -> torch.Tensor:
     if o.shape[-1] == width:
         return o
     return o[..., :width].transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _bytes_in_use(pool: dict[str, int]) -> int:
-    return pool["taken_slots"] * pool["slot_bytes"]

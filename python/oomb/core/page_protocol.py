@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from oomb import _C
 from oomb.core.chunk_run import Phase
@@ -70,20 +69,12 @@ class Launch:
     first: bool
     last: bool
 
-    def arguments(self, **tables: torch.Tensor) -> dict[str, Any]:
-        """
-        Args:
-            tables: [batch, pages, …] of the layer; passed on as the kernel is to see them.
-        """
+    @property
+    def wave(self) -> _C.Wave:
         begin, end = self.pages or (self.shift, self.shift)
-        return {
-            "page_begin": begin - self.shift,
-            "page_end": end - self.shift,
-            "own_chunk": self.first,
-            "first_wave": self.first,
-            "last_wave": self.last,
-            **{name: x[:, self.shift :] if self.shift else x for name, x in tables.items()},
-        }
+        return _C.Wave(
+            begin=begin - self.shift, end=end - self.shift, first=self.first, last=self.last
+        )
 
 
 Launching = Callable[[int], AbstractContextManager[Callable[[Launch], None]]]

@@ -130,7 +130,7 @@ class Pools:
         host_free = free_memory(torch.device("cpu")) // here
         cap = config.host_memory
         if self.manager is not None:
-            host_free += self.snapshot()["host"]["committed_bytes"]
+            host_free += self.manager.stats().host.committed_bytes
         return Room(
             one_memory=on_cpu,
             device_free=host_free if on_cpu else free_memory(self._device),
@@ -176,23 +176,25 @@ class Pools:
             error.snapshot = self.snapshot()
             raise
         except RuntimeError as error:
-            snapshot = self.snapshot()
-            shortage = refused(error, self._device, _committed(snapshot))
+            committed = 0
+            if self.manager is not None:
+                committed = self.manager.stats().device.committed_bytes
+            shortage = refused(error, self._device, committed)
             if shortage is None:
                 raise
-            shortage.snapshot = snapshot
+            shortage.snapshot = self.snapshot()
             raise shortage from error
 
     def _held(self, layout: PageLayout, config: Config) -> Held | None:
         """The pools of the last call, where another one can use them."""
         if self.manager is None or self._key != self._key_of(layout):
             return None
-        host = self.snapshot()["host"]
+        host = self.manager.stats().host
         assert not isinstance(config.host_memory, str)
         cap = config.host_memory
-        if cap is not None and host["max_slots"] * layout.slot_bytes > cap:
+        if cap is not None and host.max_slots * layout.slot_bytes > cap:
             return None
-        return Held(self.manager.device_capacity, host["max_slots"])
+        return Held(self.manager.device_capacity, host.max_slots)
 
     def _key_of(self, layout: PageLayout) -> object:
         return layout.slot_bytes, tuple(sorted(self.test_switches.items()))
@@ -222,7 +224,3 @@ class Pools:
 
 def _nothing() -> None:
     """Of pools that are lent to nobody."""
-
-
-def _committed(snapshot: dict[str, Any]) -> int:
-    return int(snapshot["device"]["committed_bytes"]) if snapshot else 0

@@ -63,7 +63,7 @@ class Call:
             torch.cuda.synchronize(self.model.device)
         counters = pages.manager.stats()
         exposed = pages.order.by_pass(pages.manager.waits().sum(axis=0))
-        reads = counters["hits"] + counters["misses"]
+        reads = counters.hits + counters.misses
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
             chosen = pages.choice.lists.of_call(pages.num_layers)
@@ -80,15 +80,15 @@ class Call:
             stats=Stats(
                 fill_seconds=fill_seconds,
                 sweep_seconds=sweep_seconds,
-                device_peak_bytes=counters["device_peak_bytes"],
-                host_peak_bytes=counters["host_peak_bytes"],
-                h2d_bytes=counters["h2d_bytes"],
-                d2h_bytes=counters["d2h_bytes"],
-                exposed_copy_seconds=counters["exposed_copy_seconds"],
-                exposed_growth_seconds=counters["exposed_growth_seconds"],
-                hit_rate=counters["hits"] / reads if reads else 1.0,
-                h2d_seconds=counters["h2d_seconds"],
-                d2h_seconds=counters["d2h_seconds"],
+                device_peak_bytes=counters.device_peak_bytes,
+                host_peak_bytes=counters.host_peak_bytes,
+                h2d_bytes=counters.h2d_bytes,
+                d2h_bytes=counters.d2h_bytes,
+                exposed_copy_seconds=counters.exposed_copy_seconds,
+                exposed_growth_seconds=counters.exposed_growth_seconds,
+                hit_rate=counters.hits / reads if reads else 1.0,
+                h2d_seconds=counters.h2d_seconds,
+                d2h_seconds=counters.d2h_seconds,
                 exposed_by_chunk={name: x.sum(axis=1).tolist() for name, x in exposed.items()},
                 exposed_by_layer={
                     name: self._by_layer(x.sum(axis=0).tolist(), 0.0) for name, x in exposed.items()

@@ -1,4 +1,8 @@
-"""Attention over a sequence's own chunk and its paged past, with gradients."""
+"""Attention over a sequence's own chunk and its paged past, with gradients.
+
+The registered operations take flat arguments, because an operation's schema knows tensors, numbers
+and strings alone. They make the nouns that ``oomb._C`` takes inside.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from oomb.ops.arguments import (
     refuse,
 )
 from oomb.ops.launch import stream_of, workspace_on
-from oomb.ops.pages import check_pages, slot_bytes
+from oomb.ops.pages import check_pages, pool_of
 
 
 @torch.library.custom_op("oomb::paged_attention", mutates_args=())
@@ -41,20 +45,12 @@ def _paged_attention(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = _outputs(q)
-    past = _past(kv_pages, block_table, num_past, selection)
     _C.attention_forward(
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        lse=lse,
-        scale=scale,
-        window=window,
-        first_key=first_key,
-        num_keys=num_keys,
+        chunk=_chunk(q, k, v, scale, window, first_key, num_keys),
+        past=_past(kv_pages, block_table, num_past, selection),
+        output=_C.Output(o=o, lse=lse),
         workspace=workspace_on(q.device),
         stream=stream_of(q.device),
-        **past,
     )
     return o, lse
 
@@ -86,38 +82,26 @@ def _paged_attention_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
-    gradients: dict[str, Any] = {}
+    gradients = None
     if dkv_pages is not None:
         table = block_table if dkv_table is None else dkv_table
         slots = table[..., None] * 2 + torch.arange(2, dtype=torch.int32, device=q.device)
-        gradients = {
-            "dkv_pool": dkv_pages.data_ptr(),
-            "dkv_unit_bytes": slot_bytes(dkv_pages) // 2,
-            "dkv_num_units": 2 * dkv_pages.shape[0],
-            "dkv_table": slots.masked_fill(table[..., None] < 0, -1).contiguous(),
-            "dkv_dtype": str(dkv_pages.dtype).removeprefix("torch."),
-        }
+        gradients = _C.GradientPages(
+            pool=pool_of(dkv_pages, slots_each=2),
+            table=slots.masked_fill(table[..., None] < 0, -1).contiguous(),
+            dtype=str(dkv_pages.dtype).removeprefix("torch."),
+        )
     _C.attention_backward(
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        lse=lse,
-        d_o=d_o,
-        d_lse=d_lse,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        delta=torch.empty_like(lse),
-        scale=scale,
-        window=window,
-        first_key=first_key,
-        num_keys=num_keys,
+        chunk=_chunk(q, k, v, scale, window, first_key, num_keys),
+        past=_past(kv_pages, block_table, num_past, selection),
+        output=_C.Output(o=o, lse=lse),
+        d_output=_C.Output(o=d_o, lse=d_lse),
+        d_chunk=_C.ChunkGradients(dq=dq, dk=dk, dv=dv),
+        state=_C.BackwardState(delta=torch.empty_like(lse)),
+        gradients=gradients,
         deterministic=deterministic,
         workspace=workspace_on(q.device),
         stream=stream_of(q.device),
-        **_past(kv_pages, block_table, num_past, selection),
-        **gradients,
     )
     return dq, dk, dv
 
@@ -357,18 +341,26 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    first_key: torch.Tensor | None,
+    num_keys: torch.Tensor | None,
+) -> _C.Chunk:
+    visibility = _C.Visibility(window=window, first_key=first_key, num_keys=num_keys)
+    return _C.Chunk(q=q, k=k, v=v, scale=scale, visibility=visibility)
+
+
 def _past(
     kv_pages: torch.Tensor, block_table: torch.Tensor, num_past: int, selection: torch.Tensor | None
-) -> dict[str, Any]:
-    page_size = kv_pages.shape[3]
-    return {
-        "page_size": page_size,
-        "kv_pool": kv_pages.data_ptr(),
-        "kv_slot_bytes": slot_bytes(kv_pages),
-        "kv_num_slots": kv_pages.shape[0],
-        "block_table": block_table,
-        "num_past": num_past,
-        "page_begin": 0,
-        "page_end": -(-num_past // page_size),
-        "selection": selection,
-    }
+) -> _C.PastPages:
+    return _C.PastPages(
+        page_size=kv_pages.shape[3],
+        pool=pool_of(kv_pages),
+        block_table=block_table,
+        num_tokens=num_past,
+        selection=selection,
+    )

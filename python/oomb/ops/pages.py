@@ -49,15 +49,22 @@ def pages_like(
     return torch.zeros(shape, dtype=dtype or k.dtype, device=k.device)
 
 
-def slot_bytes(pages: torch.Tensor) -> int:
-    """Of one slot of a pool, which may have none.
+def pool_of(pages: torch.Tensor, slots_each: int = 1) -> _C.PagePool:
+    """Pages as kernels find them; a pool may have none.
+
+    Args:
+        slots_each: slots in which a page is counted.
 
     Raises:
         ValueError: the pool is not contiguous, so that its slots do not lie one behind the other.
     """
     if not pages.is_contiguous():
         refuse("kv_pages, dkv_pages", "contiguous tensors", f"strides {pages.stride()}")
-    return math.prod(pages.shape[1:]) * pages.element_size()
+    return _C.PagePool(
+        address=pages.data_ptr(),
+        slot_bytes=math.prod(pages.shape[1:]) * pages.element_size() // slots_each,
+        num_slots=pages.shape[0] * slots_each,
+    )
 
 
 @torch.library.custom_op("oomb::page_write", mutates_args={"kv_pages", "summary"})
@@ -72,9 +79,7 @@ def _page_write(
     _C.page_write(
         k=k,
         v=v,
-        kv_pool=kv_pages.data_ptr(),
-        kv_slot_bytes=slot_bytes(kv_pages),
-        kv_num_slots=kv_pages.shape[0],
+        pool=pool_of(kv_pages),
         slots=slots,
         page_begin=0,
         page_end=-(-k.shape[2] // kv_pages.shape[3]),
@@ -159,8 +164,7 @@ def _page_scores(
         kind=score,
         num_past=num_past,
         page_size=page_size,
-        first_key=first_key,
-        num_keys=num_keys,
+        visibility=_C.Visibility(first_key=first_key, num_keys=num_keys),
         workspace=workspace_on(q.device),
         stream=stream_of(q.device),
     )

@@ -47,8 +47,7 @@ def top_k_lists(
         kind=rule.score,
         num_past=past.num_tokens,
         page_size=past.page_size,
-        first_key=past.first_key,
-        num_keys=past.num_keys,
+        visibility=_C.Visibility(first_key=past.first_key, num_keys=past.num_keys),
         workspace=workspace_on(q.device),
         stream=stream_of(q.device),
     )

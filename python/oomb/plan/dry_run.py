@@ -122,9 +122,9 @@ class DryRun:
             manager.end_call()
             manager.close()
         return DryRunResult(
-            host_peak_bytes=stats["host_peak_bytes"],
-            h2d_bytes=stats["h2d_bytes"],
-            d2h_bytes=stats["d2h_bytes"],
+            host_peak_bytes=stats.host_peak_bytes,
+            h2d_bytes=stats.h2d_bytes,
+            d2h_bytes=stats.d2h_bytes,
             visits=tuple(self._timeline),
             layers_each=self._layers_each,
         )
@@ -186,9 +186,9 @@ class DryRun:
         before = self._pages.manager.stats()
         yield _nothing
         after = self._pages.manager.stats()
-        loaded, stored, missed = (
-            after[name] - before[name] for name in ("h2d_bytes", "d2h_bytes", "misses")
-        )
+        loaded = after.h2d_bytes - before.h2d_bytes
+        stored = after.d2h_bytes - before.d2h_bytes
+        missed = after.misses - before.misses
         page = self._slot_bytes
         if phase == "accumulate":
             page = page * (1 + self._call.layout.grad_slots) // 2

@@ -48,7 +48,7 @@ def test_the_sweep_computes_no_kept_output_again(
     forward = _C.attention_forward
 
     def counted(**arguments: Any) -> None:
-        calls[arguments["num_past"]] += 1
+        calls[arguments["past"].num_tokens] += 1
         forward(**arguments)
 
     model, ids = make("llama", torch.float32), random_ids(1, 16 * CHUNKS)

@@ -23,6 +23,14 @@ def bytes_on_gpu(size: int) -> Tensor:
     return torch.full((size,), 255, device="cuda", dtype=torch.uint8)
 
 
+def pool_of(slots: Tensor) -> _C.PagePool:
+    return _C.PagePool(
+        address=slots.data_ptr(),
+        slot_bytes=slots.stride(0) * slots.element_size(),
+        num_slots=len(slots),
+    )
+
+
 # What a row may not see, beside the future.
 LIMITS: list[dict[str, Any]] = [
     dict(window=1),
@@ -234,36 +242,26 @@ class Problem:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments that forward and backward share in all waves."""
         c = self.case
+        visibility = _C.Visibility(
+            window=c.window, first_key=self.first_key, num_keys=self.num_keys
+        )
         return dict(
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            scale=self.scale,
-            page_size=c.page_size,
-            window=c.window,
-            first_key=self.first_key,
-            num_keys=self.num_keys,
-            kv_pool=self.pool.data_ptr(),
-            kv_slot_bytes=self.pool[0].numel() * self.pool.element_size(),
-            kv_num_slots=self.pool.shape[0],
-            block_table=self.block_table,
-            num_past=c.past,
-            selection=self.selection,
+            chunk=_C.Chunk(q=self.q, k=self.k, v=self.v, scale=self.scale, visibility=visibility),
+            past=_C.PastPages(
+                page_size=c.page_size,
+                pool=pool_of(self.pool),
+                block_table=self.block_table,
+                num_tokens=c.past,
+                selection=self.selection,
+            ),
             stream=torch.cuda.current_stream().cuda_stream,
         )
 
-    def _waves(self, borders: tuple[int, ...]) -> list[dict[str, Any]]:
-        edges = [0, *borders, self.case.pages]
-        count = len(edges) - 1
+    def _waves(self, borders: tuple[int, ...]) -> list[_C.Wave]:
+        spans = list(itertools.pairwise([0, *borders, self.case.pages]))
         return [
-            dict(
-                page_begin=begin,
-                page_end=end,
-                own_chunk=i == 0,
-                first_wave=i == 0,
-                last_wave=i == count - 1,
-            )
-            for i, (begin, end) in enumerate(itertools.pairwise(edges))
+            _C.Wave(begin=begin, end=end, first=i == 0, last=i == len(spans) - 1)
+            for i, (begin, end) in enumerate(spans)
         ]
 
     def forward(
@@ -275,14 +273,15 @@ class Problem:
         o = torch.full_like(self.q, float("nan"))
         rows = self.q.shape[:3]
         lse = torch.full(rows, float("nan"), device="cuda", dtype=c.real)
-        state = dict(
+        state = _C.SoftmaxState(
             acc=torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real),
             max=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
             sum=torch.full(rows, float("nan"), device="cuda", dtype=c.real),
         )
+        output = _C.Output(o=o, lse=lse)
         for wave in self._waves(borders):
             _C.attention_forward(
-                **self.arguments(), **state, **wave, o=o, lse=lse, workspace=workspace
+                **self.arguments(), output=output, wave=wave, state=state, workspace=workspace
             )
         return o, lse
 
@@ -295,26 +294,24 @@ class Problem:
         dk, dv = torch.full_like(self.k, float("nan")), torch.full_like(self.v, float("nan"))
         dq_acc = torch.full(self.q.shape, float("nan"), device="cuda", dtype=c.real)
         delta = torch.full(self.q.shape[:3], float("nan"), device="cuda", dtype=c.real)
+        gradients = None
+        if c.pages:
+            gradients = _C.GradientPages(
+                pool=pool_of(self.dkv_pool),
+                table=self.dkv_table,
+                dtype=NAMES[c.dkv_dtype],
+                rounding_seed=rounding_seed,
+            )
         for wave in self._waves(borders):
             _C.attention_backward(
                 **self.arguments(),
-                **wave,
-                o=o,
-                d_o=self.d_o,
-                lse=lse,
-                d_lse=self.d_lse,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                dkv_pool=self.dkv_pool.data_ptr(),
-                dkv_unit_bytes=self.dkv_pool[0].numel() * self.dkv_pool.element_size(),
-                dkv_num_units=len(self.dkv_pool),
-                dkv_table=self.dkv_table if c.pages else None,
-                dkv_dtype=NAMES[c.dkv_dtype],
-                rounding_seed=rounding_seed,
+                output=_C.Output(o=o, lse=lse),
+                d_output=_C.Output(o=self.d_o, lse=self.d_lse),
+                d_chunk=_C.ChunkGradients(dq=dq, dk=dk, dv=dv),
+                state=_C.BackwardState(delta=delta, dq_acc=dq_acc),
+                gradients=gradients,
+                wave=wave,
                 deterministic=c.deterministic,
-                dq_acc=dq_acc,
-                delta=delta,
                 workspace=bytes_on_gpu,
             )
         return dq, dk, dv

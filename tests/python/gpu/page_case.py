@@ -128,7 +128,7 @@ class Player:
             for layer in range(case.layers):
                 page = chunk * per
                 while page < (chunk + 1) * per:
-                    stop = min(page + max(1, manager.max_create(layer)), (chunk + 1) * per)
+                    stop = min(page + max(1, manager.max_create()), (chunk + 1) * per)
                     manager.create(layer, page, stop, stream)
                     self._write_keys(layer, page, stop)
                     manager.commit(layer, page, stop, stream)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import LIMITS, Case, Problem
+from attention_case import LIMITS, Case, Problem, pool_of
 
 from oomb import _C
 
@@ -148,16 +148,27 @@ def test_pool_past_two_to_the_31_elements() -> None:
 def test_cpu_kernels_agree(lists: str) -> None:
     problem = Problem(Case(group=7, chunk=150, past=700, lists=lists, documents=True))
     o, lse = problem.forward()
+    first_key = problem.first_key
+    assert first_key is not None
     pool = problem.pool.cpu()
-    arguments = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in problem.arguments().items()
-    }
-    arguments.update(kv_pool=pool.data_ptr(), stream=0)
+    chunk = _C.Chunk(
+        q=problem.q.cpu(),
+        k=problem.k.cpu(),
+        v=problem.v.cpu(),
+        scale=problem.scale,
+        visibility=_C.Visibility(first_key=first_key.cpu()),
+    )
+    selection = problem.selection
+    past = _C.PastPages(
+        page_size=problem.case.page_size,
+        pool=pool_of(pool),
+        block_table=problem.block_table.cpu(),
+        num_tokens=problem.case.past,
+        selection=None if selection is None else selection.cpu(),
+    )
     cpu_o = torch.empty_like(o, device="cpu")
     cpu_lse = torch.empty_like(lse, device="cpu")
-    pages = problem.case.pages
-    _C.attention_forward(**arguments, o=cpu_o, lse=cpu_lse, page_begin=0, page_end=pages)
+    _C.attention_forward(chunk=chunk, past=past, output=_C.Output(o=cpu_o, lse=cpu_lse))
     expected, _ = problem.reference()
     theirs = (problem.sdpa().double() - expected).abs().max().item()
     assert (o.cpu().double() - cpu_o.double()).abs().max().item() <= 2 * theirs

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_case import pool_of
 from torch import Tensor
 
 from oomb import _C
@@ -46,9 +47,7 @@ def test_page_write(head_dim: int, page_size: int, dtype: torch.dtype, padded: b
     _C.page_write(
         k=k,
         v=v,
-        kv_pool=pool.data_ptr(),
-        kv_slot_bytes=pool[0].nbytes,
-        kv_num_slots=len(pool),
+        pool=pool_of(pool),
         slots=slots,
         page_begin=0,
         page_end=pages,
@@ -95,11 +94,7 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
     _C.page_gradient_read(
         dk=dk,
         dv=dv,
-        dkv_pool=pool.data_ptr(),
-        dkv_unit_bytes=pool[0].nbytes,
-        dkv_num_units=len(pool),
-        dkv_table=table,
-        dkv_dtype=NAMES[dkv_dtype],
+        gradients=_C.GradientPages(pool=pool_of(pool), table=table, dtype=NAMES[dkv_dtype]),
         page_begin=0,
         page_end=3,
         page_size=page_size,
@@ -182,8 +177,7 @@ def test_page_score(
         kind=kind,
         num_past=past,
         page_size=page_size,
-        first_key=first_key,
-        num_keys=num_keys,
+        visibility=_C.Visibility(first_key=first_key, num_keys=num_keys),
         workspace=workspace,
     )
     # With tensor cores the group's sum is rounded to the inputs' type.

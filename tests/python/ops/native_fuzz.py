@@ -13,6 +13,7 @@ the memory that a call says it has, which is all that the extension trusts.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
@@ -22,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz_cases import Arguments, Cases, honest
+from fuzz_cases import OTHERS, Arguments, Cases, honest
+from native_calls import Noun, all_made, leaves, noun, value_at, with_other
 
 
 def load(path: str) -> Any:
@@ -36,102 +38,133 @@ def load(path: str) -> Any:
 
 
 class Calls(Cases):
-    """The operations of _C."""
+    """The operations of _C and the nouns that they take."""
 
     def run(self, extension: Any) -> None:
         kind = self.random.choice(("forward", "backward", "write", "read", "score", "select"))
-        self.keep: list[Any] = []
+        self.pools: dict[str, torch.Tensor] = {}  # by the path of their noun
         name, arguments = getattr(self, kind)()
-        arguments = self.spoil(arguments)
-        for pool, num_bytes, count in (
-            ("kv_pool", "kv_slot_bytes", "kv_num_slots"),
-            ("dkv_pool", "dkv_unit_bytes", "dkv_num_units"),
-        ):
-            if pool not in arguments:
+        arguments = self.spoil_leaves(arguments)
+        for path, memory in self.pools.items():
+            pool = value_at(arguments, path)
+            if not isinstance(pool, Noun):
                 continue
-            memory = self.pools[pool]
-            if arguments[pool] not in (0, None, memory.data_ptr()):
-                arguments[pool] = 0
-            if not honest(arguments[num_bytes], arguments[count], memory):
+            if pool.fields["address"] not in (0, None, memory.data_ptr()):
+                arguments = with_other(arguments, f"{path}.address", 0)
+            if not honest(pool.fields["slot_bytes"], pool.fields["num_slots"], memory):
                 return
-        getattr(extension, name)(**arguments)
+        nouns = all_made(extension, arguments)
+        if self.random.random() < 0.1:
+            self.resize_one(arguments)
+        getattr(extension, name)(**nouns)
 
-    def kv(self) -> Arguments:
-        self.pools = {"kv_pool": self.pool()}
-        memory = self.pools["kv_pool"]
-        return {
-            "kv_pool": memory.data_ptr(),
-            "kv_slot_bytes": memory[0].nbytes,
-            "kv_num_slots": len(memory),
-        }
+    def spoil_leaves(self, arguments: Arguments) -> Arguments:
+        """Hostile values in nouns, and now and then something else in the place of one."""
+        count = self.random.choice((0, 1, 1, 1, 2, 3))
+        paths = leaves(arguments)
+        for path in self.random.sample(paths, min(count, len(paths))):
+            arguments = with_other(arguments, path, self.spoilt(value_at(arguments, path)))
+        if self.random.random() < 0.05:
+            name = self.random.choice(sorted(arguments))
+            others = [x for x in arguments.values() if isinstance(x, Noun)]
+            arguments = {**arguments, name: self.random.choice([*others, *OTHERS])}
+            self.pools = {path: x for path, x in self.pools.items() if path.split(".")[0] != name}
+        return arguments
 
-    def dkv(self) -> Arguments:
+    def resize_one(self, arguments: Arguments) -> None:
+        """A tensor changes between the making of its noun and the call."""
+        tensors = [value_at(arguments, path) for path in leaves(arguments)]
+        own = [x for x in tensors if isinstance(x, torch.Tensor) and x.ndim and x.is_contiguous()]
+        if own:
+            x = self.random.choice(own)
+            with contextlib.suppress(RuntimeError):
+                x.resize_(self.random.randint(0, x.shape[0]), *x.shape[1:])
+
+    def pool_of(self, path: str, memory: torch.Tensor) -> Noun:
+        self.pools[path] = memory
+        return noun(
+            "PagePool",
+            address=memory.data_ptr(),
+            slot_bytes=memory[0].nbytes,
+            num_slots=len(memory),
+        )
+
+    def gradients(self) -> Noun:
         double = self.dtype == torch.float64
         dtype = torch.float64 if double else self.random.choice((torch.float32, torch.bfloat16))
-        memory = self.pool(dtype).flatten(0, 1)
-        self.pools["dkv_pool"] = memory
-        return {
-            "dkv_pool": memory.data_ptr(),
-            "dkv_unit_bytes": memory[0].nbytes,
-            "dkv_num_units": len(memory),
-            "dkv_table": self.table(self.batch, self.pages, 2, most=2 * self.slots),
-            "dkv_dtype": str(dtype).removeprefix("torch."),
-        }
+        return noun(
+            "GradientPages",
+            pool=self.pool_of("gradients.pool", self.pool(dtype).flatten(0, 1)),
+            table=self.table(self.batch, self.pages, 2, most=2 * self.slots),
+            dtype=str(dtype).removeprefix("torch."),
+            rounding_seed=3,
+        )
+
+    def visibility(self, window: int = 0) -> Noun:
+        return noun("Visibility", window=window, **self.limits())
 
     def common(self) -> Arguments:
         heads = self.kv_heads * self.group
         q, k, v = self.rows(heads), self.rows(self.kv_heads), self.rows(self.kv_heads)
         statistics = self.normal(*q.shape[:3], dtype=self.real)
+        visibility = self.visibility(self.random.choice((0, 0, 5, 64)))
+        past = noun(
+            "PastPages", page_size=self.page, pool=self.pool_of("past.pool", self.pool()),
+            block_table=self.table(self.batch, self.pages, most=self.slots),
+            num_tokens=self.past, selection=self.lists(),
+        )  # fmt: skip
+        wave = noun("Wave", begin=0, end=self.pages, first=True, last=True, own_chunk=True)
         return {
-            "q": q, "k": k, "v": v, "o": torch.empty_like(q), "lse": statistics,
-            "scale": 0.3, "page_size": self.page, "window": self.random.choice((0, 0, 5, 64)),
-            **self.limits(), **self.kv(),
-            "block_table": self.table(self.batch, self.pages, most=self.slots),
-            "num_past": self.past, "page_begin": 0, "page_end": self.pages,
-            "selection": self.lists(), "own_chunk": True, "first_wave": True, "last_wave": True,
+            "chunk": noun("Chunk", q=q, k=k, v=v, scale=0.3, visibility=visibility), "past": past,
+            "output": noun("Output", o=torch.empty_like(q), lse=statistics),
+            "wave": self.random.choice((None, wave)),
         }  # fmt: skip
 
     def forward(self) -> tuple[str, Arguments]:
         arguments = self.common()
-        q, lse = arguments["q"], arguments["lse"]
-        state = {"acc": q.to(self.real), "max": lse.clone(), "sum": lse.clone()}
-        return "attention_forward", arguments | state
+        q, lse = arguments["chunk"].fields["q"], arguments["output"].fields["lse"]
+        state = noun("SoftmaxState", acc=q.to(self.real), max=lse.clone(), sum=lse.clone())
+        return "attention_forward", arguments | {"state": state}
 
     def backward(self) -> tuple[str, Arguments]:
-        arguments = self.common() | self.dkv()
-        q, k, lse = arguments["q"], arguments["k"], arguments["lse"]
+        arguments = self.common()
+        q, k = (arguments["chunk"].fields[name] for name in ("q", "k"))
+        lse = arguments["output"].fields["lse"]
         return "attention_backward", arguments | {
-            "d_o": torch.randn_like(q), "d_lse": None, "dq": torch.empty_like(q),
-            "dk": torch.empty_like(k), "dv": torch.empty_like(k), "delta": lse.clone(),
-            "dq_acc": q.to(self.real), "deterministic": True, "rounding_seed": 3,
+            "d_output": noun("Output", o=torch.randn_like(q), lse=None),
+            "d_chunk": noun(
+                "ChunkGradients",
+                dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(k),
+            ),
+            "state": noun("BackwardState", delta=lse.clone(), dq_acc=q.to(self.real)),
+            "gradients": self.gradients(), "deterministic": True,
         }  # fmt: skip
 
     def write(self) -> tuple[str, Arguments]:
         k, pages = self.rows(self.kv_heads), self.own_pages
         rows = torch.full((self.batch,), self.tokens, dtype=torch.int32)
-        return "page_write", self.kv() | {
-            "k": k, "v": torch.randn_like(k),
+        return "page_write", {
+            "k": k, "v": torch.randn_like(k), "pool": self.pool_of("pool", self.pool()),
             "slots": self.table(self.batch, pages, most=self.slots),
             "page_begin": 0, "page_end": pages, "page_size": self.page, "num_rows": rows,
             "summary": self.normal(self.batch, pages, self.kv_heads, self.head_dim),
         }  # fmt: skip
 
     def read(self) -> tuple[str, Arguments]:
-        self.pools = {}
         k, self.pages = self.rows(self.kv_heads), self.own_pages
-        return "page_gradient_read", self.dkv() | {
-            "dk": k, "dv": torch.randn_like(k), "page_begin": 0, "page_end": self.own_pages,
-            "page_size": self.page, "scale": 0.5,
+        return "page_gradient_read", {
+            "dk": k, "dv": torch.randn_like(k), "gradients": self.gradients(), "page_begin": 0,
+            "page_end": self.own_pages, "page_size": self.page, "scale": 0.5,
         }  # fmt: skip
 
     def score(self) -> tuple[str, Arguments]:
         heads = self.random.choice((1, self.kv_heads))
-        return "page_score", self.limits() | {
+        return "page_score", {
             "q": self.rows(self.kv_heads * self.group),
             "summary": self.normal(self.batch, self.pages, self.kv_heads, self.head_dim),
             "scores": self.normal(self.batch, self.own_pages, heads, self.pages, dtype=self.real),
             "kind": self.random.choice(("block_mean", "token_softmax")),
-            "num_past": self.past, "page_size": self.page,
+            "num_past": self.past, "page_size": self.page, "visibility": self.visibility(),
         }  # fmt: skip
 
     def select(self) -> tuple[str, Arguments]:

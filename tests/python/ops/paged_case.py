@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import torch
 
@@ -124,26 +123,35 @@ class Problem:
                     if unit >= 0:
                         self.dkv_pool[unit] = 0
 
-    def _past(self, begin: int, end: int) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "page_size": self.case.page_size,
-            "window": self.case.window,
-            "first_key": self.first_key,
-            "num_keys": self.num_keys,
-            "kv_pool": self.kv_pool.data_ptr(),
-            "kv_slot_bytes": self.kv_pool[0].nbytes,
-            "kv_num_slots": self.kv_pool.shape[0],
-            "block_table": self.block_table,
-            "num_past": self.case.num_past,
-            "page_begin": begin,
-            "page_end": end,
-            "selection": self.selection,
-        }
+    def chunk(self) -> _C.Chunk:
+        visibility = _C.Visibility(
+            window=self.case.window, first_key=self.first_key, num_keys=self.num_keys
+        )
+        return _C.Chunk(q=self.q, k=self.k, v=self.v, scale=self.scale, visibility=visibility)
 
-    def waves(self, borders: tuple[int, ...]) -> list[tuple[int, int]]:
-        edges = [0, *borders, self.case.pages]
-        return list(itertools.pairwise(edges))
+    def past(self) -> _C.PastPages:
+        return _C.PastPages(
+            page_size=self.case.page_size,
+            pool=pool_of(self.kv_pool),
+            block_table=self.block_table,
+            num_tokens=self.case.num_past,
+            selection=self.selection,
+        )
+
+    def gradients(self, seed: int) -> _C.GradientPages:
+        return _C.GradientPages(
+            pool=pool_of(self.dkv_pool),
+            table=self.dkv_table,
+            dtype=str(self.case.dkv_dtype).removeprefix("torch."),
+            rounding_seed=seed,
+        )
+
+    def waves(self, borders: tuple[int, ...]) -> list[_C.Wave]:
+        spans = list(itertools.pairwise([0, *borders, self.case.pages]))
+        return [
+            _C.Wave(begin=begin, end=end, first=i == 0, last=i == len(spans) - 1)
+            for i, (begin, end) in enumerate(spans)
+        ]
 
     def forward(self, borders: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
@@ -151,14 +159,12 @@ class Problem:
         lse = torch.full(self.q.shape[:3], POISON, dtype=case.real)
         acc = torch.full(self.q.shape, POISON, dtype=case.real)
         stats = [torch.full(self.q.shape[:3], POISON, dtype=case.real) for _ in range(2)]
-        waves = self.waves(borders)
-        for i, (begin, end) in enumerate(waves):
-            first, last = i == 0, i == len(waves) - 1
+        state = _C.SoftmaxState(acc=acc, max=stats[0], sum=stats[1])
+        output = _C.Output(o=o, lse=lse)
+        for wave in self.waves(borders):
             _C.attention_forward(
-                q=self.q, k=self.k, v=self.v, o=o, lse=lse, **self._past(begin, end),
-                own_chunk=first, first_wave=first, last_wave=last,
-                acc=acc, max=stats[0], sum=stats[1],
-            )  # fmt: skip
+                chunk=self.chunk(), past=self.past(), output=output, wave=wave, state=state
+            )
         return o, lse
 
     def backward(
@@ -170,18 +176,17 @@ class Problem:
         dk, dv = torch.full_like(self.k, POISON), torch.full_like(self.v, POISON)
         dq_acc = torch.full(self.q.shape, POISON, dtype=case.real)
         delta = torch.full(self.q.shape[:3], POISON, dtype=case.real)
-        waves = self.waves(borders)
-        for i, (begin, end) in enumerate(waves):
-            first, last = i == 0, i == len(waves) - 1
+        for wave in self.waves(borders):
             _C.attention_backward(
-                q=self.q, k=self.k, v=self.v, o=o, d_o=self.d_o, lse=lse, d_lse=self.d_lse,
-                dq=dq, dk=dk, dv=dv, delta=delta, **self._past(begin, end),
-                own_chunk=first, first_wave=first, last_wave=last, dq_acc=dq_acc,
-                dkv_pool=self.dkv_pool.data_ptr(), dkv_unit_bytes=self.dkv_pool[0].nbytes,
-                dkv_num_units=len(self.dkv_pool),
-                dkv_table=self.dkv_table, dkv_dtype=str(case.dkv_dtype).removeprefix("torch."),
-                rounding_seed=seed,
-            )  # fmt: skip
+                chunk=self.chunk(),
+                past=self.past(),
+                output=_C.Output(o=o, lse=lse),
+                d_output=_C.Output(o=self.d_o, lse=self.d_lse),
+                d_chunk=_C.ChunkGradients(dq=dq, dk=dk, dv=dv),
+                state=_C.BackwardState(delta=delta, dq_acc=dq_acc),
+                gradients=self.gradients(seed),
+                wave=wave,
+            )
         past = [self.past_gradient(kind).to(case.real) for kind in range(2)]
         return (
             dq,
@@ -251,6 +256,14 @@ class Problem:
             dk[:, :, tokens] = 0
             dv[:, :, tokens] = 0
         return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": dk, "dv": dv}
+
+
+def pool_of(slots: torch.Tensor) -> _C.PagePool:
+    return _C.PagePool(
+        address=slots.data_ptr(),
+        slot_bytes=slots.stride(0) * slots.element_size(),
+        num_slots=len(slots),
+    )
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_case import Case, Problem, relative
+from native_calls import all_made, noun, with_other
+from paged_case import Case, Problem, pool_of, relative
 
 from oomb import _C
 
@@ -176,9 +177,8 @@ def test_page_write_round_trip() -> None:
     slots = torch.tensor([[5, 1, 6], [0, 7, -1]], dtype=torch.int32)
     summary = torch.full((2, 3, case.kv_heads, case.head_dim), 9.0).double()
     arguments = {
-        "k": problem.k, "v": problem.v, "kv_pool": pool.data_ptr(), "summary": summary,
-        "kv_slot_bytes": pool[0].nbytes, "kv_num_slots": len(pool), "slots": slots,
-        "page_size": 16, "num_rows": num_rows,
+        "k": problem.k, "v": problem.v, "pool": pool_of(pool), "summary": summary,
+        "slots": slots, "page_size": 16, "num_rows": num_rows,
     }  # fmt: skip
     _C.page_write(page_begin=0, page_end=2, **arguments)
     assert torch.equal(pool[6], before[6])
@@ -210,10 +210,9 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
             gradient = pool[table[b, page, kind], :, : rows.stop - rows.start].float()
             expected[kind][b, :, rows] += 2.5 * gradient
     _C.page_gradient_read(
-        dk=dk, dv=dv, dkv_pool=pool.data_ptr(), dkv_unit_bytes=pool[0].nbytes,
-        dkv_num_units=len(pool), dkv_table=table,
-        dkv_dtype=str(dkv_dtype).removeprefix("torch."), page_begin=1, page_end=3, page_size=16,
-        scale=2.5,
+        dk=dk, dv=dv, gradients=_C.GradientPages(
+            pool=pool_of(pool), table=table, dtype=str(dkv_dtype).removeprefix("torch.")
+        ), page_begin=1, page_end=3, page_size=16, scale=2.5,
     )  # fmt: skip
     for got, want in zip((dk, dv), expected, strict=True):
         torch.testing.assert_close(
@@ -270,7 +269,7 @@ def test_page_score(kind: str, heads: int, limits: bool, dtype: torch.dtype) -> 
     scores = torch.full((3, 3, heads, 6), 5.0, dtype=real)
     _C.page_score(
         q=q, summary=summary, scores=scores, kind=kind, num_past=num_past, page_size=page_size,
-        first_key=first_key, num_keys=num_keys,
+        visibility=_C.Visibility(first_key=first_key, num_keys=num_keys),
     )  # fmt: skip
     expected = reference_scores(q, summary, kind, heads, first_key, num_keys, num_past, page_size)
     tolerance = 1e-13 if dtype == torch.float64 else 3e-6
@@ -343,35 +342,88 @@ def test_what_is_not_needed_may_be_absent() -> None:
 def test_arguments_are_checked() -> None:
     problem = Problem(Case())
 
-    def message(**changes: Any) -> str:
-        o, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3]).double()
-        arguments = {
-            "q": problem.q, "k": problem.k, "v": problem.v, "o": o, "lse": lse,
-            **problem._past(0, 3), **changes,
-        }  # fmt: skip
+    good = {
+        "chunk": noun(
+            "Chunk", q=problem.q, k=problem.k, v=problem.v, scale=1.0, visibility=noun("Visibility")
+        ),
+        "past": noun(
+            "PastPages", page_size=16, block_table=problem.block_table, num_tokens=48,
+            pool=noun(
+                "PagePool", address=problem.kv_pool.data_ptr(), num_slots=len(problem.kv_pool),
+                slot_bytes=problem.kv_pool[0].nbytes,
+            ),
+        ),
+        "wave": noun("Wave", end=3),
+        "output": noun(
+            "Output", o=torch.empty_like(problem.q), lse=torch.empty(1, 4, 40).double()
+        ),
+    }  # fmt: skip
+    _C.attention_forward(**all_made(_C, good))
+
+    def message(path: str, value: Any) -> str:
         with pytest.raises(ValueError) as info:
-            _C.attention_forward(**arguments)
+            _C.attention_forward(**all_made(_C, with_other(good, path, value)))
         return str(info.value)
 
     q, k = problem.q, problem.k
-    assert message(q=q[0]) == "q: expected 4 dimensions, got 3"
-    assert message(v=3).startswith("v: expected a tensor, got int")
-    assert message(v=problem.v.float()) == "v: expected float64, got float32"
-    assert message(q=q.to(torch.int32)).startswith("q: expected float64, float32, float16 or")
-    assert message(v=problem.v[:, :, 1:]) == (
-        "v: expected shape [1, 2, 40, 16], got [1, 2, 39, 16]"
-    )
-    assert message(k=k.transpose(2, 3).contiguous().transpose(2, 3)).startswith(
-        "k: expected a contiguous last dimension"
-    )
-    assert message(q=q[:, :3]) == "q: expected heads in groups for 2 kv heads, got 3"
-    assert message(lse=torch.empty(1, 4, 40)) == "lse: expected float64, got float32"
-    assert message(page_size=0) == "page_size: expected 1 to 2^30 tokens, got 0"
-    assert message(page_end=4).startswith("page_begin, page_end: expected a range within 3")
-    assert message(block_table=problem.block_table.long()) == (
-        "block_table: expected int32, got another type"
-    )
-    assert message(window=-1).startswith("window: expected 0 or more")
-    assert message(kv_slot_bytes=8).startswith("kv_slot_bytes: expected at least")
-    assert message(first_wave=False).startswith("acc: expected a tensor, got NoneType")
-    assert message(num_keys=torch.ones(2, dtype=torch.int32)).startswith("num_keys: expected shape")
+    cases = [
+        ("chunk.q", q[0], "q: expected 4 dimensions, got 3"),
+        ("chunk.v", 3, "v: expected a tensor, got int"),
+        ("chunk.v", problem.v.float(), "v: expected float64, got float32"),
+        ("chunk.q", q.to(torch.int32), "q: expected float64, float32, float16 or"),
+        ("chunk.v", problem.v[:, :, 1:], "v: expected shape [1, 2, 40, 16], got [1, 2, 39, 16]"),
+        (
+            "chunk.k",
+            k.transpose(2, 3).contiguous().transpose(2, 3),
+            "k: expected a contiguous last dimension",
+        ),
+        ("chunk.q", q[:, :3], "q: expected heads in groups for 2 kv heads, got 3"),
+        ("output.lse", torch.empty(1, 4, 40), "lse: expected float64, got float32"),
+        (
+            "output.lse",
+            problem.block_table[None],
+            "lse: expected float32 or float64, got int32",
+        ),
+        ("output.o", q[:, 1:], "o: expected shape [1, 4, 40, 16], got [1, 3, 40, 16]"),
+        ("past.page_size", 0, "page_size: expected 1 to 2^30 tokens, got 0"),
+        ("wave.end", 4, "wave: expected a range within 3 past pages, got 0, 4"),
+        ("wave.begin", 4, "begin, end: expected a range of pages, got 4, 3"),
+        (
+            "past.block_table",
+            problem.block_table.long(),
+            "block_table: expected int32, got another type",
+        ),
+        ("past.block_table", None, "block_table: expected entries of 3 pages, got 0"),
+        ("chunk.visibility.window", -1, "window: expected 0 or more"),
+        ("past.pool", None, "past.pool: expected a PagePool, got None"),
+        ("past.pool.slot_bytes", 8, "past.pool: expected slots of at least 8192 bytes"),
+        ("past.pool.slot_bytes", -8, "slot_bytes: expected 0 or more, got -8"),
+        ("past.pool.num_slots", 0, "past.pool: expected at least 1 slot, got 0"),
+        ("past.pool.address", 0, "past.pool: expected an address aligned to elements of 8"),
+        ("wave.first", False, "state: expected a SoftmaxState, as there are other waves, got None"),
+        (
+            "chunk.visibility.num_keys",
+            torch.ones(2, dtype=torch.int32),
+            "num_keys: expected shape",
+        ),
+    ]
+    for path, value, text in cases:
+        assert message(path, value).startswith(text)
+
+
+def test_nouns_cannot_be_changed() -> None:
+    chunk = Problem(Case()).chunk()
+    with pytest.raises(AttributeError):
+        chunk.q = chunk.k  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        chunk.mask = chunk.k  # type: ignore[attr-defined]
+
+
+def test_a_noun_looks_at_its_tensors_again() -> None:
+    """A tensor that was resized meanwhile must not leave a kernel with its old memory."""
+    problem = Problem(Case())
+    output = _C.Output(o=torch.empty_like(problem.q), lse=torch.empty(1, 4, 40).double())
+    past = problem.past()
+    problem.block_table.resize_(1, 2)
+    with pytest.raises(ValueError, match="^block_table: expected entries of 3 pages, got 2"):
+        _C.attention_forward(chunk=problem.chunk(), past=past, output=output)

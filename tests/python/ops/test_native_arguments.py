@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_calls import Arguments, Noun, all_made, noun, with_other
 
 import oomb
 from oomb import _C
@@ -21,8 +23,6 @@ from oomb import _C
 ROOT = Path(__file__).resolve().parents[3]
 PAGES, PAGE, KV_HEADS, HEAD_DIM, SLOTS = 3, 4, 2, 8, 5
 INT = torch.int32
-
-Arguments = dict[str, Any]
 
 
 def tensor(*shape: int) -> torch.Tensor:
@@ -37,32 +37,43 @@ POOL = tensor(SLOTS, 2, KV_HEADS, PAGE, HEAD_DIM)
 UNITS = POOL.flatten(0, 1)
 
 
+def pool(slots: torch.Tensor) -> Noun:
+    return noun(
+        "PagePool", address=slots.data_ptr(), slot_bytes=slots[0].nbytes, num_slots=len(slots)
+    )
+
+
 def write() -> Arguments:
     rows = tensor(1, KV_HEADS, PAGES * PAGE, HEAD_DIM)
     return {
-        "k": rows, "v": rows.clone(), "kv_pool": POOL.data_ptr(), "kv_num_slots": SLOTS,
-        "kv_slot_bytes": POOL[0].nbytes, "slots": entries(0, 4, 2), "page_begin": 0,
-        "page_end": PAGES, "page_size": PAGE,
+        "k": rows, "v": rows.clone(), "pool": pool(POOL), "slots": entries(0, 4, 2),
+        "page_begin": 0, "page_end": PAGES, "page_size": PAGE,
     }  # fmt: skip
 
 
 def read() -> Arguments:
     rows = tensor(1, KV_HEADS, PAGES * PAGE, HEAD_DIM)
+    table = entries(0, 9, -1, -1, 4, 5).view(1, 3, 2)
     return {
-        "dk": rows, "dv": rows.clone(), "dkv_pool": UNITS.data_ptr(), "dkv_num_units": 2 * SLOTS,
-        "dkv_unit_bytes": UNITS[0].nbytes, "dkv_table": entries(0, 9, -1, -1, 4, 5).view(1, 3, 2),
-        "dkv_dtype": "float32", "page_begin": 0, "page_end": PAGES, "page_size": PAGE,
+        "dk": rows, "dv": rows.clone(), "gradients": noun(
+            "GradientPages", pool=pool(UNITS), table=table, dtype="float32"
+        ), "page_begin": 0, "page_end": PAGES, "page_size": PAGE,
     }  # fmt: skip
 
 
 def backward() -> Arguments:
     q, lse = tensor(1, KV_HEADS, 6, HEAD_DIM), tensor(1, KV_HEADS, 6)
-    rows = {name: q.clone() for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
-    gradients = {name: x for name, x in read().items() if name.startswith("dkv")}
-    return rows | gradients | {
-        "lse": lse, "delta": lse.clone(), "scale": 1.0, "page_size": PAGE,
-        "kv_pool": POOL.data_ptr(), "kv_slot_bytes": POOL[0].nbytes, "kv_num_slots": SLOTS,
-        "block_table": entries(0, 4, 2), "num_past": 10, "page_begin": 0, "page_end": PAGES,
+    return {
+        "chunk": noun("Chunk", q=q.clone(), k=q.clone(), v=q.clone(), scale=1.0),
+        "past": noun(
+            "PastPages", page_size=PAGE, pool=pool(POOL), block_table=entries(0, 4, 2),
+            num_tokens=10,
+        ),
+        "output": noun("Output", o=q.clone(), lse=lse),
+        "d_output": noun("Output", o=q.clone()),
+        "d_chunk": noun("ChunkGradients", dq=q.clone(), dk=q.clone(), dv=q.clone()),
+        "state": noun("BackwardState", delta=lse.clone()),
+        "gradients": read()["gradients"],
     }  # fmt: skip
 
 
@@ -74,43 +85,56 @@ def score() -> Arguments:
 
 
 TOO_FAR = r"-1 or a place below 5, got 5"
-CASES: list[tuple[Callable[..., None], Callable[[], Arguments], Arguments, str]] = [
-    (_C.page_write, write, {"slots": entries(0, 5, 2)}, f"slots: expected {TOO_FAR}"),
-    (_C.page_write, write, {"slots": entries(0, -2, 2)}, "slots: expected -1 or .* got -2"),
-    (_C.page_write, write, {"kv_num_slots": 4}, "slots: expected .* below 4, got 4"),
-    (_C.page_write, write, {"kv_num_slots": 0}, "kv_num_slots: expected a number above 0"),
-    (_C.page_write, write, {"kv_pool": 0}, "kv_pool: expected the address of the pool"),
-    (_C.page_write, write, {"kv_pool": POOL.data_ptr() + 1}, "kv_pool: expected .* aligned"),
-    (_C.page_write, write, {"kv_slot_bytes": 513}, "kv_slot_bytes: expected .* multiple of 4"),
-    (_C.page_write, write, {"kv_slot_bytes": 2**61}, "kv_slot_bytes: expected sizes whose product"),
-    (_C.page_write, write, {"page_size": 2**62}, r"page_size: expected 1 to 2\^30 tokens"),
-    (_C.page_write, write, {"k": tensor(1, 2, 12, 0)}, "head_dim: expected at least 1, got 0"),
-    (_C.page_write, write, {"k": tensor(1, 0, 12, 8)}, "k: expected at least 1 kv head, got 0"),
-    (_C.page_gradient_read, read, {"dkv_num_units": 9}, "dkv_table: expected .* below 9, got 9"),
-    (_C.page_gradient_read, read, {"dkv_unit_bytes": 2}, "dkv_table: expected .* below"),
-    (_C.page_gradient_read, read, {"dkv_pool": 0}, "dkv_pool: expected the address"),
+WRITE, READ = (_C.page_write, write), (_C.page_gradient_read, read)
+BACKWARD, SCORE = (_C.attention_backward, backward), (_C.page_score, score)
+ONE_OF_TWO = entries(0, -1, -1, -1, 4, 5).view(1, 3, 2)
+CASES: list[tuple[tuple[Callable[..., None], Callable[[], Arguments]], str, Any, str]] = [
+    (WRITE, "slots", entries(0, 5, 2), f"slots: expected {TOO_FAR}"),
+    (WRITE, "slots", entries(0, -2, 2), "slots: expected -1 or .* got -2"),
+    (WRITE, "pool.num_slots", 4, "slots: expected .* below 4, got 4"),
+    (WRITE, "pool.num_slots", 0, "pool: expected at least 1 slot, got 0"),
+    (WRITE, "pool.num_slots", -1, "num_slots: expected 0 or more, got -1"),
+    (WRITE, "pool.address", 0, "pool: expected an address aligned"),
+    (WRITE, "pool.address", POOL.data_ptr() + 1, "pool: expected an address aligned"),
+    (WRITE, "pool.slot_bytes", 513, "pool: expected slots of .* multiple of 4"),
+    (WRITE, "pool.slot_bytes", 2**61, "slot_bytes: expected sizes whose product"),
+    (WRITE, "page_size", 2**62, r"page_size: expected 1 to 2\^30 tokens"),
+    (WRITE, "k", tensor(1, 2, 12, 0), "head_dim: expected at least 1, got 0"),
+    (WRITE, "k", tensor(1, 0, 12, 8), "k: expected at least 1 kv head, got 0"),
+    (READ, "gradients.pool.num_slots", 9, "gradients.table: expected .* below 9, got 9"),
+    (READ, "gradients.pool.slot_bytes", 2, "gradients.table: expected .* below"),
+    (READ, "gradients.pool.slot_bytes", 0, "gradients.pool: expected slots of at least 1 byte"),
+    (READ, "gradients.pool.address", 0, "gradients.pool: expected an address"),
+    (READ, "gradients.dtype", "float16", "dtype: expected float64, float32 or bfloat16, got float"),
+    (READ, "gradients.dtype", "float64", "gradients.dtype: expected float32 or bfloat16, got"),
+    (READ, "gradients.table", None, "table: expected a tensor, got None"),
     (
-        _C.page_gradient_read,
-        read,
-        {"dkv_table": entries(0, -1, -1, -1, 4, 5).view(1, 3, 2)},
-        "dkv_table: expected aligned places for both dK and dV of page 0, .* got 0, -1",
+        READ,
+        "gradients.table",
+        ONE_OF_TWO,
+        "gradients.table: expected aligned places for both dK and dV of page 0, .* got 0, -1",
     ),
-    (_C.attention_backward, backward, {"dkv_num_units": 9}, "dkv_table: expected .* below 9"),
-    (_C.attention_backward, backward, {"block_table": entries(0, 5, 2)}, "block_table: expected"),
-    (_C.attention_backward, backward, {"num_past": 2**63 - 1}, r"num_past: expected 0 to 2\^30"),
-    (_C.page_score, score, {"num_past": 2**63 - 1}, r"num_past: expected 0 to 2\^30 tokens"),
-    (_C.page_score, score, {"page_size": 2**63 - 1}, r"page_size: expected 1 to 2\^30 tokens"),
-    (_C.page_score, score, {"summary": tensor(1, 3, 0, 8)}, "k: expected at least 1 kv head"),
+    (BACKWARD, "gradients.pool.num_slots", 9, "gradients.table: expected .* below 9"),
+    (BACKWARD, "past.block_table", entries(0, 5, 2), "block_table: expected"),
+    (BACKWARD, "past.num_tokens", 2**63 - 1, r"num_tokens: expected 0 to 2\^30"),
+    (BACKWARD, "d_output.o", tensor(1, KV_HEADS, 5, HEAD_DIM), "d_output.o: expected shape"),
+    (BACKWARD, "state.delta", tensor(1, KV_HEADS, 5), "delta: expected shape"),
+    (SCORE, "num_past", 2**63 - 1, r"num_past: expected 0 to 2\^30 tokens"),
+    (SCORE, "page_size", 2**63 - 1, r"page_size: expected 1 to 2\^30 tokens"),
+    (SCORE, "summary", tensor(1, 3, 0, 8), "k: expected at least 1 kv head"),
+    (SCORE, "kind", "mean", "kind: expected block_mean or token_softmax, got mean"),
+    (SCORE, "visibility", noun("Visibility", window=5), "visibility: expected no window"),
 ]
 
 
-@pytest.mark.parametrize(("call", "good", "changes", "text"), CASES)
+@pytest.mark.parametrize(("call", "path", "value", "text"), CASES)
 def test_refused(
-    call: Callable[..., None], good: Callable[[], Arguments], changes: Arguments, text: str
+    call: tuple[Callable[..., None], Callable[[], Arguments]], path: str, value: Any, text: str
 ) -> None:
-    call(**good())
+    operation, good = call
+    operation(**all_made(_C, good()))
     with pytest.raises(ValueError, match=f"^{text}"):
-        call(**good() | changes)
+        operation(**all_made(_C, with_other(good(), path, value)))
 
 
 def test_elements_must_be_aligned() -> None:
@@ -125,9 +149,10 @@ def test_a_window_beyond_all_keys_is_none() -> None:
         torch.manual_seed(0)
         q = torch.randn(1, KV_HEADS, 6, HEAD_DIM)
         o, lse = torch.empty_like(q), tensor(1, KV_HEADS, 6)
+        chunk = _C.Chunk(q=q, k=q, v=q, scale=1.0, visibility=_C.Visibility(window=window))
         _C.attention_forward(
-            q=q, k=q, v=q, o=o, lse=lse, scale=1.0, page_size=PAGE, window=window
-        )  # fmt: skip
+            chunk=chunk, past=_C.PastPages(page_size=PAGE), output=_C.Output(o=o, lse=lse)
+        )
         results.append(o)
     assert torch.equal(*results)
 
@@ -185,6 +210,20 @@ class TestPageManager:
             manager.block_table(0)
         self.begin(manager)
         assert np.asarray(manager.block_table(0)).tolist() == [[-1, -1]]
+
+
+def test_counters_are_those_of_the_snapshot() -> None:
+    """Progress reads them instead of walking all pages."""
+    manager = _C.PageManager(device="cpu", slot_bytes=64, device_slots=8, host_slots=8)
+    visits = np.array([[0, 0, 0, 3]], np.int32)
+    manager.begin_call(num_layers=1, pages_per_sequence=[3], grad_slots=1, visits=visits)
+    manager.create(0, 0, 2)
+    counters, snapshot = manager.stats(), json.loads(manager.snapshot())
+    for tier, state in (("device", counters.device), ("host", counters.host)):
+        for name, value in snapshot[tier].items():
+            assert getattr(state, name) == value, (tier, name)
+    assert counters.device.taken_bytes == 2 * 64
+    assert counters.host.taken_bytes == 0
 
 
 def test_the_page_managers_example() -> None:

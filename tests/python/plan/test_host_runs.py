@@ -30,4 +30,4 @@ def test_stored_pages_are_neighbours_on_the_host() -> None:
     run = DryRun(call, Caps(device_slots=8192, host_slots=1, host_capacity=2**18))
     stored = run.run().d2h_bytes / call.layout.slot_bytes
     # 25; where pages keep their place for good: 5.
-    assert stored / run._pages.manager.stats()["stored_runs"] > 15
+    assert stored / run._pages.manager.stats().stored_runs > 15
