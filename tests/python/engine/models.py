@@ -26,6 +26,18 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+# Of models that one test makes with :func:`of`.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
 # name: (class prefix in transformers, settings besides the sizes above)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -105,6 +117,17 @@ def make(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> PreT
     if dtype == torch.float64:
         keep_norms_in_float64(model)
     return model.eval()
+
+
+def of(prefix: str, **settings: Any) -> Any:
+    """A causal model of ``SIZES`` in eval mode, with the weights that its class gives it.
+
+    Args:
+        settings: of its config; ``config`` and ``model`` name other classes than the prefix does.
+    """
+    kind = getattr(transformers, settings.pop("config", f"{prefix}Config"))
+    build = getattr(transformers, settings.pop("model", f"{prefix}ForCausalLM"))
+    return build(kind(**{**SIZES, **settings})).eval()
 
 
 def spread_weights(model: nn.Module, seed: int = 1) -> None:

@@ -12,21 +12,10 @@ from torch import nn
 
 import oomb
 
-from .models import make, spread_weights
+from .models import SIZES, make, of, spread_weights
 from .reference import assert_equal, chunked, ordinary, random_ids
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-
 
 # Decoders of the same parts, at most with another window, experts, or positions that are learnt.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -91,7 +80,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "first_k_dense_replace": 2,
     },
-    "Bert": {"class": "BertLMHeadModel", "is_decoder": True},  # layers one level further inside
+    "Bert": {"model": "BertLMHeadModel", "is_decoder": True},  # layers one level further inside
     "GPTBigCode": {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256},
 }
 
@@ -102,11 +91,9 @@ def test_other_decoders_of_the_same_parts_work(name: str) -> None:
     settings = dict(OTHERS[name])
     prefix = name.split(" ")[0]
     text = "Text" if prefix.startswith(("Gemma3n", "Gemma4")) else ""
-    kind = getattr(transformers, settings.pop("config", f"{prefix}{text}Config"))
-    build = getattr(transformers, settings.pop("class", f"{prefix}ForCausalLM"))
-    model = build(kind(**{**SIZES, **settings}))
+    model = of(prefix, **{"config": f"{prefix}{text}Config", **settings})
     spread_weights(model)
-    model = model.double().eval()
+    model = model.double()
     model.set_attn_implementation("sdpa")
     model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():

@@ -16,8 +16,8 @@ from oomb.engine.two_pass import TwoPass
 from .models import make
 from .recurrent_models import make_recurrent
 from .reference import EXACT, Gradients, random_ids, take_gradients
-from .test_two_pass import Values, assert_close, ordinary_values, values_of
 from .tiers import slot_bytes
+from .two_pass_losses import Values, assert_close, ordinary_values, values_of
 
 SETTINGS: dict[str, Any] = {"chunk_size": 16, "page_size": 8}
 

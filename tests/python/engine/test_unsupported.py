@@ -20,26 +20,10 @@ from transformers.masking_utils import sdpa_mask
 import oomb
 from oomb.model.causal import check_places
 
-from .models import make, spread_weights
+from .models import SIZES, make, of, spread_weights
 from .reference import assert_equal, chunked, ordinary, random_ids
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-
-
-def of(prefix: str, **settings: Any) -> nn.Module:
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings})
-    made: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
-    return made.eval()
 
 
 def gemma2() -> nn.Module:
@@ -47,32 +31,17 @@ def gemma2() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
-    return transformers.MambaForCausalLM(config).eval()  # type: ignore[no-any-return]
+    return of("Mamba")
 
 
 def mamba2() -> nn.Module:
-    config = transformers.Mamba2Config(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_heads=4,
-        head_dim=16,
-        state_size=8,
-        n_groups=1,
-    )
-    return transformers.Mamba2ForCausalLM(config).eval()  # type: ignore[no-any-return]
+    return of("Mamba2", num_heads=12, state_size=8, n_groups=1)
 
 
 def jamba() -> nn.Module:
     """In bf16, with steps so small that a state which is lost would hardly be seen."""
-    config = transformers.JambaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+    model = of(
+        "Jamba",
         attn_layer_period=2,
         attn_layer_offset=1,
         num_experts=1,
@@ -81,10 +50,9 @@ def jamba() -> nn.Module:
         mamba_dt_rank=4,
         use_mamba_kernels=False,
     )
-    model = transformers.JambaForCausalLM(config).eval()
     with torch.no_grad():
         model.model.layers[0].mamba.dt_proj.bias.fill_(-6.9)
-    return model.to(torch.bfloat16)  # type: ignore[no-any-return]
+    return model.to(torch.bfloat16)
 
 
 def t5() -> nn.Module:

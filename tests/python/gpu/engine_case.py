@@ -25,6 +25,23 @@ def make_model(dtype: torch.dtype, head_dim: int = 64, device: str = "cuda") -> 
     return Qwen2ForCausalLM(config).to(device=device, dtype=dtype)
 
 
+def make_pair() -> tuple[Qwen2ForCausalLM, Qwen2ForCausalLM]:
+    """A model in bf16 with a vocabulary that the loss cuts, and its weights in fp32."""
+    config = Qwen2Config(
+        vocab_size=5000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16)
+    exact = Qwen2ForCausalLM(config).to("cuda", torch.float32)
+    exact.load_state_dict(model.state_dict())
+    return model, exact
+
+
 def tokens(batch: int = 1, device: str = "cuda") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(VOCABULARY, (batch, TOKENS), generator=generator).to(device)

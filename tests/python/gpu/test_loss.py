@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from engine_case import make_pair
+from transformers import Qwen2ForCausalLM
 
 import oomb
 from oomb.core.loss import ChunkLoss
@@ -63,18 +64,7 @@ def test_gradient_in_place_is_rounded_once(vocabulary: int, dtype: torch.dtype) 
 
 def test_the_kernel_changes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients with it are as near to fp32 as without, and the same in every run."""
-    config = Qwen2Config(
-        vocab_size=5000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16)
-    exact = Qwen2ForCausalLM(config).to("cuda", torch.float32)
-    exact.load_state_dict(model.state_dict())
+    model, exact = make_pair()
     ids = torch.randint(5000, (1, 3000), device="cuda")
 
     def gradients(of: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_case import make_pair
 from torch.nn import functional as F
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 import oomb
 
@@ -17,18 +18,7 @@ pytestmark = pytest.mark.gpu
 def test_gradients_are_as_near_to_fp32_as_those_of_autograd(
     entropies: bool, temperature: float
 ) -> None:
-    config = Qwen2Config(
-        vocab_size=5000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16)
-    exact = Qwen2ForCausalLM(config).to("cuda", torch.float32)
-    exact.load_state_dict(model.state_dict())
+    model, exact = make_pair()
     ids = torch.randint(5000, (2, 2500), device="cuda")
 
     def loss(logprobs: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:

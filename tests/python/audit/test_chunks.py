@@ -1,0 +1,118 @@
+"""Audits of sampled and truncated chunks against ordinary runs of every draw."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import oomb
+from engine.dense_mask import Visible, dense_attention
+from engine.models import make
+from engine.reference import chunked, ordinary, random_ids
+from oomb.audit import audit
+
+from .likeness import CHUNK, CLOSE, CONFIG, PAGE, TOKENS, assert_close, likeness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(oomb.SampledChunks):
+    chunks: tuple[int, ...] = ()
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return list(self.chunks)
+
+
+def vectors(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    rule: oomb.SampledChunks,
+    subsets: list[tuple[int, ...]],
+) -> torch.Tensor:
+    """[subsets, parameters]: the gradient that each subset gives."""
+    rows = []
+    for chunks in subsets:
+        fixed = Fixed(keep=rule.keep, cap=rule.cap, chunks=chunks)
+        config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, backward=fixed)
+        gradients = chunked(model, config, ids, ids).gradients
+        names = sorted(n for n, _ in model.named_parameters())
+        rows.append(torch.cat([gradients[n].flatten() for n in names]))
+    return torch.stack(rows)
+
+
+def exact_vector(model: PreTrainedModel, ids: torch.Tensor, part: str = "") -> torch.Tensor:
+    gradients = ordinary(model, ids, ids).gradients
+    return torch.cat([gradients[n].flatten() for n in sorted(gradients) if part in n])
+
+
+@pytest.mark.parametrize("cap", [None, 1.0, 2.0])
+def test_spread_is_that_over_all_subsets(cap: float | None) -> None:
+    model, ids = make("llama"), random_ids(1, 60)
+    rule = oomb.SampledChunks(keep=0.3, cap=cap)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[rule], draws=16).sampled
+    assert found.exhaustive and found.draws == 16
+    subsets = [c for n in range(5) for c in itertools.combinations(range(4), n)]
+    powers = [0.3 ** len(c) * 0.7 ** (4 - len(c)) for c in subsets]
+    weights = torch.tensor(powers, dtype=torch.float64)
+    estimates, exact = vectors(model, ids, rule, subsets), exact_vector(model, ids)
+    mean = (weights[:, None] * estimates).sum(0)
+    spread = (weights * (estimates - mean).square().sum(1)).sum().sqrt() / exact.norm()
+    error = (weights * (estimates - exact).square().sum(1)).sum().sqrt() / exact.norm()
+    assert abs(found.gradient.spread - float(spread)) < CLOSE
+    assert abs(found.gradient.error - float(error)) < CLOSE
+    assert abs(found.gradient.bias - float((mean - exact).norm() / exact.norm())) < CLOSE
+    assert (found.gradient.bias < 1e-12) == (cap is None)
+    single = (estimates - exact).norm(dim=1) / exact.norm()
+    assert sorted(found.errors) == pytest.approx(sorted(single.tolist()), rel=1e-9)
+    assert sum(w * loss for w, loss in zip(found.weights, found.losses, strict=True)) == (
+        pytest.approx(float(ordinary(model, ids, ids).loss), rel=1e-12)
+    )
+
+
+def test_layers_spread_by_their_own_parameters() -> None:
+    model, ids = make("llama"), random_ids(1, 40)
+    rule = oomb.SampledChunks(keep=0.5)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[rule], draws=8).sampled
+    subsets = [c for n in range(4) for c in itertools.combinations(range(3), n)]
+    names = sorted(n for n, _ in model.named_parameters())
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    estimates = vectors(model, ids, rule, subsets)
+    for index, layer in enumerate(found.layers):
+        own = torch.cat([torch.full((sizes[n],), f"layers.{index}." in n) for n in names])
+        exact = exact_vector(model, ids, f"layers.{index}.")
+        distances = (estimates[:, own] - exact).square().sum(1).mean()
+        assert layer is not None
+        assert abs(layer.error - float(distances.sqrt() / exact.norm())) < CLOSE
+
+
+def test_random_draws_are_those_of_the_rule() -> None:
+    model, ids = make("llama"), random_ids(1, TOKENS)
+    rule = oomb.SampledChunks(keep=0.5, seed=3)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[rule], draws=6).sampled
+    assert not found.exhaustive and found.draws == 6
+    drawn = [tuple(rule.draw(5, step)) for step in range(6)]
+    estimates, exact = vectors(model, ids, rule, drawn), exact_vector(model, ids)
+    mean = estimates.mean(0)
+    variance = (estimates - mean).square().sum(1).sum() / 5  # of a sample of 6
+    assert abs(found.gradient.spread - float(variance.sqrt() / exact.norm())) < CLOSE
+    assert abs(found.gradient.bias - float((mean - exact).norm() / exact.norm())) < CLOSE
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_truncated_chunks_are_compared_as_they_are(window: int) -> None:
+    """With an ordinary backward in which farther keys and values are constants."""
+    model, ids = make("llama"), random_ids(1, TOKENS)
+    rule = oomb.TruncatedChunks(window=window)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[rule]).truncated
+    visible = Visible(1, TOKENS, CHUNK, PAGE, [], window=window)
+    with dense_attention(model, visible):
+        gradients = ordinary(model, ids, ids).gradients
+    whole = torch.cat([gradients[n].flatten() for n in sorted(gradients)])
+    assert_close(found.gradient, likeness(whole, exact_vector(model, ids)))
+    for index, layer in enumerate(found.layers):
+        part = f"layers.{index}."
+        own = torch.cat([gradients[n].flatten() for n in sorted(gradients) if part in n])
+        assert_close(layer, likeness(own, exact_vector(model, ids, part)))
