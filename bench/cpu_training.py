@@ -51,7 +51,7 @@ def main() -> None:
         "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
     )
     parser.add_argument(
-        "--keep-outputs", default="none", help="auto, none, all or a share: Config(keep_outputs=…)"
+        "--keep-outputs", default="auto", help="auto, all, none or a share: Config(keep_outputs=…)"
     )
     parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ def measured(path: pathlib.Path) -> list[dict[str, Any]]:
     ours = [row for row in rows if isinstance(row, dict) and "attention" in row]
     if any("optimizer_seconds" in row for row in ours):
         return []
-    settings = ("tokens", "device_memory", "keep_outputs")
+    settings = ("tokens", "device_memory", "keep_outputs", "chunk_size")
     return list({tuple(row.get(name) for name in settings): row for row in ours}.values())
 
 
@@ -40,6 +40,8 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
         kv_grad_dtype=row["kv_grad_dtype"],
         main_grad_dtype=row.get("main_grad_dtype", "float32"),
         chunk_size=row.get("chunk_size", 4096),
+        page_size=row.get("page_size", 128),
+        recompute=row.get("recompute", "auto"),
         device_memory=row["device_peak_bytes"],
         keep_outputs=kept,
     )
@@ -48,6 +50,7 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
     assert plan.seconds is not None
     name = [row["attention"], f"{row['tokens']:,}", row["kv_grad_dtype"]]
     name += [f"{row['device_peak_bytes'] / GIB:.0f} GiB on the GPU"]
+    name += [f"chunk {config.chunk_size}"] if config.chunk_size != 4096 else []
     name += [f"{kept:.0%} of outputs kept"] if kept else []
     name += [row["selection"]] if row["attention"] == "topk" else []
     pairs = [

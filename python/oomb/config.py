@@ -318,9 +318,9 @@ class Config:
             attention, ``"auto"`` decides once for each size of a chunk by what fits. Changes no bit
             of the result.
         keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
-            does not compute them again then: ``"none"``, ``"all"``, a share in [0, 1] of them (the
-            most worthwhile first), or ``"auto"``: those that save more time than their copies take,
-            as far as pages leave room. Changes no bit of the result.
+            does not compute them again then: ``"auto"``, those that save more time than their
+            copies take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of
+            them (the most worthwhile first). Changes no bit of the result.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
@@ -337,7 +337,7 @@ class Config:
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     main_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
-    keep_outputs: Literal["auto", "none", "all"] | float = "none"
+    keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False

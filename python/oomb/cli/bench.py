@@ -40,7 +40,7 @@ def step(
         str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
     ] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
-    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "none",
+    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
@@ -115,6 +115,9 @@ def step(
             "model": model,
             "attention": attention,
             "selection": selection,
+            "chunk_size": chunk_size,
+            "page_size": page_size,
+            "recompute": recompute,
             "device_memory": device_memory,
             "kv_grad_dtype": kv_grad_dtype,
             "main_grad_dtype": main_grad_dtype,

@@ -33,7 +33,7 @@ def run(
     steps: int,
     device: str,
     against: bool,
-    about: dict[str, str],
+    about: dict[str, str | int],
     out: Path | None,
     plot: Path | None,
 ) -> None:

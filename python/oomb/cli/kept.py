@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KEEP_HELP = "none, all, auto or a share: attention's outputs kept for the sweep."
+KEEP_HELP = "auto, all, none or a share: attention's outputs kept for the sweep."
 
 
 def share_or_word(text: str) -> float | str:

@@ -74,7 +74,7 @@ def plan(
         str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
     ] = "float32",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
-    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "none",
+    keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
     ] = "adamw_torch_fused",

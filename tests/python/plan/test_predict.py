@@ -36,14 +36,15 @@ def test_a_model_that_fits() -> None:
     prediction = result.prediction
     assert result.fits
     assert result.longest_context is None
-    assert prediction.host_pool_bytes == 0
     assert prediction.config.kv_grad_dtype == "float32"
     assert prediction.device_bytes < prediction.machine.device_bytes
     # keys and values and their fp32 gradients, of all but the last chunk
     pages = (2**17 - 4096) * 28 * 2 * 4 * 128 * (2 + 4)
-    assert prediction.device_pool_bytes == pytest.approx(pages, rel=0.02)
+    pools = prediction.device_pool_bytes + prediction.host_pool_bytes
+    assert pools - prediction.kept_output_bytes == pytest.approx(pages, rel=0.02)
+    assert prediction.host_pool_bytes < prediction.kept_output_bytes  # no page leaves the device
     assert prediction.basis == "datasheet"
-    assert prediction.seconds == pytest.approx(41, rel=0.2)  # as measured on an H200
+    assert prediction.seconds == pytest.approx(34.2, rel=0.1)  # as measured on an H200
     assert prediction.torch_peak_bytes < prediction.device_bytes
 
 
