@@ -53,7 +53,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "multi_query_group_num": 2,
     "head_dim": 8,
-    "global_head_dim": 8,
+    "global_head_dim": 16,
     "kv_channels": 8,
     "max_position_embeddings": 512,
     "n_positions": 512,
@@ -131,8 +131,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4, "rotary_dim": 4},
     "mimo_v2_flash": {
         "num_key_value_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "swa_num_attention_heads": 6,
+        "num_attention_heads": 8,  # layers with a window have twice the key heads
+        "head_dim": 24,  # a third of it rotates
+        "v_head_dim": 16,
     },
     "deepseek_v32": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
     "glm_moe_dsa": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
@@ -140,6 +141,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 32], "axial_pos_shape": [8, 8]},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    # Padding stands for images too, which a text has none of.
+    "gemma4": dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), 0),
+    "gemma4_unified": dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), 0),
     "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0]},
 }
 _SECONDS = 60  # that one family may take
@@ -262,8 +266,8 @@ written by `python scripts/model_families.py --page docs/models.md`.
 
 {exact} families are exact, {refused} are refused, {wrong} are wrong or crash, and {unbuilt} cannot
 be made tiny by the script. Gradients agree to 1e-12 where a model's own code stays in fp64; norms,
-routers and recurrences that round to fp32 agree to about 1e-7. Layers of the tiny models are alike
-in size; released ones of Gemma 4 are not, and are refused.
+routers and recurrences that round to fp32 agree to about 1e-7. Layers may differ in heads and head
+dims, and read one another's keys and values, as in the released sizes of Gemma 4.
 
 On a GPU attention runs on tensor cores with heads of 64 and 128 in bf16, and of 256 on Hopper;
 other sizes, those of latent attention among them, run on the plain kernels, which are correct and

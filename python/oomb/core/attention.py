@@ -65,7 +65,7 @@ class ChunkAttention:
         pages, chunk = self.pages, run.chunk
         if run.phase == "fill":
             pages.write(layer, chunk, self._writing(chunk, layer, k, v))
-        ends = run.ends_with == "pages" and layer == pages.num_layers - 1
+        ends = run.ends_with == "pages" and layer == pages.layers.last_filled
         if pages.choice is not None:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep
             if is_read and pages.choice.lists.wanted(layer, chunk):
@@ -188,7 +188,7 @@ class ChunkAttention:
         """Writes keys and values [B, Hkv, C, D] of a chunk, and their mean keys."""
         pages = self.pages
         begin, end = pages.chunks.span(chunk)
-        first, last = pages.chunks.pages(chunk)
+        first, last = pages.layers.chunks[layer].pages(chunk)
         num_rows = None
         if pages.num_keys is not None:
             num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
@@ -202,7 +202,7 @@ class ChunkAttention:
                 slots=pages.tables[layer][:, first:last],
                 page_begin=page_begin,
                 page_end=page_end,
-                page_size=pages.layout.page_size,
+                page_size=pages.layout.page_size_of(layer),
                 num_rows=num_rows,
                 summary=None if summary is None else summary[:, first:last],
                 stream=pages.stream,
@@ -223,7 +223,7 @@ class ChunkAttention:
                 gradients=pages.own_gradients(layer, chunk),
                 page_begin=page_begin,
                 page_end=page_end,
-                page_size=pages.layout.page_size,
+                page_size=pages.layout.page_size_of(layer),
                 scale=pages.dkv_factor,
                 stream=pages.stream,
             )

@@ -50,12 +50,12 @@ class CallPages(PageProtocol):
     @cached_property
     def tables(self) -> list[torch.Tensor]:
         """Per layer int32 [batch, pages]: the slot of each page."""
-        return [_table(self.manager.block_table(layer)) for layer in range(self.num_layers)]
+        return [_table(self.manager.block_table(layer)) for layer in self.layers.sources]
 
     @cached_property
     def gradient_tables(self) -> list[torch.Tensor]:
         """Per layer int32 [batch, pages, 2]: the slots of each page's gradient."""
-        return [_table(self.manager.gradient_table(layer)) for layer in range(self.num_layers)]
+        return [_table(self.manager.gradient_table(layer)) for layer in self.layers.sources]
 
     @property
     def stream(self) -> int:
@@ -98,7 +98,7 @@ class CallPages(PageProtocol):
         """
         lists = None if self.choice is None else self.choice.lists.on_device(layer, chunk)
         return _C.PastPages(
-            page_size=self.layout.page_size,
+            page_size=self.layout.page_size_of(layer),
             pool=self.pool,
             block_table=_behind(self.tables[layer], shift),
             num_tokens=self.chunks.past_tokens(chunk),
@@ -112,7 +112,7 @@ class CallPages(PageProtocol):
 
     def own_gradients(self, layer: int, chunk: int) -> _C.GradientPages:
         """What later chunks have left on a chunk's own keys and values."""
-        first, last = self.chunks.pages(chunk)
+        first, last = self.layers.chunks[layer].pages(chunk)
         return self._gradient_pages(self.gradient_tables[layer][:, first:last], seed=0)
 
     def _gradient_pages(self, table: torch.Tensor, seed: int) -> _C.GradientPages:
@@ -154,9 +154,9 @@ def begin_pages(
         device=demand.device,
         layout=demand.layout,
         chunks=chunks,
+        layers=demand.layers,
         order=call_order(
-            chunks,
-            [shape.window for shape in demand.shapes],
+            demand.layers,
             chunks.number if demand.whole_fill else demand.filled,
             swept,
             whole_fill=demand.whole_fill or demand.fills_all,
@@ -164,7 +164,6 @@ def begin_pages(
             output_span=outputs.span,
         ),
         outputs=outputs,
-        num_layers=len(demand.shapes),
         first_key=demand.inputs.first_key,
         num_keys=demand.inputs.num_keys,
         swept=swept,

@@ -69,7 +69,9 @@ class Copying:
         linear = self.linear_flops * (end - begin) * demand.batch
         hidden = machinery.hidden / machinery.over_link
         slot, grad_slots = demand.layout.slot_bytes, demand.layout.grad_slots
-        own = self._spilled * demand.chunks.most_pages * demand.batch * slot
+        layers = demand.layers
+        stored = layers.chunks[layer].most_pages if layers.stores(layer) else 0
+        own = self._spilled * stored * demand.batch * slot
         past = self.missing * self._past_pages(chunk, layer) * slot
         store = num_bytes - max(0.0, hidden * (linear + flops) - own)
         # Backward of the linear layers costs as much as their forward at least, where weights are
@@ -86,9 +88,10 @@ class Copying:
     def _past_pages(self, chunk: int, layer: int) -> float:
         demand = self.demand
         window = demand.shapes[layer].window
-        past = demand.chunks.past_pages(chunk)
+        chunks = demand.layers.chunks[layer]
+        past = chunks.past_pages(chunk)
         if window:
-            seen = float(past - first_page_in_window(demand.chunks, chunk, window))
+            seen = float(past - first_page_in_window(chunks, chunk, window))
         else:
             seen = past * demand.chosen_share(past)
         return seen * demand.batch

@@ -48,11 +48,13 @@ class GradientReach:
         """The first chunk that the gradient of ``chunk`` reaches."""
         return 0 if self.window is None else max(0, chunk - self.window)
 
-    def at_once(self, num_layers: int) -> int:
+    def at_once(self, num_layers: int, *, shared: bool = False) -> int:
         """Chunks with gradient pages, in every layer, at most.
 
         A layer's own are read after it has added to its past, as the diagram shows. Other layers
-        have given back the keys and values of that chunk by then; a single layer has not.
+        have given back the keys and values of that chunk by then; a single layer has not, nor have
+        layers whose keys and values others read (``shared``), which are the first to add.
         """
         number, earlier = len(self.at_start), len(self.swept[:-1])
-        return min(number + 1, earlier) if self.window and num_layers == 1 else number
+        one_more = self.window and (num_layers == 1 or shared)
+        return min(number + 1, earlier) if one_more else number

@@ -114,8 +114,8 @@ class KeptOutputs:
 class Keeping:
     """What could be kept in a call, the most worthwhile first.
 
-    The last layer's output is not there in the fill, which ends at its keys and values; nor is that
-    of the last chunk, which is not filled.
+    The last layer's output is not there in the fill, which ends at the last keys and values that
+    are stored; nor is that of the last chunk, which is not filled.
 
     Attributes:
         none: sizes, and nothing kept.
@@ -135,9 +135,11 @@ class Keeping:
         swept: Sequence[int],
         batch: int,
         budget: int | None,
+        last_filled: int | None = None,
     ) -> Keeping:
         """
         Args:
+            last_filled: layer at whose keys and values the fill ends; None: the last.
             swept: chunks that receive gradient, ascending.
             budget: past tokens that a query sees at most, where there is no window; None: all.
         """
@@ -157,7 +159,7 @@ class Keeping:
             (chunk, layer): worth(chunk, layer)
             for chunk in swept[:-1]
             if _is_whole(chunks, chunk)
-            for layer in range(len(shapes) - 1)
+            for layer in range(len(shapes) - 1 if last_filled is None else last_filled)
         }
         order = sorted(found, key=lambda place: (-found[place], -place[0], place[1]))
         return Keeping(none, tuple(order), tuple(found[place] for place in order))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from oomb.config import Config
+from oomb.core.tiers import PageLayout
+from oomb.model.causal import LayerShape
 
 # A visit reads KV; or reads KV and adds to its gradient; or reads what was added; or, where it was
 # kept, the output of attention instead of KV.
@@ -75,15 +77,91 @@ class Chunks:
 
 
 @dataclass(frozen=True)
+class PagedLayers:
+    """Layers with attention, and where their keys and values stand.
+
+    Attributes:
+        windows: sliding window of each, 0: none. Pages outside a chunk's window are not read.
+        chunks: as each of them cuts them into its pages.
+        sources: of each, the layer whose keys and values it reads: mostly its own.
+        last_filled: the fill ends there; no layer behind it stores keys and values.
+    """
+
+    windows: tuple[int, ...]
+    chunks: tuple[Chunks, ...]
+    sources: tuple[int, ...]
+    last_filled: int
+
+    @staticmethod
+    def of(
+        shapes: Sequence[LayerShape], chunks: Chunks, layout: PageLayout, *, chooses: bool
+    ) -> PagedLayers:
+        """
+        Args:
+            chooses: a page rule does. It chooses in the fill, in every layer: the fill ends at the
+                last one.
+        """
+        layers = range(len(shapes))
+        sources = tuple(
+            layer if shape.source is None else shape.source for layer, shape in enumerate(shapes)
+        )
+        sizes = [layout.page_size_of(layer) for layer in layers]
+        cut = {size: replace(chunks, page_size=size) for size in set(sizes)}
+        return PagedLayers(
+            windows=tuple(shape.window for shape in shapes),
+            chunks=tuple(cut[size] for size in sizes),
+            sources=sources,
+            last_filled=layers[-1] if chooses else max(sources),
+        )
+
+    @staticmethod
+    def alike(chunks: Chunks, windows: Sequence[int]) -> PagedLayers:
+        """Layers of one shape, each with keys and values of its own."""
+        number = len(windows)
+        return PagedLayers(tuple(windows), (chunks,) * number, tuple(range(number)), number - 1)
+
+    @property
+    def number(self) -> int:
+        return len(self.sources)
+
+    @property
+    def storing(self) -> list[int]:
+        """Layers that have pages of their own."""
+        return sorted(set(self.sources))
+
+    @property
+    def shared(self) -> bool:
+        """Some layer reads another one's pages."""
+        return len(self.storing) < self.number
+
+    @property
+    def choosing_from(self) -> list[int]:
+        """Layers whose pages a page rule chooses among, in one layer or several."""
+        return sorted(
+            {s for s, window in zip(self.sources, self.windows, strict=True) if not window}
+        )
+
+    def stores(self, layer: int) -> bool:
+        return self.sources[layer] == layer
+
+    def last_reader(self, source: int) -> int:
+        """The last layer that reads the keys and values of ``source``; the first in a backward."""
+        return max(layer for layer in range(self.number) if self.sources[layer] == source)
+
+
+@dataclass(frozen=True)
 class Order:
     """The known order of a call's reads: a row (layer, kind, first page, last page + 1) per visit.
 
     Time runs down the rows:
 
-        fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output)
+        fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output;
+                                              less far where the last layers store nothing)
                paired: layer 0 of chunks 0 and 1, layer 1 of chunks 0 and 1, …, then chunks 2 and 3
         sweep  chunk last … 0: layer 0 … L-1 read (KV, or the output that the fill kept), then
                L-1 … 0 read and accumulate, each followed by the chunk's own gradient
+
+    A layer that reads another one's keys and values stands there by the number of that one.
 
     Where a chunk's past is in several ranges, each has a row of its own, one after the other.
 
@@ -112,8 +190,7 @@ class Order:
 
 
 def call_order(
-    chunks: Chunks,
-    windows: Sequence[int],
+    layers: PagedLayers,
     filled: int,
     swept: Sequence[int],
     *,
@@ -124,15 +201,14 @@ def call_order(
     """Order of a call that fills chunks [0, filled) and sweeps ``swept`` (ascending) in reverse.
 
     Args:
-        windows: sliding window of each layer, 0: none. Pages outside a chunk's window are not read.
-        whole_fill: the fill runs the last layer too.
+        whole_fill: the fill runs every layer.
         paired: two chunks of the fill take turns, layer by layer.
         output_span: pieces of the output that is kept of a chunk and layer; None: it is not.
     """
-    num_layers = len(windows)
+    num_layers, sources = layers.number, layers.sources
     rows: list[tuple[int, int, int, int]] = []
     first_of: list[int] = []
-    tables = [np.full((chunks.number, num_layers), -1, dtype=np.int64) for _ in range(4)]
+    tables = [np.full((layers.chunks[0].number, num_layers), -1, dtype=np.int64) for _ in range(4)]
     fill, read, accumulate, own_gradient = tables
 
     def add(
@@ -144,14 +220,16 @@ def call_order(
     ) -> None:
         table[chunk, layer] = len(rows)
         first_of.extend([len(rows)] * len(ranges))
-        rows.extend((layer, kind, first, last) for first, last in ranges)
+        owner = layer if kind == READ_OUTPUT else sources[layer]
+        rows.extend((owner, kind, first, last) for first, last in ranges)
 
     def visit(table: npt.NDArray[np.int64], chunk: int, layer: int, kind: int) -> None:
-        add(table, chunk, layer, kind, *seen_past(chunks, chunk, windows[layer]))
+        past = seen_past(layers.chunks[layer], chunk, layers.windows[layer])
+        add(table, chunk, layer, kind, *past)
 
     together = 2 if paired else 1
     for first in range(0, filled, together):
-        for layer in range(num_layers if whole_fill else num_layers - 1):
+        for layer in range(num_layers if whole_fill else layers.last_filled):
             for chunk in range(first, min(first + together, filled)):
                 visit(fill, chunk, layer, READ)
     for chunk in reversed(swept):
@@ -163,7 +241,8 @@ def call_order(
                 add(read, chunk, layer, READ_OUTPUT, pieces)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
-            if chunk != swept[-1] and chunks.is_read(chunk):
+            chunks = layers.chunks[layer]
+            if chunk != swept[-1] and chunks.is_read(chunk) and layers.stores(layer):
                 add(own_gradient, chunk, layer, READ_GRADIENT, chunks.pages(chunk))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
     starts = np.array(first_of, dtype=np.int64)

@@ -27,8 +27,9 @@ class ListSizes:
     @staticmethod
     def of(rule: PageRule, chunks: Chunks, shapes: Sequence[LayerShape], batch: int) -> ListSizes:
         """Layers with a sliding window see their past whole, and have none."""
-        layers = sum(1 for shape in shapes if not shape.window)
-        return ListSizes(rule, chunks, layers, batch, shapes[0].kv_heads)
+        choosing = [shape for shape in shapes if not shape.window]
+        heads = choosing[0].kv_heads if choosing else 1
+        return ListSizes(rule, chunks, len(choosing), batch, heads)
 
     @property
     def first_chunk(self) -> int:

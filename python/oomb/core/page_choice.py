@@ -6,7 +6,7 @@ import torch
 
 from oomb.config import PageRule, Past
 from oomb.core.demand import Demand
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.list_sizes import ListSizes
 from oomb.core.page_lists import PageLists
 from oomb.core.selection import Selector
@@ -31,11 +31,13 @@ class PageChoice:
         lists: PageLists,
         summaries: list[torch.Tensor | None],
         chunks: Chunks,
+        layers: PagedLayers,
     ) -> None:
         self.lists = lists
         self._selector = selector
         self._summaries = summaries
         self._chunks = chunks
+        self._layers = layers
 
     @staticmethod
     def of(demand: Demand, rule: PageRule, placement: Placement) -> PageChoice:
@@ -44,15 +46,12 @@ class PageChoice:
         Raises:
             OutOfMemoryError: the host has no memory for the lists.
         """
-        layout, batch, max_pages = (
-            demand.layout,
-            demand.inputs.batch,
-            max(demand.pages_per_sequence),
-        )
+        layout, batch, layers = demand.layout, demand.inputs.batch, demand.layers
+        max_pages = max(demand.pages_per_sequence)
         sizes = ListSizes.of(rule, demand.chunks, demand.shapes, batch)
         choosing = [layer for layer, shape in enumerate(demand.shapes) if not shape.window]
         summaries: list[torch.Tensor | None] = [None] * len(demand.shapes)
-        for layer in choosing:
+        for layer in layers.choosing_from:
             shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
         keeps = demand.reach is not None or demand.config.record_selection
@@ -60,7 +59,7 @@ class PageChoice:
         if lists is None:
             lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
         selector = Selector(rule, placement)
-        return PageChoice(selector, lists, summaries, demand.chunks)
+        return PageChoice(selector, lists, summaries, demand.chunks, layers)
 
     def summaries(self, layer: int) -> torch.Tensor | None:
         """Mean keys, to be written with the pages."""
@@ -75,7 +74,7 @@ class PageChoice:
         num_keys: torch.Tensor | None,
     ) -> None:
         """Choose for a chunk's queries [B, Hq, C, D], where the lists are wanted."""
-        summary = self._summaries[layer]
+        summary = self._summaries[self._layers.sources[layer]]
         assert summary is not None
         summary = self._of_past(summary, chunk)
         past = Past(
@@ -98,4 +97,6 @@ class PageChoice:
 
     def forget_summaries(self, layer: int) -> None:
         """No chunk is left to choose at a layer."""
-        self._summaries[layer] = None
+        source = self._layers.sources[layer]
+        if layer == self._layers.last_reader(source):
+            self._summaries[source] = None

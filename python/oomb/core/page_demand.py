@@ -13,9 +13,9 @@ from oomb.config import PageRule
 from oomb.core.choices import Choices
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import Keeping, KeptOutputs
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.list_sizes import ListSizes
-from oomb.core.tiers import PageLayout, slots_of_call, wave_pages
+from oomb.core.tiers import PageLayout, wave_pages
 from oomb.model.causal import LayerShape
 
 
@@ -62,17 +62,29 @@ class PageDemand:
         return self.reach is None or self.every_output
 
     @cached_property
+    def layers(self) -> PagedLayers:
+        """Layers with attention, and where their keys and values stand."""
+        chooses = self.selection is not None
+        return PagedLayers.of(self.shapes, self.chunks, self.layout, chooses=chooses)
+
+    @cached_property
     def pages_per_sequence(self) -> list[int]:
-        """Pages of each sequence and layer, without those of its padding."""
-        pages = self.chunks.first_page(self.filled)
+        """Pages of each sequence in the layer that has most, without those of its padding."""
+        return max(self.pages_of(layer) for layer in self.layers.storing)
+
+    def pages_of(self, layer: int) -> list[int]:
+        """Pages of each sequence in a layer that stores them, without those of its padding."""
+        chunks = self.layers.chunks[layer]
+        pages = chunks.first_page(self.filled)
         if self.lengths is None:
             return [pages] * self.batch
-        return [min(pages, -(-length // self.chunks.page_size)) for length in self.lengths]
+        return [min(pages, -(-length // chunks.page_size)) for length in self.lengths]
 
     @property
     def wave_pages(self) -> int:
         """Pages that a wave must not part."""
-        return wave_pages(torch.device(self.device_type), self.chunks.page_size)
+        smallest = min(chunks.page_size for chunks in self.layers.chunks)
+        return wave_pages(torch.device(self.device_type), smallest)
 
     @property
     def smallest_slots(self) -> int:
@@ -86,12 +98,16 @@ class PageDemand:
 
     @property
     def page_slots(self) -> int:
-        """Slots that pages have at once at most."""
-        chunks = 0 if self.reach is None else self.reach.at_once(len(self.shapes))
-        most = min(chunks * self.chunks.most_pages, self.chunks.first_page(self.filled))
-        gradients = most * self.batch
-        pages = sum(self.pages_per_sequence)
-        return slots_of_call(self.layout, len(self.shapes), pages, gradients)
+        """Slots that pages have at once at most: the start of the sweep, with every page of both
+        kinds alive."""
+        layers, reached, slots = self.layers, 0, 0
+        if self.reach is not None:
+            reached = self.reach.at_once(layers.number, shared=layers.shared)
+        for layer in layers.storing:
+            chunks = layers.chunks[layer]
+            gradients = min(reached * chunks.most_pages, chunks.first_page(self.filled))
+            slots += sum(self.pages_of(layer)) + gradients * self.batch * self.layout.grad_slots
+        return slots
 
     @property
     def needed_slots(self) -> int:
@@ -113,6 +129,7 @@ class PageDemand:
             self.swept,
             self.batch,
             None if rule is None else rule.max_pages * self.chunks.page_size,
+            last_filled=self.layers.last_filled,
         )
 
     def chosen_share(self, past: int) -> float:
@@ -141,7 +158,7 @@ class PageDemand:
         layer's past pages for the blocks of a chunk."""
         if self.selection is None:
             return 0
-        layers = sum(1 for shape in self.shapes if not shape.window)
+        layers = len(self.layers.choosing_from)
         pages = self.chunks.first_page(self.filled) * self.batch
         return layers * pages * self.layout.summary_bytes + self._score_bytes
 

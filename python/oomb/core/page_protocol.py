@@ -33,7 +33,7 @@ from oomb import _C
 from oomb.core.chunk_run import Phase
 from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import KeptOutputs
-from oomb.core.layout import READ_OUTPUT, Chunks, Order
+from oomb.core.layout import READ_OUTPUT, Chunks, Order, PagedLayers
 
 Wave = tuple[int, int]  # logical pages [begin, end)
 
@@ -93,6 +93,7 @@ class PageProtocol:
         filled: chunks whose keys and values are written to pages.
         lists: distinct pages, of all sequences, that a layer of a chunk has chosen.
         begun: of each layer, chunks of the fill whose keys and values it has taken.
+        extended: (layer, chunk) whose gradient pages came in the sweep.
         unannounced: layers and chunks whose lists are new, oldest first, and when they are there.
     """
 
@@ -100,13 +101,14 @@ class PageProtocol:
     chunks: Chunks
     order: Order
     outputs: KeptOutputs
-    num_layers: int
+    layers: PagedLayers
     swept: Sequence[int]
     reach: GradientReach
     spilled: bool
     filled: int
     lists: Callable[[int, int], npt.NDArray[np.int64]]
     unannounced: dict[tuple[int, int], Arrival | None] = field(default_factory=dict)
+    extended: set[tuple[int, int]] = field(default_factory=set)
     begun: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -129,7 +131,7 @@ class PageProtocol:
     ) -> None:
         """Arguments as of ``_C.PageManager.begin_call``."""
         self.manager.begin_call(
-            num_layers=self.num_layers,
+            num_layers=self.layers.number,
             pages_per_sequence=pages_per_sequence,
             grad_slots=grad_slots,
             visits=self.order.visits,
@@ -138,9 +140,9 @@ class PageProtocol:
             device_slots=device_slots,
             outputs=self.outputs.pieces_of_layer,
         )
-        for layer in range(self.num_layers):
+        for layer in self.layers.storing:
             for chunk in self.reach.at_start:
-                self.manager.create_gradients(layer, *self.chunks.pages(chunk))
+                self.manager.create_gradients(layer, *self.layers.chunks[layer].pages(chunk))
 
     def early(self, layer: int, chunk: int) -> bool:
         """Whether a chunk of the fill is at a layer before the chunk that it sees."""
@@ -150,9 +152,10 @@ class PageProtocol:
         """Make the pages of a chunk's keys and values in the fill, if a later chunk reads them."""
         assert self.begun[layer] == chunk  # else a choice would miss pages of its past
         self.begun[layer] += 1
-        if chunk >= self.filled or not self.chunks.is_read(chunk):
+        chunks = self.layers.chunks[layer]
+        if chunk >= self.filled or not chunks.is_read(chunk) or not self.layers.stores(layer):
             return
-        first, last = self.chunks.pages(chunk)
+        first, last = chunks.pages(chunk)
         for page, stop in _steps(first, last, self.manager.max_create()):
             self.growing(partial(self.manager.create, layer, page, stop, self.stream))
             kernel(page - first, stop - first)
@@ -179,25 +182,30 @@ class PageProtocol:
             self._take_output(layer, chunk, piece)
             return
         table = self.order.fill if phase == "fill" else self.order.read
-        self._visit(chunk, int(table[chunk, layer]), launching)
+        self._visit(layer, chunk, int(table[chunk, layer]), launching)
         if kept:
             self._keep_output(layer, chunk, piece)
 
     def accumulate(self, layer: int, chunk: int, launching: Launching, own: OnPages) -> None:
         """Backward of a chunk over its past, then the end of its own pages.
 
+        Layers that read another one's pages add to its gradients before it does. They have no own.
+
         Args:
             own: adds what later chunks left on pages of the chunk's own keys and values.
         """
-        added = self.reach.added(chunk)
-        if added is not None:  # this chunk is the first to reach it
-            self.manager.create_gradients(layer, *self.chunks.pages(added))
-        self._visit(chunk, int(self.order.accumulate[chunk, layer]), launching)
-        self._end(layer, chunk, own)
+        source, added = self.layers.sources[layer], self.reach.added(chunk)
+        if added is not None and (source, added) not in self.extended:  # the first to reach it
+            self.extended.add((source, added))
+            self.manager.create_gradients(source, *self.layers.chunks[source].pages(added))
+        self._visit(layer, chunk, int(self.order.accumulate[chunk, layer]), launching)
+        if source == layer:
+            self._end(layer, chunk, own)
 
     def _end(self, layer: int, chunk: int, own: OnPages) -> None:
         """The chunk's gradient is read; then its pages are dead."""
-        first, last = self.chunks.pages(chunk)
+        chunks = self.layers.chunks[layer]
+        first, last = chunks.pages(chunk)
         if chunk != self.swept[-1]:
             for page, stop in _steps(first, last, self.manager.max_gradients()):
                 self.growing(
@@ -207,14 +215,14 @@ class PageProtocol:
                 self.manager.drop(layer, page, stop, kv=False, grads=True, stream=self.stream)
         # Nobody reads the chunks down to the next one to be swept again.
         place = bisect_left(self.swept, chunk)
-        dead_from = self.chunks.first_page(self.swept[place - 1]) if place else 0
+        dead_from = chunks.first_page(self.swept[place - 1]) if place else 0
         self.manager.drop(layer, dead_from, first, kv=True, grads=False, stream=self.stream)
 
     def own_alone(self, visit: int, wave: Wave) -> bool:
         """Whether a chunk's own keys get a launch of their own before a wave."""
         return self.spilled and self.manager.own_alone(visit, *wave)
 
-    def _visit(self, chunk: int, visit: int, launching: Launching) -> None:
+    def _visit(self, layer: int, chunk: int, visit: int, launching: Launching) -> None:
         """Launch over the waves of a chunk's past, the chunk's own keys in front of the first.
 
         They get a launch of their own where pages of that wave have to be fetched first. How a
@@ -223,7 +231,7 @@ class PageProtocol:
         Args:
             visit: first row of the call's order; negative: no past is read.
         """
-        ranges = [] if visit < 0 else self._ranges(chunk, visit)
+        ranges = [] if visit < 0 else self._ranges(layer, chunk, visit)
         waves = [(row, shift, wave) for row, shift in ranges for wave in self.manager.waves(row)]
         parts: list[tuple[int, int, Wave | None]] = list(waves)
         if not waves or self.own_alone(waves[0][0], waves[0][2]):
@@ -234,10 +242,10 @@ class PageProtocol:
                 with self._resident(row, wave):
                     kernel(Launch(wave, shift, first=index == 0, last=index == last))
 
-    def _ranges(self, chunk: int, visit: int) -> list[tuple[int, int]]:
+    def _ranges(self, layer: int, chunk: int, visit: int) -> list[tuple[int, int]]:
         """Of each range of a chunk's past, its row of the order and the shift of its pages."""
         ranges, seen = [], 0
-        for row, (first, last) in enumerate(self.chunks.past(chunk), visit):
+        for row, (first, last) in enumerate(self.layers.chunks[layer].past(chunk), visit):
             ranges.append((row, first - seen))
             seen += last - first
         return ranges

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from oomb import _C
+from oomb.errors import UnsupportedModelError
+from oomb.model.causal import LayerShape
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_FAST_PAGES = (64, 128)  # tokens of a page that kernels on tensor cores take
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """One page of one layer: K then V, each [kv_heads, page_size, head_dim]."""
+    """Pages in slots of one size: K then V, each [kv_heads, tokens of a page, head_dim].
+
+    Layers of other heads have pages of more or fewer tokens, such that they fill a slot too where
+    kernels take such pages; else their pages leave a part of it empty.
+
+    Attributes:
+        kv_heads, head_dim, page_size: of the layers that a page rule would choose for.
+        page_sizes: tokens of a page, by layer; empty: ``page_size`` in all.
+        largest_page: bytes, of all layers; 0: they are alike.
+    """
 
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    page_sizes: tuple[int, ...] = ()
+    largest_page: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -32,12 +47,16 @@ class PageLayout:
 
     @property
     def slot_bytes(self) -> int:
-        return 2 * self.kv_heads * self.page_size * self.head_dim * self.element_bytes
+        own = 2 * self.kv_heads * self.page_size * self.head_dim * self.element_bytes
+        return self.largest_page or own
+
+    def page_size_of(self, layer: int) -> int:
+        return self.page_sizes[layer] if self.page_sizes else self.page_size
 
     @property
     def summary_bytes(self) -> int:
         """Mean key of a page, per KV head."""
-        return self.slot_bytes // (2 * self.page_size)
+        return self.kv_heads * self.head_dim * self.element_bytes
 
     @property
     def grad_slots(self) -> int:
@@ -53,10 +72,49 @@ class PageLayout:
             grad_dtype = dtype
         return PageLayout(kv_heads, head_dim, page_size, dtype, grad_dtype)
 
+    @staticmethod
+    def of_layers(
+        shapes: Sequence[LayerShape],
+        page_size: int,
+        chunk_size: int,
+        dtype: torch.dtype,
+        grad: str,
+        *,
+        chooses: bool,
+        alike: bool = False,
+    ) -> PageLayout:
+        """Pages of layers that need not be alike.
 
-def slots_of_call(layout: PageLayout, num_layers: int, kv_pages: int, gradient_pages: int) -> int:
-    """Slots in use at once at most: the start of the sweep, with every page of both kinds alive."""
-    return num_layers * (kv_pages + gradient_pages * layout.grad_slots)
+        Args:
+            page_size: tokens of a page in the layers with the smallest heads; where pages are
+                chosen (``chooses``), in the layers that choose.
+            alike: it is that of all layers.
+
+        Raises:
+            UnsupportedModelError: layers that choose are not alike.
+        """
+        choosing = next((shape for shape in shapes if not shape.window), shapes[0])
+        own = PageLayout.of(choosing.kv_heads, choosing.head_dim, page_size, dtype, grad)
+        rows = [shape.kv_heads * shape.head_dim for shape in shapes]
+        if len(set(rows)) == 1:
+            return own
+        heads = {(shape.kv_heads, shape.head_dim) for shape in shapes if not shape.window}
+        if chooses and len(heads) > 1:
+            raise UnsupportedModelError(
+                "attention: expected keys and values of one shape in all layers that choose pages, "
+                f"got (heads, head dim) of {sorted(heads)}: use oomb.Dense()"
+            )
+        base = choosing.kv_heads * choosing.head_dim if chooses else min(rows)
+
+        def tokens(row: int, window: int) -> int:
+            size, rest = divmod(page_size * base, row)
+            taken = size in _FAST_PAGES or page_size not in _FAST_PAGES
+            fits = not rest and size > 0 and chunk_size % size == 0 and taken
+            return size if fits and not alike and (window or not chooses) else page_size
+
+        sizes = tuple(tokens(row, shape.window) for row, shape in zip(rows, shapes, strict=True))
+        largest = max(size * row for size, row in zip(sizes, rows, strict=True))
+        return replace(own, page_sizes=sizes, largest_page=2 * largest * own.element_bytes)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Call:
         reads = counters.hits + counters.misses
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
-            chosen = pages.choice.lists.of_call(pages.num_layers)
+            chosen = pages.choice.lists.of_call(pages.layers.number)
             if getattr(self.config.attention, "share", None) == "kv_head":
                 chosen = self.placement.whole_lists(chosen)
             nothing: list[torch.Tensor | None] = [None] * pages.chunks.number
@@ -229,7 +229,7 @@ class Calls:
         demand = Demand.of(
             config,
             self._shapes,
-            self.layout(config),
+            self.layout(config, alike=inputs.own_chunks is not None),
             inputs,
             swept,
             every_output=every_output,
@@ -259,13 +259,22 @@ class Calls:
         placement.measure_with(exchanges)
         return Call(model, config, inputs, loop, loss, attention, borders, placement, exchanges)
 
-    def layout(self, config: Config) -> PageLayout:
-        """Pages as the caller's autocast state has them."""
-        first = self._shapes[0]
+    def layout(self, config: Config, *, alike: bool = False) -> PageLayout:
+        """Pages as the caller's autocast state has them.
+
+        Args:
+            alike: pages of all layers hold ``page_size`` tokens.
+        """
         with current_gpu(self._model.device):
             dtype = key_dtype(self._model)
-        return PageLayout.of(
-            first.kv_heads, first.head_dim, config.page_size, dtype, config.kv_grad_dtype
+        return PageLayout.of_layers(
+            self._shapes,
+            config.page_size,
+            config.chunk_size,
+            dtype,
+            config.kv_grad_dtype,
+            chooses=rule_of(config) is not None,
+            alike=alike,
         )
 
     def recomputes(self, config: Config, batch: int, tokens: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sized
 from dataclasses import replace
 
@@ -18,8 +19,9 @@ def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
     Raises:
         UnsupportedModelError: they cannot have equal shares.
     """
-    heads = shapes[0].kv_heads
-    if heads % ranks:
+    uneven = [shape.kv_heads for shape in shapes if shape.kv_heads % ranks]
+    if uneven:
+        heads = math.gcd(*(shape.kv_heads for shape in shapes))
         fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise UnsupportedModelError(
             f"mesh: expected ranks that divide the {heads} key/value heads of the model, got "

@@ -37,6 +37,7 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     window: int  # 0: unlimited
+    source: int | None = None  # layer with attention whose keys and values it reads; None: its own
 
 
 class CausalModel:

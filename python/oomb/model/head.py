@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +46,11 @@ class Head:
         self._decoder = decoder
         self._hidden: torch.Tensor | None = None
         self._tried: tuple[object, nn.Parameter, bool] | None = None
+
+    @cached_property
+    def _arguments(self) -> Collection[str]:
+        """Names of what the causal model's own forward takes."""
+        return inspect.signature(type(self._causal).forward).parameters.keys()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,8 +114,11 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] logits of hidden states [rows, hidden_size]."""
         self._hidden = hidden[None]
+        given: dict[str, Any] = {"inputs_embeds": self._hidden}
+        if "per_layer_inputs" in self._arguments:  # else it would look for ids of these embeddings
+            given["per_layer_inputs"] = self._hidden
         try:
-            output = self._causal(inputs_embeds=self._hidden, use_cache=False)
+            output = self._causal(**given, use_cache=False)
         finally:
             self._hidden = None
         logits: torch.Tensor = output.logits

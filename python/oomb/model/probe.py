@@ -23,7 +23,7 @@ NO_CALL = (
     "does not call attention through transformers' interface: it has none (a recurrence, a "
     "convolution, experts alone) or brings one of its own"
 )
-_LARGEST_HEAD_DIM = 256  # of the kernels
+_LARGEST_HEAD_DIM = {"cpu": 512, "cuda": 256}  # of the kernels
 
 
 def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[LayerShape]:
@@ -37,7 +37,7 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
     Raises:
         UnsupportedModelError: a layer keeps a state that a mixer does not give back, calls
             attention more than once, sees its past in a shape that is neither causal nor a sliding
-            window, or differs from the others in its pages.
+            window, or has heads that no kernel takes.
     """
     cache: _AskedCache | None = _AskedCache(model)
     try:
@@ -58,24 +58,24 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
     layers = sorted(shapes)
     for layer in layers:
         shape, name = shapes[layer], model.layer_names[layer]
-        if _page_of(shape) != _page_of(shapes[layers[0]]):
+        largest = _LARGEST_HEAD_DIM[model.device.type]
+        if shape.head_dim > largest:
             raise UnsupportedModelError(
-                f"{name}: its keys and values differ in shape from layer {layers[0]}'s: expected "
-                f"{_words(shapes[layers[0]])}, got {_words(shape)}"
-            )
-        if shape.head_dim > _LARGEST_HEAD_DIM:
-            raise UnsupportedModelError(
-                f"{name}: expected a head dim of at most {_LARGEST_HEAD_DIM}, got {shape.head_dim}"
+                f"{name}: expected a head dim of at most {largest}, got {shape.head_dim}"
             )
     model.paged = {layer: number for number, layer in enumerate(layers)}
     if cache is not None:
         model.mixers = list(cache.mixers.values())
         model.ends_in_mixer = cache.ends_in_mixer
-    return [shapes[layer] for layer in layers]
+    return [
+        shape if shape.source is None else replace(shape, source=model.paged[shape.source])
+        for shape in (shapes[layer] for layer in layers)
+    ]
 
 
 def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerShape]:
     shapes: dict[int, LayerShape] = {}
+    stored: dict[int, AttentionCall] = {}
     takes_masks = model.causal.config._attn_implementation in ("eager", "sdpa")
 
     def record(call: AttentionCall) -> torch.Tensor:
@@ -91,7 +91,10 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
                 model.mask_windows[layer] = window
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
         head_dim = max(call.k.shape[3], call.v.shape[3])
-        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window)
+        source = _source(call, stored)
+        if source is None:
+            stored[layer] = call
+        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window, source)
         if cache is not None:
             cache.ends_in_mixer = False
         batch, heads, tokens = call.q.shape[:3]
@@ -106,6 +109,12 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
     with torch.no_grad(), recorded_masks(), session, own:
         model.decoder(input_ids=ids, position_ids=positions, use_cache=False, **{name: cache})
     return shapes
+
+
+def _source(call: AttentionCall, stored: dict[int, AttentionCall]) -> int | None:
+    """The layer whose keys and values a call reads: they are the same tensors."""
+    same = (layer for layer, of in stored.items() if call.k is of.k and call.v is of.v)
+    return next(same, None)
 
 
 def _expect_window(takes_masks: bool, where: str, of_mask: int, of_call: int) -> None:
@@ -144,14 +153,6 @@ def _expect_calls(model: CausalModel, own: Collection[int], ours: Collection[int
     for layer, name in enumerate(model.layer_names):
         if (layer in own) != (layer in ours) or not ours:
             raise UnsupportedModelError(f"{name}: {NO_CALL}")
-
-
-def _page_of(shape: LayerShape) -> tuple[int, int]:
-    return shape.kv_heads, shape.head_dim
-
-
-def _words(shape: LayerShape) -> str:
-    return f"{shape.kv_heads} heads of {shape.head_dim}"
 
 
 class _Asked(UnsupportedModelError):

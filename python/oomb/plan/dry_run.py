@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from oomb import _C
 from oomb.core.alternation import Alternation
 from oomb.core.chunk_run import Phase as CallPhase
 from oomb.core.kept_outputs import KeptOutputs
-from oomb.core.layout import Chunks, Order, call_order
+from oomb.core.layout import Order, PagedLayers, call_order
 from oomb.core.page_protocol import Launch, Launching, PageProtocol
 from oomb.core.tiers import Caps
 from oomb.model.causal import LayerShape
@@ -48,11 +49,11 @@ class DryRun:
         self._shapes = _some_layers(call)
         self._layers_each = len(call.shapes) / len(self._shapes)
         self._factor = factor = _coarseness(call, len(self._shapes))
-        page_size = call.chunks.page_size * factor
         self._call = call
         spilled = caps.host_slots > 0
         self._paired = spilled and call.selection is not None
-        self._chunks = Chunks(call.chunks.tokens, call.chunks.chunk_size, page_size)
+        self._chunks = replace(call.chunks, page_size=call.chunks.page_size * factor)
+        self._layers = self._coarser_layers()
         self._slot_bytes = round(call.layout.slot_bytes * factor * self._layers_each)
         self._outputs = self._scaled_outputs()
         scale = factor * self._layers_each
@@ -67,7 +68,7 @@ class DryRun:
             chunks=self._chunks,
             order=self._make_order(),
             outputs=self._outputs,
-            num_layers=len(self._shapes),
+            layers=self._layers,
             swept=call.swept,
             reach=call.reach,
             spilled=spilled,
@@ -79,11 +80,9 @@ class DryRun:
         self._random = np.random.default_rng(0)
 
     def _make_order(self) -> Order:
-        windows = [shape.window for shape in self._shapes]
         call = self._call
         return call_order(
-            self._chunks,
-            windows,
+            self._layers,
             call.filled,
             call.swept,
             whole_fill=False,
@@ -91,12 +90,26 @@ class DryRun:
             output_span=self._outputs.span,
         )
 
+    def _coarser_layers(self) -> PagedLayers:
+        """Those that are run, with pages that stand for several."""
+        call = self._call
+        layers = PagedLayers.of(
+            self._shapes, call.chunks, call.layout, chooses=call.selection is not None
+        )
+        coarse = [replace(c, page_size=c.page_size * self._factor) for c in layers.chunks]
+        return replace(layers, chunks=tuple(coarse))
+
+    @property
+    def _most_pages(self) -> int:
+        """Pages of a sequence in the layer that has most."""
+        return max(chunks.first_page(self._call.filled) for chunks in self._layers.chunks)
+
     def _scaled_outputs(self) -> KeptOutputs:
         """Outputs of the layers that are run, each of which stands for several."""
         outputs, each = self._call.outputs or self._call.nothing_kept, self._layers_each
         layers = len(self._shapes)
         kept = outputs.kept[:, :layers].copy()
-        kept[:, -1] = False  # where the fill ends
+        kept[:, self._layers.last_filled :] = False  # where the fill ends
         return replace(
             outputs,
             kept=kept,
@@ -110,7 +123,7 @@ class DryRun:
         call, manager = self._call, self._pages.manager
         try:
             self._pages.begin(
-                pages_per_sequence=[self._chunks.first_page(call.filled)] * call.batch,
+                pages_per_sequence=[self._most_pages] * call.batch,
                 grad_slots=call.layout.grad_slots,
                 exact=call.selection is None,
                 wave_pages=max(1, call.wave_pages // self._factor),
@@ -143,7 +156,7 @@ class DryRun:
                 while turns is not None and self._pages.early(layer, chunk):
                     turns.pass_on()
                 self._begin("fill", chunk, layer)
-                if layer == len(self._shapes) - 1:
+                if layer == self._layers.last_filled:
                     break  # the fill ends here
                 if turns is not None:
                     turns.pass_on()
@@ -163,7 +176,7 @@ class DryRun:
         """What comes before attention: pages of the chunk, and a choice unless all is seen."""
         if phase == "fill":
             self._pages.write(layer, chunk, _nothing)
-            if layer == len(self._shapes) - 1 and chunk not in self._call.swept:
+            if layer == self._layers.last_filled and chunk not in self._call.swept:
                 return  # the fill ends here, and nobody attends later
         rule, past = self._call.selection, self._chunks.first_page(chunk) * self._factor
         if rule is None or self._shapes[layer].window or past <= rule.max_pages:
@@ -196,7 +209,7 @@ class DryRun:
 
     def _guess(self, layer: int, chunk: int) -> npt.NDArray[np.int64]:
         """Pages of the dry run that stand for the chosen ones."""
-        call, max_pages = self._call, self._chunks.first_page(self._call.filled)
+        call, max_pages = self._call, self._most_pages
         rule, past = call.selection, self._chunks.first_page(chunk) * self._factor
         assert rule is not None
         share = call.chosen_share(past)
@@ -223,6 +236,8 @@ def _no_piece(part: int, begin: int, end: int) -> tuple[int, int]:
 
 def _some_layers(call: PageCall) -> Sequence[LayerShape]:
     """As many of the layers as a dry run has time for, windows among them as in the whole."""
+    if call.layers.shared or call.layout.page_sizes:
+        return call.shapes
     total, chunks = len(call.shapes), call.filled + 2 * len(call.swept)
     windowed = sum(1 for shape in call.shapes if shape.window)
     enough = _VISITS // max(1, chunks)
@@ -237,7 +252,7 @@ def _some_layers(call: PageCall) -> Sequence[LayerShape]:
 
 def _coarseness(call: PageCall, num_layers: int) -> int:
     """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short."""
-    per_chunk = call.chunks.first_page(1)
+    per_chunk = math.gcd(*(chunks.most_pages for chunks in call.layers.chunks))
     visits = num_layers * _page_visits(call)
     divisors = [d for d in range(1, per_chunk + 1) if per_chunk % d == 0]
     return next((d for d in divisors if visits <= d * _PAGE_VISITS), per_chunk)

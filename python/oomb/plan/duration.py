@@ -64,7 +64,8 @@ def duration_of(
 
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
-    fill_attention = _forward(call, rates, range(call.filled), call.shapes[:-1])
+    filling_shapes = call.shapes[: call.layers.last_filled]
+    fill_attention = _forward(call, rates, range(call.filled), filling_shapes)
     sweep_attention = _forward(call, rates, call.swept, call.shapes)
     spared = _spared(call, rates)
     sweep_attention -= spared

@@ -167,18 +167,18 @@ class Planner:
         choices: Choices | None = None,
     ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
-        first = self.tracer.shapes[0]
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
         return PageCall(
             chunks=chunks,
             reach=GradientReach.of(config.backward, _swept(config, chunks.number, step)),
             shapes=tuple(self.tracer.shapes),
-            layout=PageLayout.of(
-                first.kv_heads,
-                first.head_dim,
+            layout=PageLayout.of_layers(
+                self.tracer.shapes,
                 config.page_size,
+                config.chunk_size,
                 self.tracer.key_dtype,
                 config.kv_grad_dtype,
+                chooses=rule_of(config) is not None,
             ),
             batch=batch_size,
             device_type=self.machine.device_type,

@@ -83,29 +83,35 @@ def slots_at_once(call: PageCall) -> int:
     Gradient pages come into being at their first touch, in the sweep of the last chunk mostly; a
     chunk's pages die when it has been swept, and with them the pages that only it read.
     """
-    chunks, layers = call.chunks, range(len(call.shapes))
-    grad_slots, per_chunk = call.layout.grad_slots, chunks.first_page(1)
-    wanted = np.zeros(chunks.first_page(call.filled), dtype=bool)
-    for chunk in call.swept[:-1]:
-        wanted[chunks.first_page(chunk) : chunks.first_page(chunk + 1)] = True
-    created = [np.zeros_like(wanted) for _ in layers]
-    kv = [chunks.first_page(call.filled)] * len(layers)  # first pages of each layer that are alive
+    cut, layers, grad_slots = call.layers, range(len(call.shapes)), call.layout.grad_slots
+    # First pages of each layer that are alive.
+    kv = {layer: cut.chunks[layer].first_page(call.filled) for layer in cut.storing}
+    wanted = {layer: np.zeros(pages, dtype=bool) for layer, pages in kv.items()}
+    for layer in kv:
+        for chunk in call.swept[:-1]:
+            wanted[layer][slice(*cut.chunks[layer].pages(chunk))] = True
+    created = {layer: np.zeros_like(pages) for layer, pages in wanted.items()}
     outputs = 0 if call.outputs is None else call.outputs.slots
-    in_use = peak = sum(kv) * call.batch + outputs
+    in_use = peak = sum(kv.values()) * call.batch + outputs
     for position in range(len(call.swept) - 1, -1, -1):
         chunk = call.swept[position]
-        first = chunks.first_page(chunk)
-        alive = chunks.first_page(call.swept[position - 1]) if position else 0
         if call.outputs is not None:  # taken back before its gradients come
             in_use -= sum(call.outputs.slots_of(i) for i in layers if call.outputs.kept[chunk, i])
         for layer in reversed(layers):
-            begin = first_page_in_window(chunks, chunk, call.shapes[layer].window)
+            source, chunks = cut.sources[layer], cut.chunks[layer]
+            begin, first = (
+                first_page_in_window(chunks, chunk, cut.windows[layer]),
+                chunks.first_page(chunk),
+            )
             reached = max(begin, chunks.first_page(call.reach.first(chunk)))
-            fresh = wanted[reached:first] & ~created[layer][reached:first]
-            created[layer][reached:first] |= fresh
+            fresh = wanted[source][reached:first] & ~created[source][reached:first]
+            created[source][reached:first] |= fresh
             in_use += grad_slots * int(fresh.sum()) * call.batch
             peak = max(peak, in_use)
-            own = created[layer][first : first + per_chunk]
+            if source != layer:
+                continue
+            own = created[layer][slice(*chunks.pages(chunk))]
+            alive = chunks.first_page(call.swept[position - 1]) if position else 0
             in_use -= grad_slots * int(own.sum()) * call.batch
             in_use -= max(0, kv[layer] - alive) * call.batch
             kv[layer] = min(kv[layer], alive)

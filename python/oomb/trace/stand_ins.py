@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,25 +107,44 @@ class TracedLoop(ChunkLoop):
 class TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
-    def __init__(self, num_layers: int, waves: bool) -> None:
+    def __init__(self, last_filled: int, waves: bool) -> None:
         pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
         super().__init__(pages)  # type: ignore[arg-type]
-        self._last_layer = num_layers - 1
+        self._last_filled = last_filled
         self.shapes: dict[int, LayerShape] = {}
+        self._stored: dict[int, tuple[weakref.ref[torch.Tensor], ...]] = {}
         self.key_dtype = torch.float32
         self._in_waves = waves
 
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
         head_dim = max(call.k.shape[3], call.v.shape[3])
-        self.shapes[layer] = LayerShape(heads, kv_heads, head_dim, call.window)
+        shape = LayerShape(heads, kv_heads, head_dim, call.window, self._source(layer, call))
+        self.shapes[layer] = shape
         self.key_dtype = call.k.dtype
+
+    def _source(self, layer: int, call: AttentionCall) -> int | None:
+        """The layer whose keys and values a call reads: they are the same tensors."""
+        for earlier, (k, v) in self._stored.items():
+            if earlier < layer and k() is call.k and v() is call.v:
+                return earlier
+        self._stored[layer] = weakref.ref(call.k), weakref.ref(call.v)
+        return None
 
     def begin(
         self, run: ChunkRun, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        if run.ends_with == "pages" and layer == self._last_layer:
+        if run.ends_with == "pages" and layer == self._last_filled:
             raise FillComplete
+
+    @property
+    def numbered_shapes(self) -> list[LayerShape]:
+        """Of the layers that attend, each source by its number among these."""
+        layers = sorted(self.shapes)
+        shapes = [self.shapes[layer] for layer in layers]
+        return [
+            s if s.source is None else replace(s, source=layers.index(s.source)) for s in shapes
+        ]
 
     def carried(self, call: AttentionCall) -> list[torch.Tensor]:
         """Softmax state between launches: accumulator, maximum, sum."""

@@ -19,7 +19,7 @@ from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel
+from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
 from oomb.model.swap import entered
@@ -120,13 +120,14 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
+        self.shapes: list[LayerShape] = []
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
         if not seen.shapes:
             raise UnsupportedModelError(
                 f"{type(causal.causal).__name__}: no layer calls attention through transformers' "
                 "interface"
             )
-        self.shapes = [seen.shapes[layer] for layer in sorted(seen.shapes)]
+        self.shapes = seen.numbered_shapes
         self._num_layers = len(causal.layers)
         self.key_dtype = seen.key_dtype
         self.state_bytes = self._states(causal)
@@ -150,6 +151,13 @@ class Tracer:
                 trace = _extended(few, more, *self._samples, self._num_layers)
             self._traces[setting] = trace
         return self._traces[setting]
+
+    def _last_filled(self, causal: CausalModel) -> int:
+        """Layer where a fill ends: those behind it read keys and values of earlier ones."""
+        shapes, last = self.shapes, len(causal.layers) - 1
+        if len(shapes) != len(causal.layers):
+            return last
+        return max(layer for layer, shape in enumerate(shapes) if shape.source is None)
 
     def _plain_weight(self, causal: CausalModel) -> nn.Parameter | None:
         if not self._head_is_plain:
@@ -182,7 +190,7 @@ class Tracer:
         with entered(self._mode):
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
-        attention = TracedAttention(len(causal.layers), setting.waves)
+        attention = TracedAttention(self._last_filled(causal), setting.waves)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         loss = TracedLoss(

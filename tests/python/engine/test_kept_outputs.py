@@ -13,7 +13,7 @@ import oomb
 from oomb import _C
 from oomb.core.call_pages import CallPages
 from oomb.core.kept_outputs import Keeping, KeptOutputs
-from oomb.core.layout import READ, READ_OUTPUT, Chunks, call_order
+from oomb.core.layout import READ, READ_OUTPUT, Chunks, PagedLayers, call_order
 from oomb.core.tiers import PageLayout
 from oomb.model.causal import LayerShape
 
@@ -72,7 +72,11 @@ def test_the_order_reads_an_output_instead_of_the_past() -> None:
     chunks = Chunks(tokens=16 * CHUNKS - 5, chunk_size=16, page_size=8)
     swept = list(range(CHUNKS))
     order = call_order(
-        chunks, [0] * LAYERS, CHUNKS - 1, swept, whole_fill=False, output_span=outputs.span
+        PagedLayers.alike(chunks, [0] * LAYERS),
+        CHUNKS - 1,
+        swept,
+        whole_fill=False,
+        output_span=outputs.span,
     )
     for chunk in range(CHUNKS):
         for layer in range(LAYERS):

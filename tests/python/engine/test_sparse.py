@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import oomb
 from oomb.ops.pages import page_select
@@ -34,10 +35,13 @@ def starts_of(documents: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    name: str, rule: oomb.Dense | oomb.PageRule, inputs: str = "plain", **settings: Any
+    name: str | PreTrainedModel,
+    rule: oomb.Dense | oomb.PageRule,
+    inputs: str = "plain",
+    **settings: Any,
 ) -> tuple[Result, Result, Visible]:
     """Sparse training and ordinary training under the dense mask of what it chose."""
-    model = make(name)
+    model = make(name) if isinstance(name, str) else name
     batch = 1 if inputs == "plain" else 3
     ids = random_ids(batch, TOKENS)
     labels, lengths, document_start, starts = ids.clone(), None, None, None

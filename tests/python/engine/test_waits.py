@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.core.layout import ACCUMULATE, READ_GRADIENT, Chunks, call_order
+from oomb.core.layout import ACCUMULATE, READ_GRADIENT, Chunks, PagedLayers, call_order
 
 from .models import make
 from .reference import random_ids
@@ -19,7 +19,7 @@ CHUNKS = Chunks(tokens=75, chunk_size=16, page_size=8)
 @pytest.mark.parametrize("swept", [[0, 1, 2, 3, 4], [1, 3]])
 def test_own_gradients_are_read_right_behind_what_is_added(swept: list[int]) -> None:
     """Of every swept chunk but the first, whose keys nobody asks a gradient of."""
-    order = call_order(CHUNKS, [0, 0, 12], swept[-1], swept, whole_fill=False)
+    order = call_order(PagedLayers.alike(CHUNKS, [0, 0, 12]), swept[-1], swept, whole_fill=False)
     for chunk in range(CHUNKS.number):
         for layer in range(3):
             row = order.own_gradient[chunk, layer]
@@ -33,7 +33,9 @@ def test_own_gradients_are_read_right_behind_what_is_added(swept: list[int]) -> 
 
 
 def test_every_visit_counts_in_one_pass() -> None:
-    order = call_order(CHUNKS, [0, 0], 4, [0, 2, 4], whole_fill=False, paired=True)
+    order = call_order(
+        PagedLayers.alike(CHUNKS, [0, 0]), 4, [0, 2, 4], whole_fill=False, paired=True
+    )
     per_visit = np.random.default_rng(0).random(len(order.visits))
     by_pass = order.by_pass(per_visit)
     assert sum(x.sum() for x in by_pass.values()) == pytest.approx(per_visit.sum())

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import oomb
+from engine.layer_classes import CLASSES
+from engine.layer_classes import make as make_classes
 from engine.models import make
 from oomb.plan import Machine, Planner
 
@@ -44,6 +46,15 @@ CASES = (
     Case("truncated-one-layer", settings={"backward": oomb.TruncatedChunks(window=5)}, layers=1),
     Case("two-tiers-truncated", settings={**TRUNCATED, "device_memory": "200KiB"}),
     Case("one-chunk", tokens=50),
+    Case("classes", model="gemma4-31b", batch=2, tokens=400),
+    Case("shared-truncated", model="gemma4-e2b", settings=TRUNCATED, tokens=500),
+    Case("two-tiers-classes", model="gemma4-31b", settings={"device_memory": "40KiB"}, tokens=400),
+    Case(
+        "two-tiers-shared",
+        model="gemma4-e2b",
+        settings={"keep_outputs": 0.6, "device_memory": "40KiB"},
+        tokens=400,
+    ),
     Case("kept", settings={"keep_outputs": "all"}, batch=2),
     Case("kept-two-tiers", settings={"keep_outputs": 0.6, "device_memory": "300KiB"}, batch=2),
     Case(
@@ -60,7 +71,10 @@ def test_pools(case: Case) -> None:
     host = {"host_memory": "1GiB"} if "device_memory" in case.settings else {}
     config = oomb.Config(chunk_size=80, page_size=8, **host, **case.settings)
     sizes = {"num_hidden_layers": case.layers, "max_position_embeddings": 2048}
-    model = make(case.model, case.dtype, **sizes)
+    if case.model in CLASSES:
+        model = make_classes(case.model, case.dtype)
+    else:
+        model = make(case.model, case.dtype, **sizes)
     predicted = Planner(model, Machine.here("cpu")).predict(
         case.tokens, config, batch_size=case.batch, optimizer=None, timed=False, step=0
     )
