@@ -50,3 +50,38 @@ def test_gradients_are_as_near_to_fp32_as_those_of_autograd(
         assert parameter.grad is not None
         errors = [(g - value).norm() / value.norm() for g in (parameter.grad, usual[name])]
         assert errors[0] <= 1.5 * errors[1] + 1e-3, (name, *map(float, errors))
+
+
+@pytest.mark.parametrize("memory", [None, "4MiB"])
+def test_rows_that_share_a_prefix_are_as_near_as_rows(memory: str | None) -> None:
+    """Three completions of a prompt that ends inside a page; again, bit by bit."""
+    model, exact = make_pair()
+    ids = torch.randint(5000, (3, 2500), device="cuda")
+    ids[:, :1900] = ids[0, :1900]
+    labels = ids.clone()
+    labels[:, :1900] = -100
+    weights = torch.tensor([1.0, -0.6, 0.3], device="cuda")[:, None] / 600
+
+    def gradients(of: Qwen2ForCausalLM, share: bool) -> dict[str, torch.Tensor]:
+        of.zero_grad()
+        settings = oomb.Config(
+            chunk_size=512, page_size=128, device_memory=memory, host_memory="1GiB"
+        )
+        with (
+            oomb.Engine(of, settings) as engine,
+            engine.two_pass(ids, labels, share_prefixes=share) as call,
+        ):
+            (call.logprobs * weights).sum().backward()
+            call.sweep()
+        return {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
+
+    exact.zero_grad()
+    logits = exact(input_ids=ids, use_cache=False).logits[:, 1899:-1]
+    at_target = logits.log_softmax(-1).gather(2, ids[:, 1900:, None])[:, :, 0]
+    (at_target * weights).sum().backward()
+    reference = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    tree, again, rows = gradients(model, True), gradients(model, True), gradients(model, False)
+    for name, value in reference.items():
+        errors = [(g[name] - value).norm() / value.norm() for g in (tree, rows)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-3, (name, *map(float, errors))
+        assert torch.equal(tree[name], again[name]), name
