@@ -182,6 +182,7 @@ class Calls:
             OutOfMemoryError: the pages do not fit both tiers, or torch found no memory within.
         """
         model = self._model
+        model.expect_logits("model")
         loss = ChunkLoss.of_call(
             model.head,
             inputs,

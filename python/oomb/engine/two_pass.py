@@ -111,6 +111,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._wanted, self._on_progress = wanted, on_progress
         self._model, self._expect_usable = training.model, expect_usable
         self._held = Swaps()  # the pages
+        if wanted.logprobs or wanted.entropies or wanted.statistics:
+            self._model.expect_logits("logprobs, entropies and statistics")
         self._state = "new"
         self._displaced = False
         self._leaves: dict[str, torch.Tensor] = {}
@@ -134,6 +136,22 @@ class TwoPass(AbstractContextManager["TwoPass"]):
     @property
     def hidden(self) -> Any:
         return self._leaves.get("hidden")
+
+    def of_sequences(self) -> torch.Tensor:
+        """[batch, labels] of a sequence classifier: its own head on :attr:`hidden` of each
+        sequence's last token, in the caller's graph.
+
+        Raises:
+            Error: the call has no hidden states, or is no classifier's.
+        """
+        head, rows = self._model.head, self._inputs if self._tree is None else self._tree.rows
+        if self.hidden is None or head.gives_logits:
+            raise Error(
+                "call.of_sequences: expected a sequence classifier, and hidden=True, got "
+                f"{type(self._model.causal).__name__}, hidden={self.hidden is not None}"
+            )
+        with head.attached():
+            return head.of_sequences(self.hidden, rows.input_ids)
 
     # The first pass -------------------------------------------------------------------------------
 

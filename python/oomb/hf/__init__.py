@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         DPOTrainer,
         GRPOTrainer,
         KTOTrainer,
+        RewardTrainer,
         RLOOTrainer,
         TwoPassTrainerMixin,
     )
@@ -24,6 +25,7 @@ __all__ = [
     "Interrupted",
     "KTOTrainer",
     "RLOOTrainer",
+    "RewardTrainer",
     "SFTTrainer",
     "Trainer",
     "TwoPassTrainerMixin",
@@ -37,6 +39,7 @@ _MODULE_OF = {
     "Interrupted": "oomb.hf.interrupt",
     "KTOTrainer": "oomb.hf.two_pass",
     "RLOOTrainer": "oomb.hf.two_pass",
+    "RewardTrainer": "oomb.hf.two_pass",
     "SFTTrainer": "oomb.hf.sft",
     "Trainer": "oomb.hf.trainer",
     "TwoPassTrainerMixin": "oomb.hf.two_pass",

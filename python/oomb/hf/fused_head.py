@@ -57,7 +57,7 @@ class FusedHead:
         forward = self._model.forward
 
         def answer(*args: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:
-            if not fused_lm_head:
+            if not self._asked(fused_lm_head):
                 return forward(*args, **keywords)
             if args:
                 keywords["input_ids"], *more = args
@@ -72,6 +72,10 @@ class FusedHead:
             self._set_forward(self._before)
             while self.pending:
                 self.pending.pop().__exit__()
+
+    def _asked(self, fused_lm_head: bool) -> bool:
+        """Whether a call of the model is one for the engine."""
+        return fused_lm_head
 
     def sweep(self) -> list[tuple[int, Stats]]:
         """Back-propagate all that is pending; of each the labelled tokens, time and memory."""
@@ -100,7 +104,8 @@ class FusedHead:
         else:
             vars(self._model)["forward"] = forward
 
-    def _values(self, keywords: dict[str, Any]) -> FusedCausalLMOutput:
+    def _values(self, keywords: dict[str, Any]) -> Any:
+        """What the model answers."""
         divisor = keywords.get("num_items_in_batch")
         arguments: dict[str, Any] = engine_arguments(
             {name: x for name, x in keywords.items() if name not in _NOT_OF_THE_ENGINE}

@@ -33,6 +33,7 @@ _OF_TOKEN_VALUES = {
     ("trl.trainer.dpo_trainer", "DPOTrainer"),
     ("trl.trainer.grpo_trainer", "GRPOTrainer"),
     ("trl.trainer.kto_trainer", "KTOTrainer"),
+    ("trl.trainer.reward_trainer", "RewardTrainer"),
     ("trl.trainer.rloo_trainer", "RLOOTrainer"),
 }
 _LOSSES = {("trl.trainer.sft_trainer", "SFTTrainer"): ("loss_type", "nll")}

@@ -10,10 +10,12 @@ from torch import nn
 from trl.trainer.dpo_trainer import DPOTrainer as StockDPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer as StockGRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer as StockKTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer as StockRewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 
 from oomb.engine.engine import Engine
 from oomb.hf.fused_head import FusedHead
+from oomb.hf.last_token import LastToken
 from oomb.hf.refusals import refuse_of_two_passes
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.trainer import EngineTrainerMixin
@@ -49,7 +51,8 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
 
     def _head(self, model: Any, engine: Engine) -> FusedHead:
         causal = model.get_base_model() if hasattr(model, "peft_config") else model
-        return FusedHead(
+        answers = LastToken if isinstance(self, StockRewardTrainer) else FusedHead
+        return answers(
             causal,
             engine,
             float(getattr(self, "temperature", 1.0)),
@@ -133,3 +136,7 @@ class GRPOTrainer(TwoPassTrainerMixin, StockGRPOTrainer):
 
 class RLOOTrainer(TwoPassTrainerMixin, StockRLOOTrainer):
     """``trl.RLOOTrainer`` through the engine; it generates as TRL does."""
+
+
+class RewardTrainer(TwoPassTrainerMixin, StockRewardTrainer):
+    """``trl.RewardTrainer`` through the engine; the model is a sequence classifier."""

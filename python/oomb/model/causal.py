@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from oomb.errors import UnsupportedModelError
 from oomb.model.embedding import summed_embedding
 from oomb.model.fused import fused_forwards, replaced_forwards
-from oomb.model.head import Head
+from oomb.model.head import Head, is_classifier
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
@@ -85,6 +85,19 @@ class CausalModel:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.causal.get_input_embeddings().weight.dtype
         return dtype
+
+    def expect_logits(self, argument: str) -> None:
+        """Refuse what needs logits of tokens where a head classifies sequences.
+
+        Raises:
+            ValueError: it does.
+        """
+        if not self.head.gives_logits:
+            raise ValueError(
+                f"{argument}: expected a model with a language-model head, got "
+                f"{type(self.causal).__name__}: train its head on engine.two_pass(…, "
+                "hidden=True, logprobs=False)"
+            )
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -230,7 +243,7 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{type(base).__name__}: encoder-decoder models are not supported"
         )
-    if base.get_output_embeddings() is None:
+    if base.get_output_embeddings() is None and not is_classifier(base):
         raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
     embedding = base.get_input_embeddings()
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor):

@@ -39,11 +39,15 @@ class Head:
     """Runs the causal model's forward with its decoder standing still.
 
     So scaling, caps and biases of logits are the model's own code. Use inside :meth:`attached`.
+
+    Attributes:
+        gives_logits: of tokens; else it classifies sequences by their last token.
     """
 
     def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
         self._causal = causal
         self._decoder = decoder
+        self.gives_logits = not is_classifier(causal)
         self._hidden: torch.Tensor | None = None
         self._tried: tuple[object, nn.Parameter, bool] | None = None
 
@@ -123,6 +127,34 @@ class Head:
             self._hidden = None
         logits: torch.Tensor = output.logits
         return logits[0]
+
+    def of_sequences(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """[batch, labels] of a head that classifies sequences.
+
+        Args:
+            hidden: [batch, tokens, hidden_size], on any device.
+            input_ids: [batch, tokens]. The last token that is not the model's padding token
+                stands for its sequence, as in transformers.
+        """
+        causal: Any = self._causal
+        padding = causal.config.get_text_config().pad_token_id
+        last = torch.full_like(input_ids[:, 0], input_ids.shape[1] - 1)
+        if padding is not None:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            last = (places * (input_ids != padding)).argmax(1)
+        rows = torch.arange(len(last), device=hidden.device), last.to(hidden.device)
+        self._hidden = hidden[rows][:, None].to(input_ids.device)
+        try:
+            output = causal(input_ids=input_ids[:, :1], use_cache=False)
+        finally:
+            self._hidden = None
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+def is_classifier(causal: nn.Module) -> bool:
+    """Whether a model's head classifies sequences."""
+    return type(causal).__name__.endswith("ForSequenceClassification")
 
 
 def _is_watched(module: Any) -> bool:

@@ -60,7 +60,7 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
         if model.mixers:
             own = _own(model, ids)  # with what they give
         _check_attention(model, own)
-        _check_head(model, own)
+        _check_head(model, own, ids)
         _check_layers(model, own, ids, near)
         far = near + _reach(model, 2 * _CHUNK)
         there = _own_where_it_can(model, ids, far) if far[0, 0] else None
@@ -201,9 +201,19 @@ def _expect_few(
             )
 
 
-def _check_head(model: CausalModel, own: Observation) -> None:
+def _check_head(model: CausalModel, own: Observation, ids: torch.Tensor) -> None:
     """Logits of slices of hidden states, in any order, against the model's own."""
     assert own.hidden is not None and own.logits is not None
+    if not model.head.gives_logits:
+        with models_own(model.causal, "fails behind its decoder"), model.head.attached():
+            ours = model.head.of_sequences(own.hidden, ids)
+        error = float(_errors(ours, own.logits).max())
+        if not error <= _rounded(model):
+            raise UnsupportedModelError(
+                f"{type(model.causal).__name__}: what it gives for a sequence is not made of the "
+                f"hidden states of its last token ({_by(error, _rounded(model))})"
+            )
+        return
     hidden, expected = own.hidden.reshape(-1, own.hidden.shape[-1]), own.logits[0]
     cases = {
         "made of its decoder's output": (hidden, expected),

@@ -200,7 +200,8 @@ class Tracer:
             total=total,
             logprobs=None,
             counted={
-                chunk * setting.tokens: setting.batch * setting.tokens for chunk in range(_TRACED)
+                chunk * setting.tokens: setting.batch * setting.tokens * causal.head.gives_logits
+                for chunk in range(_TRACED)
             },
             weight=self._plain_weight(causal),
             sums=grads,

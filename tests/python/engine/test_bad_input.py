@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForTokenClassification
 
 import oomb
 
@@ -261,9 +261,9 @@ MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(2, 2), oomb.UnsupportedModelError, "model: expected .*, got Linear"),
     (lambda: make("llama").model, oomb.UnsupportedModelError, "LlamaModel: has no language-model"),
     (
-        lambda: AutoModelForSequenceClassification.from_config(make("llama").config),
+        lambda: AutoModelForTokenClassification.from_config(make("llama").config),
         oomb.UnsupportedModelError,
-        "LlamaForSequenceClassification: has no language-model head",
+        "LlamaForTokenClassification: has no language-model head",
     ),
     (
         lambda: half_a_head(make("llama")),

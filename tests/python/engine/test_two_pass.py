@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
 
 import oomb
 from oomb.core import loss as loss_module
@@ -81,6 +82,31 @@ def test_values_are_those_of_the_model() -> None:
         assert torch.equal(constants[name], value)
         rows = real if name == "hidden" else torch.ones_like(real)
         assert relative_error(value[rows].detach(), expected[name][rows]) <= EXACT
+
+
+def test_a_classifier_has_hidden_states_alone() -> None:
+    model = AutoModelForSequenceClassification.from_config(make("llama").config)
+    with oomb.Engine(model, CONFIG) as engine:
+        for call in (
+            lambda: engine.forward_backward(IDS, LABELS),
+            lambda: engine.evaluate(IDS, LABELS),
+            lambda: engine.two_pass(IDS, hidden=True),
+        ):
+            text = "with a language-model head, got LlamaForSequenceClassification: train its head"
+            with pytest.raises(ValueError, match=text):
+                call()
+        with engine.two_pass(IDS, attention_mask=MASK, logprobs=False, hidden=True) as two:
+            two.of_sequences().sum().backward()
+            two.sweep()
+    assert model.score.weight.grad is not None
+    assert all(p.grad is not None for p in model.model.parameters())
+    text = "call.of_sequences: expected a sequence classifier"
+    with (
+        oomb.Engine(make("llama"), CONFIG) as engine,
+        engine.two_pass(IDS, hidden=True) as two,
+        pytest.raises(oomb.Error, match=text),
+    ):
+        two.of_sequences()
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Qwen3ForSequenceClassification, TrainerCallback
 from trl.trainer import utils as trl_utils
 
 import oomb
 import oomb.hf
-from engine.models import make
+from engine.models import keep_norms_in_float64, make, spread_weights
 from engine.reference import EXACT
 from oomb.engine.two_pass import TwoPass
 from oomb.hf import fused_head
@@ -123,6 +123,21 @@ class Gradients(TrainerCallback):
         self.steps.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
+def classifier(adapted: bool) -> Any:
+    torch.manual_seed(0)
+    settings = make("qwen3").config
+    settings.num_labels = 1
+    model = Qwen3ForSequenceClassification(settings).double()
+    spread_weights(model)
+    keep_norms_in_float64(model)
+    if not adapted:
+        return model
+    of_lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", init_lora_weights=False
+    )
+    return peft.get_peft_model(model, of_lora).double()
+
+
 def trained(
     kind: type, adapted: bool, args: Any, data: Dataset, **others: Any
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, float]]]:
@@ -131,7 +146,8 @@ def trained(
         others["ref_model"] = reference()
     seen = Gradients()
     others |= {"callbacks": [seen], "processing_class": tokenizer()}
-    trainer = kind(model=model(adapted), args=args, train_dataset=data, **others)
+    make_model = others.pop("make_model", model)
+    trainer = kind(model=make_model(adapted), args=args, train_dataset=data, **others)
     trainer.train()
     return seen.steps, trainer.state.log_history
 
@@ -294,6 +310,18 @@ def test_rloo(adapted: bool, tmp_path: Path) -> None:
 
     data = prompts(2).select_columns(["prompt"])
     compare(trl.RLOOTrainer, oomb.hf.RLOOTrainer, args, data, adapted, reward_funcs=reward)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_reward(adapted: bool, tmp_path: Path) -> None:
+    """The head trains too: with adapters as one of PEFT's modules to save."""
+
+    def args() -> Any:
+        size = settings(tmp_path, per_device_train_batch_size=2, learning_rate=1e-3)
+        return trl.RewardConfig(**size, center_rewards_coefficient=0.1, max_length=64)
+
+    stock, ours = trl.RewardTrainer, oomb.hf.RewardTrainer
+    compare(stock, ours, args, preferences(), adapted, make_model=classifier)
 
 
 def dpo(model: Any, folder: Path, **others: Any) -> oomb.hf.DPOTrainer:
