@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "common/bytes.h"
 #include "common/error.h"
 #include "memory/wrapped_resource.h"
 
@@ -19,8 +20,8 @@ class LimitedResource final : public WrappedResource {
 
   void commit(int64_t bytes) override {
     if (bytes > limit_) {
-      throw OutOfMemory(concat(setting_, ": needed ", bytes, " bytes, the limit is ", limit_,
-                               "; raise ", setting_),
+      throw OutOfMemory(concat(setting_, ": needed ", human_bytes(bytes), ", the limit is ",
+                               human_bytes(limit_), "; raise ", setting_),
                         bytes, limit_ - committed());
     }
     WrappedResource::commit(bytes);

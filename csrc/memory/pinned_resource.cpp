@@ -102,7 +102,8 @@ void PinnedResource::aim_at(int64_t bytes) {
 void PinnedResource::commit(int64_t bytes) {
   if (bytes <= committed_) return;
   if (bytes > capacity_) {
-    throw OutOfMemory(concat("host_memory: needed ", bytes, " bytes, the limit is ", capacity_),
+    throw OutOfMemory(concat("host_memory: needed ", human_bytes(bytes), ", the limit is ",
+                             human_bytes(capacity_)),
                       bytes, capacity_ - committed_);
   }
   std::unique_lock lock(mutex_);

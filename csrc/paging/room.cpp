@@ -1,5 +1,8 @@
 // Room for pages in the device tier, and what is said when there is none.
 
+#include <algorithm>
+
+#include "common/bytes.h"
 #include "common/error.h"
 #include "paging/page_manager.h"
 
@@ -25,27 +28,29 @@ void PageManager::throw_out_of_memory(int64_t slots) const {
     throw OutOfMemory(
         concat(refusal->what(), limit == 0 ? ""
                                            : concat("; nor has host_memory room for others, ",
-                                                    host_.pool->taken_slots() * bytes, " of ",
-                                                    limit, " bytes are taken")),
+                                                    human_bytes(host_.pool->taken_slots() * bytes),
+                                                    " of ", human_bytes(limit), " are taken")),
         refusal->needed_bytes(), refusal->available_bytes());
   }
   if (active_ && pinned + slots <= device_slots()) {
     const int64_t limit = host_.pool->max_slots() * bytes;
     throw OutOfMemory(
-        concat("host tier full: needed room for pages of ", slots * bytes,
-               " bytes that no longer fit the device tier; host_memory holds ",
-               host_.pool->taken_slots() * bytes, " bytes of at most ", limit,
+        concat("host tier full: needed room for ", human_bytes(slots * bytes),
+               " of pages that no longer fit the device tier; host_memory holds ",
+               human_bytes(host_.pool->taken_slots() * bytes), " of at most ", human_bytes(limit),
                "; raise host_memory or device_memory",
                tiers_.host_error().empty() ? "" : concat(" (", tiers_.host_error(), ")")),
         slots * bytes, host_.pool->available_slots() * bytes);
   }
-  throw OutOfMemory(
-      concat("device tier too small: needed ", (pinned + slots) * bytes,
-             " bytes of pages at the same time, device_memory allows ", device_slots() * bytes,
-             "; the smallest device_memory that works here is ",
-             std::max(smallest_slots_, slots > smallest_slots_ ? pinned + slots : 0) * bytes,
-             " bytes of pages"),
-      (pinned + slots) * bytes, device_slots() * bytes);
+  const int64_t needed = (pinned + slots) * bytes;
+  const int64_t smallest =
+      std::max(smallest_slots_, slots > smallest_slots_ ? pinned + slots : 0) * bytes;
+  throw OutOfMemory(concat("device tier too small: needed ", human_bytes(needed),
+                           " of pages at the same time, device_memory allows ",
+                           human_bytes(device_slots() * bytes),
+                           "; the smallest device_memory that works here is ",
+                           human_bytes(smallest), " of pages (", smallest, " bytes)"),
+                    needed, device_slots() * bytes);
 }
 
 }  // namespace oomb::paging

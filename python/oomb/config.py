@@ -9,12 +9,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from oomb.nearest import nearest
 
 if TYPE_CHECKING:
     import torch
+
+Score = Literal["block_mean", "token_softmax"]  # csrc/attention/params.h defines them
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -176,7 +178,7 @@ class TopKPages(PageRule):
 
     budget: int = 64
     share: Literal["all_heads", "kv_head"] = "all_heads"
-    score: Literal["block_mean", "token_softmax"] = "block_mean"
+    score: Score = "block_mean"
     sink_pages: int = 0
     recent_pages: int = 0
     chunk_budget: int | None = None
@@ -186,8 +188,8 @@ class TopKPages(PageRule):
         _expect(
             self.share in ("all_heads", "kv_head"), "share", "'all_heads' or 'kv_head'", self.share
         )
-        scores = ("block_mean", "token_softmax")
-        _expect(self.score in scores, "score", "'block_mean' or 'token_softmax'", self.score)
+        scores = get_args(Score)
+        _expect(self.score in scores, "score", " or ".join(map(repr, scores)), self.score)
         _expect(_is_count(self.sink_pages, 0), "sink_pages", "an int >= 0", self.sink_pages)
         _expect(_is_count(self.recent_pages, 0), "recent_pages", "an int >= 0", self.recent_pages)
         forced = self.sink_pages + self.recent_pages

@@ -1,6 +1,7 @@
 #pragma once
 
-// The stages of page scoring. Each is one .cu file; page_score.cu strings them together.
+// What the scores of pages share. Each score is a .cu file of its own, which defines a Score;
+// page_score.cu lists them.
 
 #include <cstdint>
 
@@ -15,6 +16,14 @@ inline int64_t num_pages(const PageScoreParams& p) {
 inline int64_t num_blocks(const PageScoreParams& p) {
   return ceil_div(p.shape.chunk, p.shape.page_size);
 }
+inline int64_t accumulator_bytes(const PageScoreParams& p) {
+  return p.dtype == DType::kFloat64 ? 8 : 4;
+}
+
+struct Score {
+  int64_t (*workspace_bytes)(const PageScoreParams& params);
+  void (*run)(const PageScoreParams& params);  // params.workspace has so many bytes
+};
 
 // Mean query of each block over its real tokens and the group's heads: [B, Q, Hkv, D], accumulator
 // type.
@@ -24,13 +33,7 @@ void block_means(const PageScoreParams& params, void* means);
 // inputs' own type for the matrix path.
 void group_sums(const PageScoreParams& params, void* sums, bool input_type);
 
-void score_block_mean(const PageScoreParams& params, const void* means);
-
-// Two passes over the pages: log-sum-exp of every token's scores, then the pages' sums of
-// exp(score - lse). lse: [B, Hkv, C], accumulator type.
-void score_token_softmax(const PageScoreParams& params, const void* sums, void* lse);
-
-// The same with tensor cores: 16-bit inputs, head dim 64 or 128, page size 64 or 128.
+// token_softmax with tensor cores: 16-bit inputs, head dim 64 or 128, page size 64 or 128.
 bool matrix_path_takes(const PageScoreParams& params);
 int64_t token_softmax_splits(const PageScoreParams& params);
 // partials: (max, sum) in base 2 of each split of the pages, [splits, B, Hkv, C] of two floats

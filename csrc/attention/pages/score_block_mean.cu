@@ -48,9 +48,15 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-}  // namespace
+int64_t workspace_bytes(const PageScoreParams& params) {
+  const Shape& shape = params.shape;
+  return shape.batch * num_blocks(params) * shape.kv_heads * shape.head_dim *
+         accumulator_bytes(params);
+}
 
-void score_block_mean(const PageScoreParams& params, const void* means) {
+void run(const PageScoreParams& params) {
+  const void* means = params.workspace;
+  block_means(params, params.workspace);
   const int64_t pages = num_pages(params), blocks = num_blocks(params);
   const dim3 grid(ceil_div(pages, 32), ceil_div(blocks, 32),
                   params.shape.batch * params.score_heads);
@@ -62,5 +68,9 @@ void score_block_mean(const PageScoreParams& params, const void* means) {
   });
   check_launch("score_block_mean");
 }
+
+}  // namespace
+
+extern const Score kBlockMean = {workspace_bytes, run};
 
 }  // namespace oomb::attention::pages

@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(256)
       candidate ? score : device::minus_infinity<A>();
 }
 
-}  // namespace
-
+// Two passes over the pages: log-sum-exp of every token's scores, then the pages' sums of
+// exp(score - lse). lse: [B, Hkv, C], accumulator type.
 void score_token_softmax(const PageScoreParams& params, const void* sums, void* lse) {
   const int64_t pages = num_pages(params), blocks = num_blocks(params);
   const int64_t parts = ceil_div(params.shape.page_size, 32);
@@ -149,5 +149,40 @@ void score_token_softmax(const PageScoreParams& params, const void* sums, void* 
     check_launch("score_token_softmax");
   });
 }
+
+// Queries summed over heads, then the softmax's statistics.
+struct Workspace {
+  int64_t sums = 0;
+  int64_t statistics = 0;
+};
+
+Workspace workspace_of(const PageScoreParams& params) {
+  const Shape& shape = params.shape;
+  const int64_t tokens = shape.batch * shape.kv_heads * shape.chunk;
+  const bool matrix = matrix_path_takes(params);
+  const int64_t element = matrix ? size_of(params.dtype) : accumulator_bytes(params);
+  return {.sums = align_up(tokens * shape.head_dim * element, 256),
+          .statistics = tokens * (matrix ? token_softmax_splits(params) * 8 : element)};
+}
+
+int64_t workspace_bytes(const PageScoreParams& params) {
+  const Workspace workspace = workspace_of(params);
+  return workspace.sums + workspace.statistics;
+}
+
+void run(const PageScoreParams& params) {
+  const bool matrix = matrix_path_takes(params);
+  void* statistics = static_cast<char*>(params.workspace) + workspace_of(params).sums;
+  group_sums(params, params.workspace, matrix);
+  if (matrix) {
+    score_token_softmax_matrix(params, params.workspace, statistics);
+  } else {
+    score_token_softmax(params, params.workspace, statistics);
+  }
+}
+
+}  // namespace
+
+extern const Score kTokenSoftmax = {workspace_bytes, run};
 
 }  // namespace oomb::attention::pages

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
 from oomb.cli.refusal import CORRECTABLE, check_out, refuse
-from oomb.config import Config, SampledChunks, TopKPages, TruncatedChunks
+from oomb.config import Config, SampledChunks, Score, TopKPages, TruncatedChunks
 from oomb.lengths import parse_length
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def audit(
     ),
     budget: Annotated[str, typer.Option(help="Pages per query block: 8,16,32; '' for none.")] = "",
     share: Annotated[str, typer.Option(help="all_heads or kv_head.")] = "all_heads",
-    score: Annotated[str, typer.Option(help="block_mean or token_softmax.")] = "block_mean",
+    score: Annotated[str, typer.Option(help=" or ".join(get_args(Score)) + ".")] = "block_mean",
     keep: Annotated[str, typer.Option(help="Shares of chunks to sweep: 0.25,0.5.")] = "",
     cap: Annotated[str, typer.Option(help="Caps to try beside none: 2,4.")] = "2",
     window: Annotated[

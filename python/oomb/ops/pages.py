@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
 from oomb import _C
+from oomb.config import Score
 from oomb.ops.arguments import (
     FLOATS,
     check_indices,
@@ -213,7 +215,7 @@ def page_scores(
             ``page_write``.
         num_past: past tokens.
         page_size: tokens per page, and queries per block.
-        score: ``"block_mean"`` or ``"token_softmax"`` (the rule of the OOMB paper).
+        score: as :attr:`oomb.TopKPages.score`.
         share: ``"all_heads"`` (one score for all heads) or ``"kv_head"`` (one for each KV head).
         first_key: int32 [batch, tokens], first key a query may see; None: 0.
         num_keys: int32 [batch], keys before a sequence's padding; None: all.
@@ -234,8 +236,8 @@ def page_scores(
     if summary.shape[1] < pages:
         refuse("summary", f"rows of {pages} pages", summary.shape[1])
     _check_counts(q, first_key, num_keys)
-    if score not in ("block_mean", "token_softmax"):
-        refuse("score", "'block_mean' or 'token_softmax'", repr(score))
+    if score not in get_args(Score):
+        refuse("score", " or ".join(map(repr, get_args(Score))), repr(score))
     if share not in ("all_heads", "kv_head"):
         refuse("share", "'all_heads' or 'kv_head'", repr(share))
     out: torch.Tensor = _page_scores(

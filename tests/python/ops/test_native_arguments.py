@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from native_calls import Arguments, Noun, all_made, noun, with_other
 
 import oomb
 from oomb import _C
+from oomb.config import Score
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES, PAGE, KV_HEADS, HEAD_DIM, SLOTS = 3, 4, 2, 8, 5
@@ -135,6 +136,15 @@ def test_refused(
     operation(**all_made(_C, good()))
     with pytest.raises(ValueError, match=f"^{text}"):
         operation(**all_made(_C, with_other(good(), path, value)))
+
+
+def test_scores_are_known_by_the_same_names() -> None:
+    """In the config and in the extension, in one order."""
+    for name in get_args(Score):
+        _C.page_score(**score() | {"kind": name})
+    with pytest.raises(ValueError) as info:
+        _C.page_score(**score() | {"kind": ""})
+    assert str(info.value) == f"kind: expected {' or '.join(get_args(Score))}, got "
 
 
 def test_elements_must_be_aligned() -> None:
