@@ -31,7 +31,7 @@ from support.record import write_record
 from torch import Tensor
 
 from oomb import _C
-from oomb.core.rounding import seed_of_call, seed_of_chunk
+from oomb.core.call_pages import seed_of_call, seed_of_chunk
 from oomb.ops.launch import stream_of, workspace_on
 from oomb.ops.pages import pool_of
 

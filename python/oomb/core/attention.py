@@ -14,9 +14,9 @@ from oomb import _C
 from oomb.core.call_pages import CallPages
 from oomb.core.carry import FillComplete
 from oomb.core.chunk_run import ChunkRun
-from oomb.core.finite import expect_finite
 from oomb.core.page_protocol import Launch, OnPages
 from oomb.core.stopwatch import Stopwatch
+from oomb.errors import Error
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 
@@ -259,3 +259,15 @@ def like_tokens_first(x: torch.Tensor) -> torch.Tensor:
     """Memory [B, C, H, D] seen as [B, H, C, D]: what projections want, with no copy."""
     batch, heads, tokens, head_dim = x.shape
     return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+
+
+def expect_finite(what: str, *tensors: torch.Tensor, chunk: int, layer: int | None = None) -> None:
+    """Raise unless every element is finite (``Config.check_finite``). Synchronises with a GPU.
+
+    Raises:
+        Error: the text names ``what``, the chunk and the layer.
+    """
+    if all(bool(tensor.isfinite().all()) for tensor in tensors):
+        return
+    where = f"chunk {chunk}" if layer is None else f"chunk {chunk}, layer {layer}"
+    raise Error(f"{where}: {what} is not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from oomb.core.gradient_reach import GradientReach
 from oomb.core.layout import call_order
 from oomb.core.page_choice import PageChoice
 from oomb.core.page_protocol import Arrival, PageProtocol
-from oomb.core.rounding import seed_of_chunk
 from oomb.core.shortage import with_torchs_unused
 from oomb.core.tiers import Caps, PageLayout
 from oomb.ops.launch import stream_of
@@ -198,3 +198,16 @@ def _no_lists(layer: int, chunk: int) -> npt.NDArray[np.int64]:
 
 def _table(table: Any) -> torch.Tensor:
     return table if isinstance(table, torch.Tensor) else torch.utils.dlpack.from_dlpack(table)
+
+
+def seed_of_call(step: int) -> int:
+    """Of the rounding of gradient pages in the call number ``step`` of an engine; 64 bits."""
+    key = hashlib.blake2b(f"oomb rounding {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little")
+
+
+def seed_of_chunk(seed: int, layer: int, chunk: int) -> int:
+    """Mixes a call's seed, layer and chunk; kernels add the page and the element."""
+    mixed = seed ^ (layer << 40) ^ (chunk + 1)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    return (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64

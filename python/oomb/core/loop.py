@@ -10,11 +10,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from oomb.core.alternation import Alternation
-from oomb.core.attention import ChunkAttention
+from oomb.core.attention import ChunkAttention, expect_finite
 from oomb.core.border_states import BorderStates
 from oomb.core.carry import Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
-from oomb.core.finite import expect_finite
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits

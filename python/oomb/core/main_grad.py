@@ -166,6 +166,7 @@ class MainGrads:
         return total
 
     def _add_rounded(self, total: torch.Tensor, addend: torch.Tensor, seed: int) -> None:
+        """Apart from its callers, because a trace counts it instead: it is no torch operation."""
         add_rounded(total, addend, seed)
 
     def _next_seed(self, parameter: nn.Parameter) -> int:

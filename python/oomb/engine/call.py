@@ -13,6 +13,7 @@ import torch
 from oomb.config import Config
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
+from oomb.core.call_pages import seed_of_call
 from oomb.core.collector import older_objects_aside
 from oomb.core.demand import Demand, rule_of
 from oomb.core.gradient_reach import GradientReach
@@ -25,7 +26,6 @@ from oomb.core.page_demand import PageDemand
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner, seed_of_rank
-from oomb.core.rounding import seed_of_call
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes

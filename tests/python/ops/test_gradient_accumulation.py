@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_case import Case, Problem
 
-from oomb.core.rounding import seed_of_chunk
+from oomb.core.call_pages import seed_of_chunk
 
 CASE = Case(
     query_heads=2, kv_heads=1, chunk=16, head_dim=32, page_size=16, num_past=48,
