@@ -43,9 +43,9 @@ PYTHON_LAYERS = {
     "report": {"monitor"},
     "rivals": {"model", "trace"},
     "plan": {"_C", "ops", "model", "core", "trace", "engine"},
-    "hf": {"checkpoint", "monitor", "core", "engine"},
+    "hf": {"checkpoint", "monitor", "parallel", "core", "engine"},
     "audit": {"model", "core", "engine"},
-    "train": {"checkpoint", "monitor", "report", "model", "trace", "plan", "hf"},
+    "train": {"checkpoint", "monitor", "report", "parallel", "model", "trace", "plan", "hf"},
     "cli": {
         *("_C", "checkpoint", "monitor", "report", "model", "core", "trace", "engine", "rivals"),
         *("plan", "hf", "audit", "train", "parallel"),

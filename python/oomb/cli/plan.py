@@ -30,7 +30,7 @@ from oomb.trace.shapes import SHAPES
 from oomb.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from oomb.plan import Prediction, Recommendation
+    from oomb.plan import Machine, Prediction, Recommendation
 
 _LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -62,6 +62,9 @@ def plan(
     gpu_link: Annotated[
         float | None, typer.Option(help="GB/s to the host, each way; left out: PCIe 4.0 x16.")
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(help="GPUs of one host that share each sequence; the plan is of one.")
+    ] = 1,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
@@ -109,6 +112,8 @@ def plan(
         device_bytes = _whole_memory("device_memory", device_memory)
         host_bytes = _whole_memory("host_memory", host_memory)
         gpu_of_figures(gpu or None, device_bytes, gpu_tflops, gpu_bandwidth, gpu_link)
+        if gpus < 1:
+            raise ValueError(f"gpus: expected an int >= 1, got {gpus}")
         if batch_size < 1:
             raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
         _expect_one_of("dtype", dtype, _DTYPES)
@@ -137,6 +142,8 @@ def plan(
             bandwidth=gpu_bandwidth,
             link=gpu_link,
         )
+        if gpus > 1:
+            machine = machine.of_rank(gpus)
         result = recommend(
             model,
             tokens,
@@ -199,7 +206,7 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     console.print(
         f"[bold]{model}[/bold], {prediction.num_tokens:,} tokens"
         + (f" x {prediction.batch_size}" if prediction.batch_size > 1 else "")
-        + f", on {prediction.machine.name}: {verdict}"
+        + f", on {_devices(prediction.machine)}: {verdict}"
     )
     console.print(_settings(prediction))
     console.print(_memory(prediction))
@@ -216,6 +223,10 @@ def show(console: Console, model: str, result: Recommendation) -> None:
         console.print(_remedies(result))
     for sentence in result.advice:
         console.print(f"- {sentence}", soft_wrap=True)
+
+
+def _devices(machine: Machine) -> str:
+    return machine.name if machine.ranks == 1 else f"each of {machine.ranks} x {machine.name}"
 
 
 def _settings(prediction: Prediction) -> str:
@@ -295,7 +306,8 @@ def _remedies(result: Recommendation) -> Table:
 def _time(prediction: Prediction) -> str:
     duration = prediction.duration
     assert duration is not None
-    names = ("matrix", "attention", "elementwise", "copies", "starting")
+    names = ["matrix", "attention", "elementwise", "copies", "starting"]
+    names += ["exchange"] if duration.exchange else []
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
     source = _SOURCES[duration.basis]
     speed = prediction.num_tokens * prediction.batch_size / duration.total

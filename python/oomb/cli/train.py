@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -47,13 +48,24 @@ def train(
         with quiet():
             code = carry_out(settings, resume=resume, dry_run=dry_run)
     except (BadInput, UnsupportedModelError) as error:
-        _fail(str(error), code=2)
+        _fail(str(error), code=2, error=error)
     except Error as error:
-        _fail(str(error))
+        _fail(str(error), error=error)
     raise typer.Exit(code)
 
 
-def _fail(text: str, code: int = 1) -> NoReturn:
+def _fail(text: str, code: int = 1, error: Exception | None = None) -> NoReturn:
+    """One line, from the rank that failed; where each fails by itself, from one of each host."""
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    if error is not None:
+        from oomb.parallel.failure import RankLostError, failed_rank  # torch, which takes seconds
+        from oomb.parallel.job import rank_of_job
+
+        failed = failed_rank(error)
+        lost = isinstance(error, RankLostError)  # and cannot say so itself
+        speaks = lost or (speaks if failed is None else failed in (-1, rank_of_job()))
+    if not speaks:
+        raise typer.Exit(code)
     console = Console(stderr=True)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)

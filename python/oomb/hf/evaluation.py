@@ -42,7 +42,7 @@ class EvaluatingTrainer(ResumableTrainer):
         Raises:
             ValueError: the logits would take more than ``max_logit_bytes``.
         """
-        self._signals.check()
+        self._check_signals()
         arguments = engine_arguments(self._prepare_inputs(inputs))
         labels, targets = arguments["labels"], num_targets(arguments)
         self._evaluated_tokens += targets

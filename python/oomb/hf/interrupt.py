@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from oomb.held_signals import restore_handlers
+from oomb.parallel.failure import raise_alike
 
 
 class Interrupted(SystemExit):
@@ -34,6 +35,14 @@ class Interrupted(SystemExit):
             f"{self.reason}: the step under way was abandoned; step {self.step}, the last finished "
             f"one, is {saved}"
         )
+
+
+def _of_rank(text: str) -> Interrupted:
+    """What stops a rank stops all: "[rank 1] SIGTERM: …"."""
+    return Interrupted(text.partition("] ")[2].partition(":")[0])
+
+
+raise_alike(Interrupted, _of_rank)
 
 
 class SignalWatch:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
 from oomb.config import Config
+from oomb.parallel.job import ranks_in_job
 
 # Argument of the trainer: why it must be None.
 _TRAINER_ARGUMENTS = {
     "compute_loss_func": "the engine computes the loss itself, chunk by chunk",
 }
+_WHOLE = "each rank has the whole model; start with torchrun, and ranks share each sequence"
 # Field of TrainingArguments: the value it must have (or be as false as), and why.
 _SETTINGS: dict[str, tuple[object, str]] = {
     "label_smoothing_factor": (0.0, "the engine's loss is plain cross-entropy"),
     "neftune_noise_alpha": (None, "its noise would differ between fill and sweep"),
     "torch_compile": (False, "the engine runs the model's layers itself"),
     "use_liger_kernel": (False, "the engine uses liger kernels by itself where they are installed"),
-    "deepspeed": (None, "one process drives one GPU"),
-    "fsdp": (False, "one process drives one GPU"),
-    "parallelism_config": (None, "one process drives one GPU"),
+    "deepspeed": (None, _WHOLE),
+    "fsdp": (False, _WHOLE),
     "bf16_full_eval": (False, "evaluation uses the dtype of training; load the model in bfloat16"),
     "fp16_full_eval": (False, "evaluation uses the dtype of training; load the model in float16"),
     "enable_jit_checkpoint": (False, "SIGTERM already saves a checkpoint"),
@@ -65,11 +65,12 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"optim: expected an optimizer that steps after backward, got {optimizer!r}: it would "
             "see the gradient of one chunk"
         )
-    processes = max(settings.world_size, _processes_of_launcher())
-    if processes > 1:
+    started = ranks_in_job()
+    if started != settings.world_size:
         raise ValueError(
-            f"world_size: expected 1, got {processes}: one process drives one GPU, and several do "
-            "not share a run; start the script without torchrun or accelerate launch"
+            f"world_size: expected the {started} processes that were started, got "
+            f"{settings.world_size} that TrainingArguments joined; on CPUs they join with "
+            "use_cpu=True"
         )
     if settings.n_gpu > 1:
         raise ValueError(
@@ -78,12 +79,18 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _processes_of_launcher() -> int:
-    """What torchrun says; on a CPU transformers does not look."""
-    number = os.environ.get("WORLD_SIZE") or "1"  # set to nothing is not set
-    if not number.isdecimal():
-        raise ValueError(f"WORLD_SIZE: expected a number of processes, got {number!r}")
-    return int(number)
+def refuse_ranks(reason: str) -> None:
+    """Refuse to run in several processes.
+
+    Raises:
+        ValueError: there are several.
+    """
+    processes = ranks_in_job()
+    if processes > 1:
+        raise ValueError(
+            f"world_size: expected 1, got {processes}: {reason}; start the script without torchrun "
+            "or accelerate launch"
+        )
 
 
 def refuse_own_loss(trainer: Trainer) -> None:

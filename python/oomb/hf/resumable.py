@@ -23,6 +23,7 @@ from oomb.checkpoint import (
 from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
+from oomb.hf.ranks import RanksTrainer
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
 
 _log = transformers.logging.get_logger("oomb.hf")
@@ -64,7 +65,7 @@ class _RemembersSteps(TrainerCallback):
         self._trainer._remember()
 
 
-class ResumableTrainer(transformers.Trainer):
+class ResumableTrainer(RanksTrainer):
     """A Trainer whose checkpoints are those of :class:`oomb.checkpoint.CheckpointStore`.
 
     They stand in ``output_dir/checkpoints`` and hold no pickle. A resumed run takes the same steps
@@ -110,11 +111,13 @@ class ResumableTrainer(transformers.Trainer):
             Interrupted: SIGTERM or SIGINT came.
         """
         store = self.checkpoint_store(trial)
-        checkpoint = checkpoint_to_resume(
-            resume_from_checkpoint,
-            store,
-            model_identity(self.model),
-            saves=self.args.save_strategy != SaveStrategy.NO,
+        checkpoint = self.job.by_first(
+            lambda: checkpoint_to_resume(
+                resume_from_checkpoint,
+                store,
+                model_identity(self.model),
+                saves=self.args.save_strategy != SaveStrategy.NO,
+            )
         )
         self._finished = self._resumed = self._epoch_random = self._saved_step = None
         if checkpoint and is_own(checkpoint, store):
@@ -126,12 +129,19 @@ class ResumableTrainer(transformers.Trainer):
                     trial=trial,
                     ignore_keys_for_eval=ignore_keys_for_eval,
                 )
-                self._signals.check()
+                self._check_signals()
             except Interrupted as interrupted:
                 abandoned = self._abandon_step(interrupted.reason, trial)
-                _log.warning(str(abandoned))
+                if self.job.is_first:
+                    _log.warning(str(abandoned))
                 raise abandoned from None
         return output
+
+    def _check_signals(self) -> None:
+        """Raise :class:`Interrupted` on all ranks if a signal came to one."""
+        came = [one for one in self.job.collect(lambda: self._signals.received) if one is not None]
+        if came:
+            raise Interrupted(came[0])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -148,12 +158,22 @@ class ResumableTrainer(transformers.Trainer):
             )
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
+        before = self._resumed.get("replicas", 1)
+        calls = self._resumed.get("calls_per_step", self._calls_per_step())
+        if before != self.replicas.number and calls != self._calls_per_step():
+            raise CheckpointError(
+                f"replicas: expected {before} groups of processes that share sequences, as the "
+                f"run began, got {self.replicas.number}: a step would take other sequences"
+            )
         changed = ChangedSettings(Path(checkpoint), self.args)
         changed.load(self.optimizer, self.lr_scheduler, self._resumed)
         del self._resumed["optimizer"]
-        if changed.values:
+        if changed.values and self.job.is_first:
             _log.warning(f"resumed with {changed}")
         self._load_engine_state(self._resumed["engine"])
+
+    def _calls_per_step(self) -> int:
+        return self.args.gradient_accumulation_steps * self.replicas.number
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
@@ -179,8 +199,8 @@ class ResumableTrainer(transformers.Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=absent))
 
     def _load_best_model(self) -> None:
-        self._signals.check()
-        CheckpointStore.verified(str(self.state.best_model_checkpoint))
+        self._check_signals()
+        self.job.together(lambda: CheckpointStore.verified(str(self.state.best_model_checkpoint)))
         super()._load_best_model()
         self._finished = None  # the weights are no longer those of the last step
 
@@ -218,7 +238,7 @@ class ResumableTrainer(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         path = self._save_finished_step(trial)
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and self.job.is_first:
             self._push_from_checkpoint(str(path))
 
     def _save_finished_step(self, trial: Any) -> Path:
@@ -229,16 +249,21 @@ class ResumableTrainer(transformers.Trainer):
         began = time.perf_counter()
         self.store_flos()
         best = self.state.best_global_step
-        if best and (best == step or store.path_of(best).exists()):
-            self.state.best_model_checkpoint = str(store.path_of(best))
-        store.save(
-            step,
-            self._write_checkpoint,
-            identity=model_identity(self.model),
-            keep=[store.path_of(best)] if best else [],
-        )
+
+        def write() -> int:
+            if best and (best == step or store.path_of(best).exists()):
+                self.state.best_model_checkpoint = str(store.path_of(best))
+            store.save(
+                step,
+                self._write_checkpoint,
+                identity=model_identity(self.model),
+                keep=[store.path_of(best)] if best else [],
+            )
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+        num_bytes, of_best = self.job.by_first(lambda: (write(), self.state.best_model_checkpoint))
+        self.state.best_model_checkpoint = of_best
         self._saved_step = step
-        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self._checkpoint_saved(path, time.perf_counter() - began, num_bytes)
         return path
 
@@ -260,6 +285,8 @@ class ResumableTrainer(transformers.Trainer):
             "random": self._finished.random,
             "epoch_random": self._finished.epoch_random,
             "engine": self._finished.engine,
+            "calls_per_step": self._calls_per_step(),
+            "replicas": self.replicas.number,
         }
         save_state(folder, _TRAINING, state)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from oomb.parallel.job import Job
+from oomb.parallel.replicas import Replicas
 from oomb.results import Step
 
 
@@ -20,12 +22,31 @@ class StepRecord:
         self.tokens = 0
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
+        self._of_ranks: dict[str, Any] = {}
 
     def add(self, call: Step, loss: torch.Tensor, tokens: int) -> None:
         """A micro-batch is done; ``loss`` is its share of the step's."""
         self.calls.append(call)
         self.loss += float(loss)
         self.tokens += tokens
+
+    def of_ranks(self, job: Job, replicas: Replicas) -> StepRecord:
+        """With the loss and tokens of all replicas, and each rank's seconds; every rank takes part.
+
+        Memory, copies and the seconds of passes stay this rank's.
+        """
+        if job.size > 1:
+            seconds = sum(call.stats.exchange_seconds for call in self.calls)
+            each = job.collect(lambda: (time.perf_counter() - self.began, seconds))
+            shares = replicas.collect(lambda: (self.loss, self.tokens))
+            self.loss = sum(loss for loss, _ in shares)
+            self.tokens = sum(tokens for _, tokens in shares)
+            self._of_ranks = {
+                "ranks": job.size,
+                "seconds_by_rank": [of_step for of_step, _ in each],
+                "exchange_seconds_by_rank": [of_exchanges for _, of_exchanges in each],
+            }
+        return self
 
     def finished(self, step: int, epoch: float | None) -> dict[str, Any]:
         """The record; see docs/report.md for its keys."""
@@ -55,4 +76,5 @@ class StepRecord:
             "torch_peak_bytes": (
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
             ),
+            **self._of_ranks,
         }

@@ -24,7 +24,7 @@ from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
-from oomb.results import Progress
+from oomb.results import Progress, Step
 
 _log = transformers.logging.get_logger("oomb.hf")
 
@@ -35,9 +35,12 @@ class EngineTrainerMixin(EvaluatingTrainer):
     ``class MyTrainer(EngineTrainerMixin, TheirTrainer)``. Their ``compute_loss`` must be the stock
     one: cross-entropy of the next token.
 
+    Started by torchrun or ``accelerate launch``, all processes share each sequence, or as many of
+    them as ``TrainingArguments(parallelism_config=ParallelismConfig(cp_size=…))`` says.
+
     Args:
         oomb_config: settings of the engine; None: the defaults.
-        observer: receives the run's events (see :mod:`oomb.monitor`).
+        observer: receives the run's events (see :mod:`oomb.monitor`), on rank 0.
 
     Everything else is as in the trainer it stands before.
 
@@ -58,11 +61,12 @@ class EngineTrainerMixin(EvaluatingTrainer):
         if observer is not None and not callable(getattr(observer, "on_step", None)):
             raise ValueError(f"observer: expected an oomb.monitor.RunObserver, got {observer!r}")
         refuse_arguments(self._named(args, keywords))
+        self._refuse_ranks()
         super().__init__(*args, **keywords)
         refuse_arguments(vars(self))
         self._refuse_loss()
         self.oomb_config = oomb_config if oomb_config is not None else Config()
-        self.observer = observer
+        self.observer = observer if self.job.is_first else None
         # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
         self.context: int | None = getattr(self.args, "max_length", None)
         self._record = StepRecord()
@@ -73,6 +77,9 @@ class EngineTrainerMixin(EvaluatingTrainer):
     def _refuse_loss(self) -> None:
         """Raises ValueError where the trainer's loss is not the one that is computed here."""
         refuse_own_loss(self)
+
+    def _refuse_ranks(self) -> None:
+        """Raises ValueError where several processes cannot train together."""
 
     def _named(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mapping[str, Any]:
         """Arguments by name, as the stock trainer behind this class takes them."""
@@ -92,7 +99,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
             )
         # accelerate's autocast around the forward would tell the engine's check another result.
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        self.engine = Engine(model, self.oomb_config)
+        self.engine = Engine(model, self.oomb_config, mesh=self.replicas.mesh)
         self._engine_model = self.model
 
     def _prepare_for_training(self, *args: Any, **keywords: Any) -> Any:
@@ -110,25 +117,19 @@ class EngineTrainerMixin(EvaluatingTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Loss of one micro-batch, its gradient added to the parameters; 0-d tensor."""
-        self._signals.check()
+        self._check_signals()
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()
         arguments = engine_arguments(self._prepare_inputs(inputs))
-        targets = num_targets(arguments)
-        if targets == 0:  # nothing to predict: no loss and no gradient
-            self._warn_of_no_target()
-            return torch.zeros((), device=self.args.device)
-        if num_items_in_batch is None:
-            num_items_in_batch = targets * self.current_gradient_accumulation_steps
         scale = self._loss_scale()
-        with self.accelerator.autocast(), self.compute_loss_context_manager():
-            call = self.engine.forward_backward(
-                **arguments,  # type: ignore[arg-type]
-                num_items_in_batch=float(num_items_in_batch) / scale,  # type: ignore[arg-type]
-                on_progress=self._training_progress,
-            )
+        with self.replicas.step():
+            call = self._call(arguments, num_items_in_batch, scale)
+            if self.accelerator.sync_gradients:
+                self.replicas.add_gradients([p for p in model.parameters() if p.requires_grad])
+        if call is None:
+            return torch.zeros((), device=self.args.device)
         loss = call.loss / scale
         self._record.add(call, loss, arguments["input_ids"].numel())
         if self.observer is not None and call.selection:
@@ -136,10 +137,32 @@ class EngineTrainerMixin(EvaluatingTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return loss
+        return loss * self.replicas.number  # the mean over processes is logged
+
+    def _call(
+        self,
+        arguments: dict[str, torch.Tensor],
+        num_items_in_batch: torch.Tensor | int | None,
+        scale: float,
+    ) -> Step | None:
+        """This replica's share of the gradient; None: its batch has nothing to predict."""
+        targets, replicas = num_targets(arguments), self.replicas.number
+        if targets == 0:  # no loss and no gradient
+            self._warn_of_no_target()
+            return None
+        if num_items_in_batch is None:
+            num_items_in_batch = targets * self.current_gradient_accumulation_steps * replicas
+        elif not self.args.average_tokens_across_devices:  # those of this replica alone
+            num_items_in_batch = num_items_in_batch * replicas
+        with self.accelerator.autocast(), self.compute_loss_context_manager():
+            return self.engine.forward_backward(
+                **arguments,  # type: ignore[arg-type]
+                num_items_in_batch=float(num_items_in_batch) / scale,  # type: ignore[arg-type]
+                on_progress=self._training_progress,
+            )
 
     def _warn_of_no_target(self) -> None:
-        if not self._warned_of_no_target:
+        if not self._warned_of_no_target and self.job.is_first:
             self._warned_of_no_target = True
             _log.warning(
                 f"step {self.state.global_step + 1}: a batch has no token to predict (labels are "
@@ -237,13 +260,16 @@ class _Reports(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         trainer = self._trainer
+        record = trainer._record.of_ranks(trainer.job, trainer.replicas)
         if trainer.observer is not None:
-            record = trainer._record.finished(trainer.state.global_step, trainer.state.epoch)
-            trainer.observer.on_step(record)
+            trainer.observer.on_step(
+                record.finished(trainer.state.global_step, trainer.state.epoch)
+            )
 
     def on_evaluate(self, *_: Any, **keywords: Any) -> None:
         trainer, metrics = self._trainer, keywords["metrics"]
         tokens, trainer._evaluated_tokens = trainer._evaluated_tokens, 0
+        tokens = sum(trainer.replicas.collect(lambda: tokens))
         if trainer.observer is None:
             return
         record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}

@@ -16,7 +16,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 from oomb.engine.engine import Engine
 from oomb.hf.fused_head import FusedHead
 from oomb.hf.last_token import LastToken
-from oomb.hf.refusals import refuse_of_two_passes
+from oomb.hf.refusals import refuse_of_two_passes, refuse_ranks
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.trainer import EngineTrainerMixin
 from oomb.results import Step
@@ -32,6 +32,9 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
 
     _heads: list[FusedHead]
     _reference: Engine | None = None
+
+    def _refuse_ranks(self) -> None:
+        refuse_ranks("ranks do not share the sequences of a loss in two passes yet")
 
     def _refuse_loss(self) -> None:
         refuse_of_two_passes(self)
@@ -69,7 +72,7 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
 
     def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """TRL's own, then the sweep; 0-d tensor."""
-        self._signals.check()
+        self._check_signals()
         with ExitStack() as stack:
             for head in self._heads:
                 stack.enter_context(head.answering())
@@ -88,7 +91,7 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """TRL's own."""
-        self._signals.check()
+        self._check_signals()
         with ExitStack() as stack:
             for head in self._heads:
                 stack.enter_context(head.answering())

@@ -15,13 +15,38 @@ from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.5  # between a connection that breaks and the key that says why
 
-_KINDS: dict[str, Callable[[str], Exception]] = {
+_KINDS: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind for kind in (ValueError, Error, OutOfMemoryError, UnsupportedModelError)
 }
 
 
+def raise_alike(kind: type[BaseException], made: Callable[[str], BaseException]) -> None:
+    """Errors of a class that this package does not know are raised as such by all ranks.
+
+    Args:
+        made: from ``[rank 1] `` and the text of the error.
+    """
+    _KINDS[kind.__name__] = made
+
+
+def failed_rank(error: BaseException) -> int | None:
+    """The rank of the job that an error comes from; None: it is not one that ranks share."""
+    failure = getattr(error, "_failure_of_ranks", None)
+    return failure.rank if isinstance(failure, Failure) else None
+
+
 class RankLostError(Error):
-    """A rank of the sequence has ended, or does not answer."""
+    """A rank of the job has ended, or does not answer."""
+
+    @staticmethod
+    def of(error: BaseException) -> RankLostError:
+        """For a connection that broke."""
+        return RankLostError(
+            f"a rank of the sequence has ended or does not answer ({_first_line(error)})"
+        )
+
+
+raise_alike(RankLostError, RankLostError)
 
 
 @dataclass(frozen=True)
@@ -42,7 +67,7 @@ class Failure:
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         return Failure(rank, kind, text)
 
-    def error(self) -> Exception:
+    def error(self) -> BaseException:
         """The same on every rank: of the class it had, where that is one of ours."""
         error = _KINDS.get(self.kind, Error)(f"[rank {self.rank}] {self.text}")
         error._failure_of_ranks = self  # type: ignore[attr-defined]
@@ -72,10 +97,18 @@ class Alarm:
         store: of the job; the watcher has a connection of its own.
         key: of this call.
         abort: frees whoever waits for the others on this rank; called once, from the watcher.
+        lost: a rank that can no longer tell anything; None: none.
     """
 
-    def __init__(self, store: Any, key: str, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        abort: Callable[[], None],
+        lost: Callable[[], Failure | None] = lambda: None,
+    ) -> None:
         self._store = store
+        self._lost = lost
         self._key = key
         self._abort = abort
         self._over = threading.Event()
@@ -102,10 +135,7 @@ class Alarm:
         deadline = time.monotonic() + _GRACE_SECONDS
         while self._seen is None and time.monotonic() < deadline:
             self._over.wait(_POLL_SECONDS / 4)
-        lost = RankLostError(
-            f"a rank of the sequence has ended or does not answer ({_first_line(error)})"
-        )
-        return self._seen or Failure(rank, "Error", str(lost))
+        return self._seen or Failure.of(rank, RankLostError.of(error))
 
     def end(self) -> None:
         """The call is over."""
@@ -118,9 +148,11 @@ class Alarm:
             try:
                 if self._store.check([self._key]):
                     self._seen = self._seen or _read(self._store.get(self._key))
+                else:
+                    self._seen = self._seen or self._lost()
             except Exception as error:
                 text = f"the store of the job does not answer ({_first_line(error)})"
-                self._seen = self._seen or Failure(-1, "Error", text)
+                self._seen = self._seen or self._lost() or Failure(-1, "Error", text)
             if self._seen is not None:
                 with suppress(Exception):
                     self._abort()

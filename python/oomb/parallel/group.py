@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from oomb.errors import Error
 from oomb.held_signals import with_signals_held
 from oomb.parallel.failure import Alarm, Failure, RankLostError
+from oomb.parallel.peers import Place, first_ended, place_of_this
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Ranks:
         self._alarm: Alarm | None = None
         self._settled = False
         self._connect()
+        self._places: list[Place] = self._gather_notes(place_of_this())
 
     @property
     def neighbours(self) -> int:
@@ -80,7 +82,7 @@ class Ranks:
         self._calls += 1
         self._settled = False
         key = f"{self._name}/failure/{self._calls}"
-        alarm = self._alarm = Alarm(_own_connection(), key, self._abort)
+        alarm = self._alarm = Alarm(_own_connection(), key, self._abort, self._lost)
         try:
             yield
         except BaseException as error:
@@ -128,6 +130,13 @@ class Ranks:
             self._tensors = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             self._tensors = self._notes
+
+    def _lost(self) -> Failure | None:
+        index = first_ended(self._places)
+        if index is None:
+            return None
+        rank = self.members[self.rank]
+        return Failure.of(rank, RankLostError(f"rank {self.members[index]} has ended"))
 
     def _disconnect(self) -> None:
         self._abort()
@@ -258,10 +267,7 @@ class Ranks:
         rank = self.members[self.rank]
         if self._alarm is None:
             self._disconnect()
-            raise RankLostError(
-                f"[rank {rank}] a rank of the sequence has ended or does not answer "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+            raise Failure.of(rank, RankLostError.of(error)).error() from error
         self._alarm.explain(rank, error).raise_again(None)
 
     def expect_device(self, device: torch.device) -> None:

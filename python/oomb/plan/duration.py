@@ -29,6 +29,7 @@ class Duration:
         attention: attention's kernels.
         copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
+        exchange: with other ranks of the sequence.
         fill: seconds of the fill, of the total.
         spared: of attention that kept outputs spare; no part of the total.
         basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
@@ -42,14 +43,22 @@ class Duration:
     fill: float
     basis: str
     spared: float = 0.0
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matrix + self.elementwise + self.attention + self.copies + self.starting
+        computing = self.matrix + self.elementwise + self.attention
+        return computing + self.copies + self.starting + self.exchange
 
 
 def duration_of(
-    call: PageCall, trace: Trace, pools: PoolUse, rates: Rates, *, recompute: bool
+    call: PageCall,
+    trace: Trace,
+    pools: PoolUse,
+    rates: Rates,
+    *,
+    recompute: bool,
+    exchange: float = 0.0,
 ) -> Duration:
     """Time of a call whose chunks cost what ``trace`` says."""
     fills, sweeps = float(call.filled), float(len(call.swept))
@@ -88,6 +97,7 @@ def duration_of(
         fill=filling + starting[0],
         basis=rates.basis,
         spared=spared,
+        exchange=exchange,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from oomb.nearest import nearest
 
 _GB, _GIB, _TERA = 10**9, 2**30, 10**12
+_OF_NVLINK = 0.55  # that NCCL gave on a pair of H200s, in messages of a chunk's size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Gpu:
         bytes_per_second: of its memory.
         link_bytes_per_second: to the host, each way.
         host_bytes: memory of the host for one GPU, where nothing is said.
+        peer_bytes_per_second: that a GPU receives from others of its host; None: over its link.
         basis: ``"datasheet"``, or ``"given"`` where somebody has given figures.
     """
 
@@ -30,10 +32,19 @@ class Gpu:
     link_bytes_per_second: float
     host_bytes: int
     basis: str = "datasheet"
+    peer_bytes_per_second: float | None = None
 
 
-def _gpu(name: str, memory: float, flops: float, traffic: float, link: float, host: int) -> Gpu:
-    """In the units of datasheets: GB, TFLOP/s, GB/s, GB/s; and GiB of host memory."""
+def _gpu(
+    name: str,
+    memory: float,
+    flops: float,
+    traffic: float,
+    link: float,
+    host: int,
+    nvlink: float | None = None,
+) -> Gpu:
+    """In the units of datasheets: GB, TFLOP/s, GB/s, GB/s; GiB of host memory; GB/s each way."""
     return Gpu(
         name=name,
         memory_bytes=int(memory * _GB),
@@ -41,6 +52,7 @@ def _gpu(name: str, memory: float, flops: float, traffic: float, link: float, ho
         bytes_per_second=traffic * _GB,
         link_bytes_per_second=link * _GB,
         host_bytes=host * _GIB,
+        peer_bytes_per_second=None if nvlink is None else _OF_NVLINK * nvlink * _GB,
     )
 
 
@@ -49,12 +61,12 @@ def _gpu(name: str, memory: float, flops: float, traffic: float, link: float, ho
 # (32 GB/s), 5.0 (64 GB/s), NVLink-C2C. Hosts: an eighth of a DGX, what a GH200 has; of single cards
 # an assumption.
 GPUS = {
-    "h200": _gpu("H200", 141, 989, 4800, 64, 256),
-    "h100": _gpu("H100", 80, 989, 3350, 64, 256),
-    "b200": _gpu("B200", 180, 2250, 8000, 64, 256),
+    "h200": _gpu("H200", 141, 989, 4800, 64, 256, 450),
+    "h100": _gpu("H100", 80, 989, 3350, 64, 256, 450),
+    "b200": _gpu("B200", 180, 2250, 8000, 64, 256, 900),
     "gh200": _gpu("GH200", 96, 989, 4000, 450, 446),
-    "a100-80": _gpu("A100 80 GB", 80, 312, 2039, 32, 256),
-    "a100-40": _gpu("A100 40 GB", 40, 312, 1555, 32, 128),
+    "a100-80": _gpu("A100 80 GB", 80, 312, 2039, 32, 256, 300),
+    "a100-40": _gpu("A100 40 GB", 40, 312, 1555, 32, 128, 300),
     "l40s": _gpu("L40S", 48, 362, 864, 32, 128),
     "rtx5090": _gpu("RTX 5090", 32, 209.5, 1792, 64, 64),
     "rtx4090": _gpu("RTX 4090", 24, 165, 1008, 32, 64),

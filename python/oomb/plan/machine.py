@@ -19,6 +19,8 @@ _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' w
 class Machine:
     """Memory that a run can have, and the device that does the work.
 
+    Where ranks share a sequence, all of it is of one rank.
+
     Attributes:
         device_type: ``"cuda"`` or ``"cpu"``; on the CPU both tiers share the host's memory.
         name: for people.
@@ -28,6 +30,8 @@ class Machine:
         gpu: figures of one that cannot be measured, or None.
         fused: norms and gates will run as fused kernels.
         host_assumed: nobody has said what the host's memory is: it is that of ``gpu.host_bytes``.
+        ranks: that share each sequence, a device each.
+        neighbours: that share the host's memory.
     """
 
     device_type: Literal["cuda", "cpu"]
@@ -38,6 +42,8 @@ class Machine:
     gpu: Gpu | None = None
     fused: bool = False
     host_assumed: bool = False
+    ranks: int = 1
+    neighbours: int = 1
 
     @staticmethod
     def here(device_type: str | None = None) -> Machine:
@@ -99,6 +105,25 @@ class Machine:
         if host_bytes is not None:
             base = replace(base, host_bytes=host_bytes, host_assumed=False)
         return base
+
+    def of_rank(self, ranks: int, neighbours: int | None = None) -> Machine:
+        """What one of several ranks has of this machine.
+
+        A host that is assumed has as much memory for each GPU.
+
+        Args:
+            ranks: that share each sequence, a device each.
+            neighbours: that share the host's memory; None: all of them.
+        """
+        here = ranks if neighbours is None else neighbours
+        on_cpu = self.device_type == "cpu"
+        return replace(
+            self,
+            ranks=ranks,
+            neighbours=here,
+            device_bytes=self.device_bytes // here if on_cpu else self.device_bytes,
+            host_bytes=self.host_bytes if self.host_assumed else self.host_bytes // here,
+        )
 
 
 def _with_gpu(name: str, memory_bytes: int, gpu: Gpu | None) -> Machine:

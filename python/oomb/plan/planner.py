@@ -23,8 +23,10 @@ from oomb.engine.needs import (
     recomputes,
     spare_of,
 )
+from oomb.engine.ranks import expect_no_mixers, expect_rule_of_ranks, shapes_here
 from oomb.errors import OutOfMemoryError
 from oomb.plan.duration import Duration, duration_of
+from oomb.plan.exchange import exchange_seconds
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
 from oomb.plan.pages import PageCall
@@ -66,8 +68,11 @@ class Planner:
         quantization: str | None = None,
     ) -> None:
         self.machine = Machine.here() if machine is None else machine
+        ranks = self.machine.ranks
         bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
         self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
+        self.shapes = shapes_here(self.tracer.shapes, ranks)
+        expect_no_mixers(["states"] if self.tracer.state_bytes else [], ranks)
 
     def predict(
         self,
@@ -132,7 +137,14 @@ class Planner:
         if timed:
             rates = self._rates(config, call)
             if rates is not None:
-                duration = duration_of(call, trace, pools, rates, recompute=recompute)
+                duration = duration_of(
+                    call,
+                    trace,
+                    pools,
+                    rates,
+                    recompute=recompute,
+                    exchange=exchange_seconds(call, trace, self.machine),
+                )
         return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
@@ -167,13 +179,14 @@ class Planner:
         choices: Choices | None = None,
     ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
+        expect_rule_of_ranks(config, self.machine.ranks)
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
         return PageCall(
             chunks=chunks,
             reach=GradientReach.of(config.backward, _swept(config, chunks.number, step)),
-            shapes=tuple(self.tracer.shapes),
+            shapes=tuple(self.shapes),
             layout=PageLayout.of_layers(
-                self.tracer.shapes,
+                self.shapes,
                 config.page_size,
                 config.chunk_size,
                 self.tracer.key_dtype,
@@ -190,7 +203,7 @@ class Planner:
     # Parts ----------------------------------------------------------------------------------------
 
     def _trace(self, config: Config, call: PageCall, recompute: bool, waves: bool) -> Trace:
-        tokens = min(call.chunks.chunk_size, call.chunks.tokens)
+        tokens = -(-min(call.chunks.chunk_size, call.chunks.tokens) // self.machine.ranks)
         return self.tracer.trace(
             Setting(tokens, call.batch, recompute, waves, config.main_grad_dtype)
         )
@@ -202,7 +215,7 @@ class Planner:
 
     def _activations(self, config: Config, call: PageCall, recompute: bool) -> int:
         """Of a chunk, as the engine counts them."""
-        tokens = counted_tokens(config, call.chunks.tokens)
+        tokens = -(-counted_tokens(config, call.chunks.tokens) // self.machine.ranks)
         setting = Setting(tokens, call.batch, recompute, True, config.main_grad_dtype)
         return activations_of(self.tracer.trace(setting))
 
@@ -222,7 +235,8 @@ class Planner:
         """
         assert not isinstance(config.device_memory, str)
         assert not isinstance(config.host_memory, str)
-        machine, gradients = self.machine, gradient_bytes(self.tracer.trainable, config)
+        cap, machine = config.host_memory, self.machine
+        gradients = gradient_bytes(self.tracer.trainable, config)
         on_cpu = machine.device_type == "cpu"
         kept = self.tracer.gradient_bytes if accumulates else 0
         return Room(
@@ -230,7 +244,7 @@ class Planner:
             device_free=free,
             host_free=free if on_cpu else machine.host_bytes,
             device_cap=config.device_memory,
-            host_cap=config.host_memory,
+            host_cap=None if cap is None else max(1, cap // machine.neighbours),
             others=others_of(call, self._activations(config, call, recompute), gradients),
             host_others=call.list_bytes + call.border_bytes + use.host_bytes,
             host_spare=spare_of(self.tracer.trainable),
@@ -242,11 +256,11 @@ class Planner:
         if not machine.local:
             if machine.gpu is None:
                 return None
-            return datasheet_rates(machine.gpu, tracer.shapes[0], call.selection)
+            return datasheet_rates(machine.gpu, self.shapes[0], call.selection)
         outer, inner = tracer.largest_product
         return measured_rates(
             machine,
-            shape=tracer.shapes[0],
+            shape=self.shapes[0],
             layout=call.layout,
             hidden=outer,
             inner=inner,

@@ -112,6 +112,7 @@ class Prediction:
         own |= {name: getattr(self, name) for name in properties}
         config = self.config
         own["machine"] = self.machine.name
+        own["ranks"] = self.machine.ranks
         own["machine_device_bytes"] = self.machine.device_bytes
         own["machine_host_bytes"] = self.machine.host_bytes
         own["host_assumed"] = self.machine.host_assumed

@@ -18,6 +18,10 @@ _MAP_NOTE = (
     '<p class="note">Rows are blocks of queries from the first to the last, columns are pages of '
     "keys; blue was read. The diagonal is the chunk's own pages, always read.</p>"
 )
+_RANKS_NOTE = (
+    '<p class="note">Nothing runs beside exchanges: their seconds are waited for, those for a '
+    "slower rank included.</p>"
+)
 
 
 def write_report(
@@ -74,6 +78,9 @@ def page(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         wide.append(_section("Side by side", tables.totals(runs), wide=True))
     for run in runs:
+        of_ranks = tables.ranks(run)
+        if of_ranks is not None:
+            wide.append(_section("Ranks", of_ranks + _RANKS_NOTE, _of(run, runs), wide=True))
         if run.plan is not None:
             planned = tables.plan(run)
             wide.append(_section("Predicted and measured", planned, _of(run, runs), wide=True))

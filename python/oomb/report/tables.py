@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
@@ -69,6 +70,24 @@ def totals(runs: Sequence[Run]) -> str:
             cells = "".join(f"<td>{'' if v is None else escape(form(v))}</td>" for v in values)
             rows.append(f"<tr><th>{name}</th>{cells}</tr>")
     return table(runs, rows)
+
+
+def ranks(run: Run) -> str | None:
+    """Seconds of a step on each rank, and those in exchanges; None where one process ran."""
+    steps = run.metrics.steps
+    last = int(steps[-1].get("ranks") or 1)
+    # Of steps before a resume with another number of ranks nothing is told.
+    alike = [step for step in steps if step.get("ranks") == last]
+    if last == 1:
+        return None
+    rows = ["<tr><td></td><th>step, median</th><th>in exchanges</th><th>of the step</th></tr>"]
+    for rank in range(last):
+        whole = statistics.median(step["seconds_by_rank"][rank] for step in alike)
+        sent = statistics.median(step["exchange_seconds_by_rank"][rank] for step in alike)
+        cells = (seconds_text(whole), seconds_text(sent), f"{sent / whole:.1%}" if whole else "")
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(f"<tr><th>rank {rank}</th>{row}</tr>")
+    return f"<table>{''.join(rows)}</table>"
 
 
 def plan(run: Run) -> str:

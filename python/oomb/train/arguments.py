@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import (
@@ -10,6 +12,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from oomb.nearest import nearest
+from oomb.parallel.job import ranks_in_job
 from oomb.train.errors import BadInput
 from oomb.train.settings import RunSettings
 
@@ -60,12 +63,33 @@ def training_arguments(
             disable_tqdm=True,  # the run's own display says more
             prediction_loss_only=True,
             use_cpu=device.type == "cpu",
+            parallelism_config=sharing_ranks(settings),
             remove_unused_columns=False,
         )
     except (ImportError, ValueError) as error:
         raise BadInput(
             f"training: expected settings that transformers takes, got: {error}"
         ) from error
+
+
+def sharing_ranks(settings: RunSettings) -> Any:
+    """An accelerate ParallelismConfig: how many processes share a sequence; None: there is one.
+
+    Raises:
+        BadInput: not so many as asked for.
+    """
+    ranks, asked = ranks_in_job(), settings.parallel.cp
+    sharing = ranks if asked is None else asked
+    if ranks % sharing:
+        raise BadInput(
+            f"parallel.cp: expected a divisor of the {ranks} process{'es' if ranks > 1 else ''} "
+            f"that were started, got {sharing}"
+        )
+    if ranks == 1:
+        return None
+    from accelerate.parallelism_config import ParallelismConfig  # not in every accelerate
+
+    return ParallelismConfig(cp_size=sharing, dp_shard_size=ranks // sharing)
 
 
 def check_schedule(settings: RunSettings) -> None:

@@ -24,6 +24,7 @@ from oomb.hub import hub_arguments
 from oomb.model.quantized import keep_training_layout
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
+from oomb.parallel.job import expect_gpu_for_each, ranks_in_job
 from oomb.train.errors import BadInput
 from oomb.train.rope import extend_positions
 from oomb.train.settings import LoraSettings, ModelSettings
@@ -144,15 +145,21 @@ def _placement(
 
 
 def device_of(settings: ModelSettings) -> torch.device:
-    """Where the model trains.
+    """Where this process trains the model.
 
     Raises:
-        BadInput: a GPU is asked for and there is none.
+        BadInput: a GPU is asked for and there is none, or more processes than GPUs.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("model.device: expected a GPU for 'cuda', got none; see oomb doctor")
     on_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        return torch.device("cpu")
+    try:
+        own = expect_gpu_for_each() if ranks_in_job() > 1 else None
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    return torch.device("cuda" if own is None else f"cuda:{own}")
 
 
 def adapter_config(lora: LoraSettings) -> Any:

@@ -12,10 +12,12 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig
 
+from oomb.parallel.job import ranks_of_host
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
+from oomb.train.arguments import sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
@@ -38,10 +40,13 @@ def plan_run(
     }
     model = _without_weights(settings, config)
     machine = Machine.here(device_of(settings.model).type)
+    sharing = sharing_ranks(settings)
+    if sharing is not None:
+        machine = machine.of_rank(sharing.cp_size, ranks_of_host())
     prediction = predict(model, num_tokens, engine, machine=machine, **asked)
     _print_plan(console, prediction)
     if not prediction.fits:
-        nearest = recommend(model, num_tokens, config=engine, timed=False, **asked)
+        nearest = recommend(model, num_tokens, machine=machine, config=engine, timed=False, **asked)
         raise BadInput(_refusal(prediction, nearest.fits, nearest.config, nearest.advice))
     return prediction
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -28,9 +30,11 @@ from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
 from oomb.model.rope import positions
 from oomb.monitor import Display, RunMonitor
-from oomb.plan import write_plan
+from oomb.parallel.failure import raise_alike
+from oomb.parallel.job import Job, begun, is_first
+from oomb.plan import Prediction, write_plan
 from oomb.report import write_report
-from oomb.train.arguments import check_schedule, check_trackers, training_arguments
+from oomb.train.arguments import check_schedule, check_trackers, sharing_ranks, training_arguments
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
@@ -41,6 +45,8 @@ from oomb.train.rope import check_positions
 from oomb.train.samples import Samples, prompts_as_tokens
 from oomb.train.sequences import collate
 from oomb.train.settings import RunSettings
+
+raise_alike(BadInput, BadInput)
 
 
 def train(
@@ -64,11 +70,36 @@ def train(
         oomb.Error: the model cannot be run exactly, memory does not suffice, or no checkpoint is
             intact.
     """
-    console = console or Console()
+    device = device_of(settings.model)
+    console = console or Console(quiet=not is_first())
+    with begun(device.type):
+        job = Job()
+        with job.whole_or_ended(_say_last):
+            ready = job.in_turns(lambda: _read(settings, resume=resume, dry_run=dry_run))
+            if ready.data is not None:
+                _carry_out(settings, ready, ready.data, job, resume=resume, console=console)
+            else:
+                job.by_first(lambda: plan_run(settings, ready.config, settings.context, console))
+        job.close()
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """What a run begins with; ``data`` is None for a dry run."""
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]
+    data: Data | None
+
+
+def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
+    """Check all there is to check, and tokenise."""
     check_folder(settings, resume)
     check_schedule(settings)
     check_trackers(settings)
-    device_of(settings.model)
+    sharing_ranks(settings)
     sources = find_data(settings.data)
     config = load_config(settings.model)
     tokenizer = load_tokenizer(settings.model, config)
@@ -78,42 +109,64 @@ def train(
         prompts_as_tokens(written, tokenizer, rule.rows.chat, positions(config)) if written else []
     )
     check_hub(settings.saving)
+    data: Data | None = None
     if dry_run:
         sources.check_first_rows(rule)
         check_positions(config, settings.context)
-        plan_run(settings, config, settings.context, console)
-        return 0
-    data = prepare_data(settings, sources, rule)
-    identity = data.train.identity()
-    check_data(settings, identity)
-    check_positions(config, max(part.longest_document for part in data.parts))
+    else:
+        data = prepare_data(settings, sources, rule)
+        check_data(settings, data.train.identity())
+        check_positions(config, max(part.longest_document for part in data.parts))
+    return _Ready(config=config, tokenizer=tokenizer, prompts=prompts, data=data)
+
+
+def _carry_out(
+    settings: RunSettings,
+    ready: _Ready,
+    data: Data,
+    job: Job,
+    *,
+    resume: bool,
+    console: Console,
+) -> None:
     _describe(console, data)
-    prediction = plan_run(settings, config, max(part.longest for part in data.parts), console)
+    longest = max(part.longest for part in data.parts)
+    prediction = job.by_first(lambda: plan_run(settings, ready.config, longest, console))
 
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
-    model = load_model(settings.model, settings.lora, config)
-    trainer = _build_trainer(settings, data, model, tokenizer)
+    model = load_model(settings.model, settings.lora, ready.config)
+    trainer = _build_trainer(settings, data, model, ready.tokenizer)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
-    run = begin(settings, identity)
-    write_plan(run, prediction)
-    every = settings.logging.chunk_records_every
-    trainer.observer = RunMonitor(run, display=Display(console), chunk_records_every=every)
-    if written is not None:
-        trainer.add_callback(Samples(written, prompts, tokenizer, run, console))
+    run = Path(settings.output_dir)
+    if job.is_first:
+        begin(settings, data.train.identity())
+        write_plan(run, prediction)
+        every = settings.logging.chunk_records_every
+        trainer.observer = RunMonitor(run, display=Display(console), chunk_records_every=every)
+        written = settings.evaluation.generate
+        if written is not None:
+            samples = Samples(written, ready.prompts, ready.tokenizer, run, console)
+            trainer.add_callback(samples)
     try:
         if resume and _load_finished(trainer, settings, len(data.train)):
             _say(console, "All steps are done already.")
         else:
-            trainer.train(
-                resume_from_checkpoint=resume and bool(trainer.checkpoint_store().steps())
-            )
+            saved = job.by_first(lambda: bool(trainer.checkpoint_store().steps()))
+            trainer.train(resume_from_checkpoint=resume and saved)
     except Interrupted:  # the trainer has said what it saved
         _say(console, "oomb train --resume goes on from there")
-        return 0
+        return
     finally:
         trainer.engine.close()
+    job.by_first(lambda: _leave_behind(settings, trainer, run, prediction, console))
+
+
+def _leave_behind(
+    settings: RunSettings, trainer: Trainer, run: Path, prediction: Prediction, console: Console
+) -> None:
+    """The final model, the report, and the model on the hub."""
     _save_model(trainer, run / MODEL_FOLDER)
     _say(console, f"Model:  {run / MODEL_FOLDER}")
     try:
@@ -124,7 +177,6 @@ def train(
     address = publish(settings.saving, run / MODEL_FOLDER)
     if address is not None:
         _say(console, f"Hub:    {address}")
-    return 0
 
 
 def _build_trainer(
@@ -170,10 +222,11 @@ def _build_trainer(
 def _load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -> bool:
     """Load the last step's weights if that step is saved; the stock trainer would take one more."""
     training = settings.training
-    calls = math.ceil(num_sequences / training.batch_size)
+    calls = math.ceil(num_sequences / training.batch_size / trainer.replicas.number)
     per_epoch = math.ceil(calls / training.accumulation_steps)
     last = training.steps or math.ceil(training.epochs * per_epoch)
-    newest = trainer.checkpoint_store().newest_intact(model_identity(trainer.model))
+    store, identity = trainer.checkpoint_store(), model_identity(trainer.model)
+    newest = trainer.job.by_first(lambda: store.newest_intact(identity))
     if newest is None or newest.step < last:
         return False
     trainer._load_from_checkpoint(str(newest.path))
@@ -233,6 +286,10 @@ def _describe(console: Console, data: Data) -> None:
                 f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most"
                 + ("" if part.num_targets is None else f", {part.num_targets:,} of them predicted"),
             )
+
+
+def _say_last(text: str) -> None:
+    _say(Console(stderr=True), f"oomb train: {text}")
 
 
 def _say(console: Console, text: str) -> None:

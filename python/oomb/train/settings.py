@@ -272,6 +272,14 @@ class SavingSettings(Section):
     """Whether a name that is new there is private."""
 
 
+class ParallelSettings(Section):
+    """What several processes do, where torchrun starts them."""
+
+    cp: Count | None = None
+    """Processes that share each sequence; a divisor of all. Groups of so many train on sequences \
+of their own, and their gradients are added. null: all share each sequence."""
+
+
 class LoggingSettings(Section):
     every_steps: Count = 1
     """Optimizer steps between records for `report_to`."""
@@ -291,6 +299,7 @@ class RunSettings(Section):
     context: Annotated[Tokens, Field(ge=2, lt=2**31)]
     """Tokens per sequence at most; `128K` is 131072, `1M` is 1048576."""
     engine: EngineSettings = EngineSettings()
+    parallel: ParallelSettings = ParallelSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     training: TrainingSettings = TrainingSettings()

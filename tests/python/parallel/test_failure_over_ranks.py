@@ -169,7 +169,8 @@ def left_behind(place: Place) -> None:
         answers = ranks.answers(seconds=LONGEST_SECONDS)
     assert isinstance(answers[place.rank], Died), answers
     text, kept, _ = answers[1 - place.rank]
-    assert "a rank of the sequence has ended" in text or "does not answer" in text, text
+    gone = (f"rank {place.rank} has ended", "a rank of the sequence has ended", "does not answer")
+    assert any(words in text for words in gone), text
     assert kept
 
 

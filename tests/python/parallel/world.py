@@ -7,7 +7,8 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,22 @@ class World:
             pipe.close()
             process.join(5)
             process.kill()
+
+
+@contextmanager
+def as_started(rank: int, ranks: int) -> Iterator[None]:
+    """The environment that torchrun gives to a process; ``rank`` -1: one that runs alone."""
+    given = {} if rank < 0 else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update({name: str(value) for name, value in given.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 meshes: dict[int, DeviceMesh] = {}  # of this process, by the number of ranks that share a sequence

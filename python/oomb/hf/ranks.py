@@ -1,0 +1,116 @@
+"""A transformers Trainer in several processes: which share a sequence, who speaks for them.
+
+accelerate keeps what it knows of the job: the process group, the device, who is first. It is kept
+from three things that belong to other ways of training. It does not wrap the model (the engine
+needs the model itself, and adds gradients). It does not cut sequences (each rank of a sequence gets
+the whole batch). And it counts replicas where it would count processes: batches go to replicas, and
+what it gathers has one part of each.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import transformers
+from accelerate import Accelerator
+from transformers import TrainingArguments
+
+from oomb.parallel.job import Job, ranks_in_job
+from oomb.parallel.replicas import Replicas
+
+_IN_ENVIRONMENT = "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator to which a replica is one process; made of one that knows no replicas."""
+
+    replicas: Replicas
+
+    @property
+    def num_processes(self) -> int:
+        return self.replicas.number
+
+    @property
+    def process_index(self) -> int:
+        return self.replicas.own
+
+    def prepare_model(self, model: Any, *args: Any, **keywords: Any) -> Any:
+        """On its device, under autocast, and not wrapped."""
+        keywords["evaluation_mode"] = True
+        return super().prepare_model(model, *args, **keywords)
+
+    def gather(self, tensor: Any) -> Any:
+        """Of a tensor, a part of each replica."""
+        return self.replicas.one_of_each(super().gather(tensor))
+
+
+class RanksTrainer(transformers.Trainer):
+    """A Trainer that one process runs, or the ranks of a job together.
+
+    Rank 0 prints, logs and saves. All ranks take the same steps.
+
+    Attributes:
+        job: all ranks.
+        replicas: which of them share a sequence.
+    """
+
+    job: Job
+    replicas: Replicas
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.job = Job()
+        sharing = sharing_of(self.args)
+        before, self.args.parallelism_config = self.args.parallelism_config, None
+        in_environment = os.environ.pop(_IN_ENVIRONMENT, None)
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.parallelism_config = before
+            if in_environment is not None:
+                os.environ[_IN_ENVIRONMENT] = in_environment
+        self.replicas = Replicas(self.job.size, sharing, self.args.device)
+        if self.job.size > 1:
+            accelerator: Any = self.accelerator
+            accelerator.__class__ = ReplicaAccelerator
+            accelerator.replicas = self.replicas
+            # One process would read for all, in a way that knows processes alone.
+            accelerator.dataloader_config.dispatch_batches = False
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Sequences of an optimizer step, of all replicas."""
+        return super().get_total_train_batch_size(args) // self.replicas.sharing
+
+
+def sharing_of(args: TrainingArguments) -> int:
+    """How many ranks share a sequence: as ``ParallelismConfig(cp_size=…)`` says; else all of them.
+
+    Raises:
+        ValueError: it asks for tensor parallelism, DeepSpeed's sequence parallelism, or for a
+            number of ranks that the job does not have.
+    """
+    ranks = ranks_in_job()
+    config: Any = args.parallelism_config
+    if config is None and os.environ.get(_IN_ENVIRONMENT, "").lower() == "true":
+        from accelerate.parallelism_config import ParallelismConfig  # not in every accelerate
+
+        config = ParallelismConfig()
+    if config is None:
+        return ranks
+    for name in ("tp_size", "sp_size"):
+        if getattr(config, name, 1) != 1:
+            raise ValueError(
+                f"parallelism_config.{name}: expected 1, got {getattr(config, name)}: ranks share "
+                "a sequence by its heads; give them as cp_size"
+            )
+    if config.total_size != ranks and config.total_size != config.cp_size:
+        raise ValueError(
+            f"parallelism_config: expected sizes whose product is the job's {ranks} processes, got "
+            f"{config.total_size}"
+        )
+    if ranks % config.cp_size:
+        raise ValueError(
+            f"parallelism_config.cp_size: expected a divisor of the job's {ranks} processes, got "
+            f"{config.cp_size}"
+        )
+    return int(config.cp_size)

@@ -1,0 +1,100 @@
+"""Replicas of a model, each of which trains on sequences of its own: the sum of their gradients.
+
+          cp ──▶
+dp  │   rank 0   rank 1     share sequence a
+    ▼   rank 2   rank 3     share sequence b
+        ╰─ add ─╯╰─ … ─╯    ranks 0 and 2 add gradients, and so do 1 and 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from oomb.parallel.group import Ranks
+from oomb.parallel.mesh import DIMENSION
+from oomb.parallel.sums import sum_in_rank_order
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """The ranks of a job as replicas (``dp``) of neighbours that share a sequence (``cp``).
+
+    Args:
+        ranks: of the job; torch.distributed runs where there are several.
+        sharing: how many share a sequence.
+        device: where the gradients are.
+
+    Attributes:
+        number: of replicas.
+        own: this rank's among them.
+        mesh: of those that share this rank's sequence, for the engine; None: it is alone.
+
+    Raises:
+        ValueError: ``sharing`` does not divide the ranks.
+    """
+
+    def __init__(self, ranks: int, sharing: int, device: torch.device) -> None:
+        if ranks % sharing:
+            raise ValueError(
+                f"cp: expected a divisor of the job's {ranks} processes, got {sharing}"
+            )
+        self.sharing = sharing
+        self.number = ranks // sharing
+        self.own = dist.get_rank() // sharing if ranks > 1 else 0
+        self.mesh: DeviceMesh | None = None
+        self._others: Ranks | None = None
+        if ranks > 1:
+            both = init_device_mesh(
+                device.type, (self.number, sharing), mesh_dim_names=("dp", DIMENSION)
+            )
+            self.mesh = both[DIMENSION] if sharing > 1 else None
+        if self.number > 1:
+            place = dist.get_rank() % sharing
+            self._others = Ranks(list(range(place, ranks, sharing)), device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what replicas do together; an error of one is raised by all, or by none."""
+        if self._others is None:
+            yield
+            return
+        with self._others.call():
+            yield
+            self._others.settle(lambda: None)
+
+    def add_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Replace each ``param.grad`` by its sum over replicas; the same bits on each.
+
+        A replica without a gradient that another has adds zeros. Inside :meth:`step`; after an
+        error gradients are worth nothing.
+        """
+        if self._others is None:
+            return
+        has = self._others.collect(lambda: [p.grad is not None for p in parameters])
+        reached = [p for p, its in zip(parameters, zip(*has, strict=True), strict=True) if any(its)]
+        for parameter in reached:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = grad.contiguous()
+        sum_in_rank_order(self._others, [p.grad for p in reached if p.grad is not None])
+
+    def collect(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` returned on each replica."""
+        return [work()] if self._others is None else self._others.collect(work)
+
+    def one_of_each(self, of_ranks: Any) -> Any:
+        """Of rows [ranks * n, …] gathered from all ranks those of one rank of each replica."""
+        rows = of_ranks.unflatten(0, (self.number, self.sharing, -1))
+        return rows[:, 0].flatten(0, 1)
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._others is not None:
+            self._others.close()

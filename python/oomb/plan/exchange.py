@@ -1,0 +1,27 @@
+"""Seconds that ranks of a sequence spend in exchanges."""
+
+from __future__ import annotations
+
+from oomb.plan.gpus import gpu_of_device
+from oomb.plan.machine import Machine
+from oomb.plan.pages import PageCall
+from oomb.trace.trace import Trace
+
+
+def exchange_seconds(call: PageCall, trace: Trace, machine: Machine) -> float:
+    """Of a rank, if nothing overlaps them; 0 where nothing is known of what links the ranks.
+
+    Queries, keys, values and outputs travel in the fill, and both ways in the sweep; at the end the
+    sums of gradients do.
+    """
+    ranks, gpu = machine.ranks, machine.gpu or gpu_of_device(machine.name)
+    if ranks == 1 or gpu is None:
+        return 0.0
+    others = (ranks - 1) / ranks  # of what a rank has or gets, the part that travels
+    heads = sum(2 * (s.query_heads + s.kv_heads) * s.head_dim for s in call.shapes)
+    of_token = heads * ranks * call.layout.dtype.itemsize
+    begin, end = call.chunks.span(0)
+    tokens = call.batch * (end - begin) / ranks
+    passes = call.filled + 2 * len(call.swept)
+    received = others * (of_token * tokens * passes + 2 * trace.sum_bytes)
+    return received / (gpu.peer_bytes_per_second or gpu.link_bytes_per_second)

@@ -1,0 +1,159 @@
+"""``oomb train`` in four processes: what it prints and saves, how it stops, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oomb
+from oomb.core.attention import ChunkAttention
+
+from .world import World, as_started
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+
+from tiny_runs import prepare, run, save_model
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four key/value heads, a text, and the settings of a run."""
+    folder = tmp_path_factory.mktemp("ranks")
+    evaluation = {"every_steps": 3, "max_sequences": 2}
+    prepare(folder, saving={"every_steps": 2}, evaluation=evaluation)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    save_model(folder / "model", **heads)
+    return folder
+
+
+def trained(rank: int, folder: Path, name: str, *arguments: str, fail: str = "") -> tuple[int, str]:
+    """Exit code and output of ``oomb train`` on one rank; -1: in one process."""
+    with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
+        if fail and rank == 1:
+            begin_to_fail(patch, fail)
+        result = run(folder / "run.yaml", f"output_dir={folder / name}", *arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def failing(rank: int, folder: Path, name: str, how: str, *arguments: str) -> tuple[int, str]:
+    return trained(rank, folder, name, *arguments, fail=how)
+
+
+def begin_to_fail(patch: pytest.MonkeyPatch, how: str) -> None:
+    """In the backward of the third call on this rank."""
+    backward, calls = ChunkAttention.backward, []
+
+    def counted(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
+        calls.append(layer)
+        if len(calls) == 20:
+            if how == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                raise oomb.OutOfMemoryError("no room", needed_bytes=2, available_bytes=1)
+        return backward(self, layer, *tensors)
+
+    patch.setattr(ChunkAttention, "backward", counted)
+
+
+def losses(run: Path, event: str = "step") -> dict[int, float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {x["step"]: x["loss"] for x in map(json.loads, lines) if x["event"] == event}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    """A run of six steps in one process."""
+    code, output = trained(-1, folder, "alone", "training.steps=6")
+    assert code == 0, output
+    return folder / "alone"
+
+
+def assert_same(run: Path, alone: Path) -> None:
+    for event in ("step", "eval"):
+        expected = losses(alone, event)
+        assert losses(run, event) == pytest.approx(expected, rel=1e-6)
+
+
+def test_goes_on_with_another_number_of_ranks(world: World, folder: Path, alone: Path) -> None:
+    for steps, ranks, resume in (
+        ("2", RANKS, []),
+        ("4", 1, ["--resume"]),
+        ("6", RANKS, ["--resume"]),
+    ):
+        arguments = [f"training.steps={steps}", *resume]
+        if ranks == 1:
+            assert trained(-1, folder, "resumed", *arguments)[0] == 0
+            continue
+        found = world.run(trained, folder, "resumed", *arguments)
+        assert [code for code, _ in found] == [0] * RANKS, found
+        assert f"step {steps}/{steps}" in found[0][1]
+        assert [output for _, output in found[1:]] == [""] * (RANKS - 1)
+    assert losses(folder / "resumed") == pytest.approx(losses(alone), rel=1e-6)
+    assert (folder / "resumed" / "report.html").exists()
+    model = (folder / "resumed" / "model" / "model.safetensors").stat().st_size
+    assert model == (alone / "model" / "model.safetensors").stat().st_size
+
+
+def test_replicas_of_pairs(world: World, folder: Path, alone: Path) -> None:
+    """Two replicas take in one call what one process takes in two."""
+    arguments = ["training.steps=3", "training.accumulation_steps=2"]
+    code, output = trained(-1, folder, "accumulated", *arguments)
+    assert code == 0, output
+    found = world.run(trained, folder, "pairs", "training.steps=3", "parallel.cp=2")
+    assert [code for code, _ in found] == [0] * RANKS, found
+    assert_same(folder / "pairs", folder / "accumulated")
+    plan = json.loads((folder / "pairs" / "plan.json").read_text())
+    assert plan["predicted"]["ranks"] == 2
+    assert plan["predicted"]["device_pool_bytes"] == plan["measured"]["device_pool_bytes"]
+    again = world.run(trained, folder, "pairs", "training.steps=5", "parallel.cp=4", "--resume")
+    assert [code for code, _ in again] == [1] * RANKS, again
+    assert "replicas: expected 2 groups of processes" in again[0][1]
+
+
+def test_a_signal_to_one_rank(world: World, folder: Path, alone: Path) -> None:
+    found = world.run(failing, folder, "stopped", "SIGTERM", "training.steps=6")
+    assert [code for code, _ in found] == [0] * RANKS, found
+    assert "--resume goes on" in found[0][1]
+    assert [output for _, output in found[1:]] == [""] * (RANKS - 1)
+    stopped = max(losses(folder / "stopped"))
+    assert stopped < 6
+    found = world.run(trained, folder, "stopped", "training.steps=6", "--resume")
+    assert [code for code, _ in found] == [0] * RANKS, found
+    assert_same(folder / "stopped", alone)
+
+
+def test_one_rank_without_memory(world: World, folder: Path, alone: Path) -> None:
+    """All end, and one of them says why; the last checkpoint is there."""
+    found = world.run(failing, folder, "failed", "memory", "training.steps=6")
+    assert [code for code, _ in found] == [1] * RANKS, found
+    assert "[rank 1]" in found[1][1].splitlines()[-1] and "no room" in found[1][1]
+    assert not any("no room" in output for rank, (_, output) in enumerate(found) if rank != 1)
+    found = world.run(trained, folder, "failed", "training.steps=6", "--resume")
+    assert [code for code, _ in found] == [0] * RANKS, found
+    assert_same(folder / "failed", alone)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("parallel.cp=3", "parallel.cp: expected a divisor of the 4 processes that were started"),
+        ("model.name=./nowhere/model", "model.name: expected"),
+        ("optimizer.name=unknown", "optimizer.name: expected a name that transformers knows"),
+    ],
+)
+def test_bad_input(world: World, folder: Path, setting: str, text: str) -> None:
+    found = world.run(trained, folder, "bad", setting)
+    assert [code for code, _ in found] == [2] * RANKS, found
+    assert text in found[0][1]
+    assert [output for _, output in found[1:]] == [""] * (RANKS - 1)
+    assert not (folder / "bad").exists()

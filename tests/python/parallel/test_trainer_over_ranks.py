@@ -1,0 +1,112 @@
+"""``oomb.hf.Trainer`` in four processes that share sequences, have replicas, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+
+from engine.models import make
+from engine.reference import relative_error
+from oomb.hf import Trainer
+from trainer.runs import CONFIG, arguments, logged, masked, packed
+
+from .world import World, as_started
+
+RANKS = 4
+STEPS = 3
+
+
+class Found(NamedTuple):
+    """What a process saw of a run."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: list[float]
+    weights: dict[str, torch.Tensor]
+    tokens: int
+    records: list[dict[str, Any]]
+
+
+class Observer:
+    """Keeps the records of steps."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def tiny() -> Any:
+    return make("llama", num_key_value_heads=4, num_attention_heads=4, num_hidden_layers=2)
+
+
+def trained(rank: int, folder: Path, replicas: int, examples: Any, **settings: Any) -> Found:
+    """A run of four sequences a step; ``rank`` -1: in one process."""
+    with as_started(rank, RANKS):
+        layout = {}
+        if rank >= 0:
+            sizes = {"dp_shard_size": replicas, "cp_size": RANKS // replicas}
+            layout = {"parallelism_config": ParallelismConfig(**sizes)}
+        values = {
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": 4 // replicas,
+            "max_steps": STEPS,
+            "max_grad_norm": 0.1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "include_num_input_tokens_seen": "all",
+            **layout,
+            **settings,
+        }
+        observer: Any = Observer()
+        trainer = Trainer(
+            tiny(),
+            arguments(folder, **values),
+            train_dataset=examples(8),
+            eval_dataset=examples(5, seed=8),
+            oomb_config=CONFIG,
+            observer=observer,
+        )
+        trainer.train()
+        trainer.engine.close()
+    return Found(
+        logged(trainer, "loss"),
+        logged(trainer, "grad_norm"),
+        logged(trainer, "eval_loss"),
+        {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()},
+        trainer.state.num_input_tokens_seen,
+        observer.records,
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "examples"), [(1, packed), (2, packed), (2, masked), (4, masked)]
+)
+def test_as_in_one_process(world: World, tmp_path: Path, replicas: int, examples: Any) -> None:
+    world.start(trained, tmp_path / "ranks", replicas, examples)
+    alone = trained(-1, tmp_path / "alone", 1, examples)
+    found = world.answers()
+    first = found[0]
+    assert len(alone.losses) == STEPS
+    assert first.losses == pytest.approx(alone.losses, rel=1e-6)  # logged in fp32
+    assert first.norms == pytest.approx(alone.norms, rel=1e-11)
+    assert min(alone.norms) > 0.1, "the clipping has to bite"
+    assert first.evaluated == pytest.approx(alone.evaluated, rel=1e-11)
+    assert first.tokens == alone.tokens
+    for name, weight in alone.weights.items():
+        assert relative_error(first.weights[name], weight) < 1e-10
+        assert all(torch.equal(one.weights[name], first.weights[name]) for one in found)
+    for mine, whole in zip(first.records, alone.records, strict=True):
+        assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert mine["tokens"] == whole["tokens"]
+        assert len(mine["exchange_seconds_by_rank"]) == mine["ranks"] == RANKS
+    assert not any(one.records for one in found[1:])
