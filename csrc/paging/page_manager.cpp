@@ -87,7 +87,8 @@ void PageManager::begin_call(CallPlan plan) {
   }
   create_slots_ = 0;
   now_ = -1;
-  hits_ = misses_ = 0;
+  hits_ = misses_ = gathers_ = 0;
+  held_ = {};
   device_.resource->reset();
   host_.resource->reset();
   engine_->times().begin(schedule_.size());
@@ -149,6 +150,7 @@ void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions)
     expect(position >= 0 && position < space_.positions(), "pages", known, position);
   }
   const bool first_list = !schedule_.has_pages(visit);
+  held_.visit = -1;
   schedule_.set_pages(visit, std::move(positions));
   // Pages that were expected there and are not will be needed later than thought. In a fill that is
   // most of the past, at each list: one by one they would take longer than the chunk's kernels.
@@ -204,6 +206,7 @@ void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream
 
 void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
   check_range(layer, begin, end);
+  held_.visit = -1;
   space_.for_each_position(begin, end, [&](int64_t position) {
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
     if (!tiers_[index].wanted) total_slots_ += grad_slots_;
@@ -216,6 +219,7 @@ void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool 
                        void* stream) {
   check_range(layer, begin, end);
   use(stream);
+  held_.visit = -1;
   Ticket read = 0;
   space_.for_each_position(begin, end, [&](int64_t position) {
     if (kv) tiers_.drop(space_.index(PageKind::kKeyValue, layer, position));
@@ -245,6 +249,7 @@ PageStatistics PageManager::statistics() const {
           .stored_runs = traffic.stored_runs,
           .hits = hits_,
           .misses = misses_,
+          .gathers = gathers_,
           .exposed_copy_seconds = times.waits(),
           .exposed_growth_seconds = host_.resource->statistics().commit_seconds,
           .device = device_.pool->state(),

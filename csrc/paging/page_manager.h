@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,8 +40,9 @@ struct PageStatistics {
   double d2h_seconds = 0;
   int64_t loaded_runs = 0;  // stretches of host slots of all batches, see host_runs()
   int64_t stored_runs = 0;
-  int64_t hits = 0;    // pages found on the device, or on their way, when acquired
-  int64_t misses = 0;  // pages that had to be loaded on the spot
+  int64_t hits = 0;     // pages found on the device, or on their way, when acquired
+  int64_t misses = 0;   // pages that had to be loaded on the spot
+  int64_t gathers = 0;  // times that a visit's pages were looked up
   double exposed_copy_seconds = 0;
   double exposed_growth_seconds = 0;   // the caller waited for memory of the host tier
   memory::SlotPoolState device, host;  // now
@@ -124,8 +126,8 @@ class PageManager {
   void check_integrity() const;
 
  private:
-  void gather(int32_t visit, int64_t begin, int64_t end);
-  int64_t slots_not_on_device() const;
+  std::span<const PageIndex> gathered(int32_t visit, int64_t begin, int64_t end);
+  int64_t slots_not_on_device(std::span<const PageIndex> pages) const;
   void check_call() const;
   void check_visit(int32_t visit) const;
   void check_range(int32_t layer, int64_t begin, int64_t end) const;
@@ -133,7 +135,7 @@ class PageManager {
   std::vector<memory::Slot> slots_of_outputs(int32_t layer, int64_t begin, int64_t end) const;
   void use(void* stream);
   void advance(int32_t visit);
-  void acquire_gathered(bool will_write);
+  void acquire_pages(std::span<const PageIndex> pages, bool will_write);
   void require_room(int64_t slots);
   void prefetch(int64_t page);
   void store_ahead();
@@ -160,7 +162,15 @@ class PageManager {
   int32_t now_ = 0;  // the visit under way
   int64_t hits_ = 0;
   int64_t misses_ = 0;
-  std::vector<PageIndex> gathered_, missing_, fresh_, pinned_;
+  int64_t gathers_ = 0;
+  // What a visit was found to touch of pages [begin, end); no visit where it may be others by now.
+  struct Held {
+    int32_t visit = -1;
+    int64_t begin = 0;
+    int64_t end = 0;
+    std::vector<PageIndex> pages;
+  } held_;
+  std::vector<PageIndex> own_, missing_, fresh_, pinned_;
 };
 
 }  // namespace oomb::paging

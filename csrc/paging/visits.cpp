@@ -2,6 +2,7 @@
 // meanwhile.
 
 #include <algorithm>
+#include <utility>
 
 #include "common/error.h"
 #include "paging/page_manager.h"
@@ -10,8 +11,9 @@ namespace oomb::paging {
 
 using Growth = memory::SlotPool::Growth;
 
-// Pages of the visit within [begin, end), KV and gradient.
-void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
+// Pages of the visit within [begin, end), KV and gradient, by page. A visit asks for its waves,
+// then acquires and releases each: its pages are looked up once, and held until they may be others.
+std::span<const PageIndex> PageManager::gathered(int32_t visit, int64_t begin, int64_t end) {
   check_visit(visit);
   const Visit& what = schedule_[visit];
   const bool output = what.kind == VisitKind::kReadOutput;
@@ -20,22 +22,29 @@ void PageManager::gather(int32_t visit, int64_t begin, int64_t end) {
   } else {
     check_range(what.layer, begin, end);
   }
-  gathered_.clear();
-  schedule_.for_each_position(visit, begin, end, [&](int64_t position) {
-    if (what.touches(PageKind::kKeyValue)) {
-      gathered_.push_back(space_.index(PageKind::kKeyValue, what.layer, position));
-    }
-    if (what.touches(PageKind::kGradient)) {
-      const PageIndex index = space_.index(PageKind::kGradient, what.layer, position);
-      if (tiers_[index].wanted) gathered_.push_back(index);
-    }
-    if (output) gathered_.push_back(space_.index(PageKind::kOutput, what.layer, position));
-  });
+  if (visit != held_.visit || begin < held_.begin || end > held_.end) {
+    ++gathers_;
+    held_ = {visit, begin, end, std::move(held_.pages)};
+    held_.pages.clear();
+    schedule_.for_each_position(visit, begin, end, [&](int64_t position) {
+      if (what.touches(PageKind::kKeyValue)) {
+        held_.pages.push_back(space_.index(PageKind::kKeyValue, what.layer, position));
+      }
+      if (what.touches(PageKind::kGradient)) {
+        const PageIndex index = space_.index(PageKind::kGradient, what.layer, position);
+        if (tiers_[index].wanted) held_.pages.push_back(index);
+      }
+      if (output) held_.pages.push_back(space_.index(PageKind::kOutput, what.layer, position));
+    });
+  }
+  const auto earlier = [this](PageIndex index, int64_t page) { return space_.page(index) < page; };
+  const auto first = std::lower_bound(held_.pages.begin(), held_.pages.end(), begin, earlier);
+  return {first, std::lower_bound(first, held_.pages.end(), end, earlier)};
 }
 
-int64_t PageManager::slots_not_on_device() const {
+int64_t PageManager::slots_not_on_device(std::span<const PageIndex> pages) const {
   int64_t slots = 0;
-  for (const PageIndex index : gathered_) {
+  for (const PageIndex index : pages) {
     if (!tiers_[index].on_device()) slots += tiers_.slots_of(index);
   }
   return slots;
@@ -45,9 +54,9 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   check_visit(visit);
   const int64_t begin = schedule_[visit].first;
   const int64_t end = schedule_[visit].last;
-  gather(visit, begin, end);
+  const std::span<const PageIndex> pages = gathered(visit, begin, end);
   // A wave must fit what the device gives, not what it was hoped to give.
-  tiers_.reserve(slots_not_on_device(), Growth::kSteps);
+  tiers_.reserve(slots_not_on_device(pages), Growth::kSteps);
   if (usable_slots() - tiers_.pinned_slots() < smallest_slots_) {
     tiers_.reserve(smallest_slots_, Growth::kMissing);
   }
@@ -59,15 +68,15 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
   int64_t first = begin;
   int64_t slots = 0;
   int64_t missing = 0;
-  for (size_t i = 0; i < gathered_.size();) {
+  for (size_t i = 0; i < pages.size();) {
     // All of what a wave must not part: the sequences, keys and gradients of wave_pages_ pages.
-    const int64_t group = space_.page(gathered_[i]) / wave_pages_;
+    const int64_t group = space_.page(pages[i]) / wave_pages_;
     int64_t group_slots = 0;
     int64_t group_missing = 0;
-    for (; i < gathered_.size() && space_.page(gathered_[i]) / wave_pages_ == group; ++i) {
-      group_slots += tiers_.slots_of(gathered_[i]);
-      const PageRecord& record = tiers_[gathered_[i]];
-      if (!record.on_device() || record.ahead) group_missing += tiers_.slots_of(gathered_[i]);
+    for (; i < pages.size() && space_.page(pages[i]) / wave_pages_ == group; ++i) {
+      group_slots += tiers_.slots_of(pages[i]);
+      const PageRecord& record = tiers_[pages[i]];
+      if (!record.on_device() || record.ahead) group_missing += tiers_.slots_of(pages[i]);
     }
     if (group_slots > room) throw_out_of_memory(group_slots);
     if (slots > 0 && (slots + group_slots > limit || missing + group_missing > missing_limit)) {
@@ -83,27 +92,27 @@ std::vector<std::pair<int64_t, int64_t>> PageManager::waves(int32_t visit) {
 }
 
 bool PageManager::own_alone(int32_t visit, int64_t begin, int64_t end) {
-  gather(visit, begin, end);
-  return std::any_of(gathered_.begin(), gathered_.end(),
-                     [&](PageIndex index) { return tiers_[index].state == Residency::kHostOnly; });
+  return std::ranges::any_of(gathered(visit, begin, end), [&](PageIndex index) {
+    return tiers_[index].state == Residency::kHostOnly;
+  });
 }
 
 void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, void* stream) {
-  gather(visit, begin, end);
+  const std::span<const PageIndex> pages = gathered(visit, begin, end);
   use(stream);
   tiers_.poll();
   advance(visit);
-  acquire_gathered(schedule_[visit].kind == VisitKind::kAccumulate);
+  acquire_pages(pages, schedule_[visit].kind == VisitKind::kAccumulate);
   prefetch(end);
 }
 
-// Pins what was gathered, loading what is missing; all of it or nothing.
-void PageManager::acquire_gathered(bool will_write) {
+// Pins pages, loading what is missing; all of it or nothing.
+void PageManager::acquire_pages(std::span<const PageIndex> pages, bool will_write) {
   missing_.clear();
   fresh_.clear();
   int64_t slots = 0;
   int64_t found = 0;
-  for (const PageIndex index : gathered_) {
+  for (const PageIndex index : pages) {
     const PageRecord& record = tiers_[index];
     if (record.on_device()) {
       ++found;
@@ -127,7 +136,7 @@ void PageManager::acquire_gathered(bool will_write) {
     pinned_.push_back(index);
   };
   try {
-    for (const PageIndex index : gathered_) {
+    for (const PageIndex index : pages) {
       if (tiers_[index].on_device()) pin(index);
     }
     require_room(slots);
@@ -145,11 +154,11 @@ void PageManager::acquire_gathered(bool will_write) {
 }
 
 void PageManager::release(int32_t visit, int64_t begin, int64_t end, void* stream) {
-  gather(visit, begin, end);
+  const std::span<const PageIndex> pages = gathered(visit, begin, end);
   use(stream);
   const Ticket used = engine_->mark_compute();
   const bool accumulated = schedule_[visit].kind == VisitKind::kAccumulate;
-  for (const PageIndex index : gathered_) {
+  for (const PageIndex index : pages) {
     tiers_.unpin(index, used, accumulated && tiers_.is_gradient(index), visit);
   }
   tiers_.poll();
@@ -170,12 +179,12 @@ void PageManager::acquire_gradients(int32_t layer, int64_t begin, int64_t end, v
   if (visit < schedule_.size() && schedule_[visit].kind == VisitKind::kReadGradient) {
     advance(visit);
   }
-  gathered_.clear();
+  own_.clear();
   space_.for_each_position(begin, end, [&](int64_t position) {
     const PageIndex index = space_.index(PageKind::kGradient, layer, position);
-    if (tiers_[index].state != Residency::kFree) gathered_.push_back(index);
+    if (tiers_[index].state != Residency::kFree) own_.push_back(index);
   });
-  acquire_gathered(false);
+  acquire_pages(own_, false);
   prefetch(end);
 }
 

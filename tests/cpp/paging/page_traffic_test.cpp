@@ -63,6 +63,54 @@ TEST(PageTraffic, PagesThatComeNextAreThereWhenAcquired) {
   EXPECT_GE(static_cast<double>(s.hits) / static_cast<double>(s.hits + s.misses), 0.95);
 }
 
+// Waves, the question whether the own chunk goes alone, acquire and release: one look.
+TEST(PageTraffic, PagesAreLookedUpOnceAVisit) {
+  ManagedTiers f(8);
+  f.manager.begin_call(plan(1, {32, 20},
+                            {{0, VisitKind::kRead, 0, 32},
+                             {0, VisitKind::kRead, 4, 32},
+                             {0, VisitKind::kAccumulate, 0, 32}}));
+  f.write(0, 0, 32);
+  f.manager.create_gradients(0, 0, 32);
+  f.manager.set_visit_pages(1, {4, 9, 31, 32 + 4, 32 + 19});
+  for (int32_t visit = 0; visit < 3; ++visit) {
+    const auto waves = f.manager.waves(visit);
+    EXPECT_EQ(waves.size() > 1, visit != 1);
+    f.manager.own_alone(visit, waves[0].first, waves[0].second);
+    for (const auto& [first, last] : waves) {
+      f.manager.acquire(visit, first, last, nullptr);
+      f.manager.release(visit, first, last, nullptr);
+    }
+    EXPECT_EQ(f.manager.statistics().gathers, visit + 1);
+  }
+  const PageStatistics s = f.manager.statistics();
+  EXPECT_EQ(s.hits + s.misses, 52 + 5 + 52) << "gradients are made, neither found nor loaded";
+}
+
+// What a visit touches may change between its questions.
+TEST(PageTraffic, PagesAreLookedUpAgainWhereTheyMayBeOthers) {
+  ManagedTiers f(16);
+  f.manager.begin_call(
+      plan(1, {8}, {{0, VisitKind::kRead, 0, 8}, {0, VisitKind::kAccumulate, 0, 4}}));
+  f.write(0, 0, 8);
+  f.manager.waves(0);
+  f.manager.set_visit_pages(0, {2, 5, 6});
+  f.manager.acquire(0, 0, 8, nullptr);
+  EXPECT_EQ(f.manager.statistics().hits, 3);
+  f.manager.release(0, 0, 8, nullptr);
+  f.manager.waves(1);
+  f.manager.create_gradients(0, 1, 3);
+  f.manager.acquire(1, 0, 4, nullptr);
+  f.manager.release(1, 0, 4, nullptr);
+  f.manager.waves(1);
+  f.manager.drop(0, 1, 2, true, true, nullptr);
+  f.manager.acquire(1, 2, 4, nullptr);
+  f.manager.release(1, 2, 4, nullptr);
+  EXPECT_EQ(f.manager.statistics().hits, 3 + 4 + 3) << "pages 2 and 3, and the gradient of 2";
+  EXPECT_EQ(f.manager.statistics().gathers, 5) << "two of each visit, and one after the drop";
+  f.manager.check_integrity();
+}
+
 TEST(PageTraffic, DroppedPagesAreNeverWrittenBack) {
   ManagedTiers f(8);
   f.manager.begin_call(plan(1, {64}, {}));
