@@ -98,6 +98,8 @@ class Step:
             unless ``Config(record_selection=True)``.
         logprobs: [batch, tokens] log-probability of each counted token given its past, 0 elsewhere;
             None unless asked for.
+        metrics: "entropy" (nats) and "accuracy" (share of tokens that are the most likely one),
+            means over counted tokens of the chunks that were swept; empty unless asked for.
     """
 
     loss: torch.Tensor
@@ -105,3 +107,4 @@ class Step:
     stats: Stats
     selection: Selection = field(default_factory=list)
     logprobs: torch.Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)

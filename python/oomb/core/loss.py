@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from oomb.core.inputs import IGNORED, CallInputs
+from oomb.core.token_metrics import TokenMetrics
 from oomb.model.cross_entropy import has_kernel, softmax_gradient_
 from oomb.model.head import Head
 from oomb.model.linear import WeightSums
@@ -62,6 +63,7 @@ class ChunkLoss:
     weight: nn.Parameter | None = None  # of a head that is a plain product
     sums: WeightSums | None = None  # where its gradient goes
     token_loss: TokenLoss | None = None  # in place of the cross-entropy
+    metrics: TokenMetrics | None = None  # of the counted tokens, where wanted
 
     @staticmethod
     def of_call(
@@ -72,6 +74,7 @@ class ChunkLoss:
         return_logprobs: bool,
         sums: WeightSums | None,
         token_loss: TokenLoss | None = None,
+        token_metrics: bool = False,
     ) -> ChunkLoss:
         """
         Args:
@@ -85,8 +88,9 @@ class ChunkLoss:
         total = torch.zeros((), dtype=torch.float64, device=device)
         counted = count_by_span(inputs.targets != IGNORED, spans)
         weight = head.plain_weight()
+        metrics = TokenMetrics.none_yet(device) if token_metrics else None
         return ChunkLoss(
-            head, inputs, vocab_size, total, logprobs, counted, weight, sums, token_loss
+            head, inputs, vocab_size, total, logprobs, counted, weight, sums, token_loss, metrics
         )
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
@@ -116,6 +120,8 @@ class ChunkLoss:
             weights = weights[:, begin:end].reshape(-1)
         for part in self._slices(count, rows):
             logits = self.head.logits(flat[part])
+            if self.metrics is not None:
+                self.metrics.add(logits.detach(), targets[part])
             if self.token_loss is None:
                 terms = _terms(logits, targets[part])
             else:
@@ -144,6 +150,9 @@ class ChunkLoss:
             if self.logprobs is not None:  # a target's stands at its own token, one to the right
                 room = self.logprobs[:, part.start + 1 : part.stop + 1]
                 room.copy_(-terms[:, : room.shape[1]])
+            if self.metrics is not None:
+                counted = targets.reshape(-1) != IGNORED
+                self.metrics.add(logits[counted], targets.reshape(-1)[counted])
             if self.inputs.weights is not None:
                 terms = terms * self.inputs.weights[:, part].to(terms.dtype)
             self.total += terms.sum() / self.inputs.divisor
@@ -178,6 +187,8 @@ class ChunkLoss:
         for part in self._slices(count, rows, weight.element_size()):
             x = flat[part]
             logits = x @ weight.t()
+            if self.metrics is not None:
+                self.metrics.add(logits, targets[part])
             terms = self._softmax_gradient(logits, targets[part], scale)
             self.total += terms.sum(dtype=torch.float64) * scale
             grad[part] = logits @ weight

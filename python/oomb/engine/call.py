@@ -102,7 +102,17 @@ class Call:
             ),
             selection=selection,
             logprobs=logprobs,
+            metrics=self._metrics(),
         )
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = self.loss.metrics
+        if metrics is None:
+            return {}
+        total = self.placement.total
+        count = total(torch.full_like(metrics.entropy, metrics.count))
+        sums = {"entropy": metrics.entropy, "accuracy": metrics.right.double()}
+        return {name: float(total(x) / count.clamp(min=1)) for name, x in sums.items()}
 
     def with_exchanges(self, step: Step) -> Step:
         """A step with all exchanges of its call, those of the gradient sums among them."""
@@ -171,6 +181,7 @@ class Calls:
         on_progress: OnProgress | None = None,
         return_logprobs: bool = False,
         token_loss: TokenLoss | None = None,
+        token_metrics: bool = False,
     ) -> Iterator[Call]:
         """A call, and its pages while it lasts.
 
@@ -191,6 +202,7 @@ class Calls:
             return_logprobs,
             None if swept is None else self._grads,
             token_loss,
+            token_metrics,
         )
         with Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(model.device))

@@ -98,6 +98,7 @@ class Engine:
         loss_weights: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         token_loss: TokenLoss | None = None,
+        token_metrics: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Step:
         """Loss, and its gradient added to ``param.grad`` of every parameter that requires it.
@@ -116,10 +117,10 @@ class Engine:
             num_items_in_batch: divides the summed loss instead of the number of counted tokens; for
                 accumulation over calls, the targets of all of them.
             token_loss: a term for each row, in place of the cross-entropy: a function of logits
-                [n, vocabulary] (fp32 at least) and :class:`oomb.TokenRows`, called for slices of
-                the counted tokens. What it does not take from them must be constant.
-            on_progress: called with an :class:`oomb.Progress` at every chunk border. What it raises
-                ends the call.
+                [n, vocabulary] (fp32 at least) and :class:`oomb.TokenRows`, slices of the counted
+                tokens. What else it takes must be constant.
+            token_metrics: give ``step.metrics``.
+            on_progress: gets an :class:`oomb.Progress` at every chunk border; may end the call.
 
         All tensors are on the model's device.
 
@@ -150,9 +151,7 @@ class Engine:
             check_callable("on_progress", on_progress)
             check_callable("token_loss", token_loss)
             if torch.is_inference_mode_enabled():
-                raise Error(
-                    "forward_backward: expected no torch.inference_mode() around it, got one"
-                )
+                raise Error("forward_backward: expected no torch.inference_mode(), got one")
             swept = training.drawn(Chunks.of(config, inputs.tokens).number)
             return inputs, swept, training.parameters()
 
@@ -162,6 +161,7 @@ class Engine:
             labels=labels,
             **given,
             token_loss=token_loss is not None,
+            token_metrics=token_metrics,
             **{"backward.draw": swept},
         )
         if not swept:
@@ -179,6 +179,7 @@ class Engine:
                     step=training.number,
                     on_progress=on_progress,
                     token_loss=token_loss,
+                    token_metrics=token_metrics,
                 ) as call:
                     swaps.afterwards(training.settled())
                     with self._training.collecting(parameters), call.loop.running():
@@ -208,6 +209,7 @@ class Engine:
         num_items_in_batch: int | torch.Tensor | None = None,
         on_progress: OnProgress | None = None,
         return_logprobs: bool = False,
+        token_metrics: bool = False,
         on_logits: OnLogits | None = None,
     ) -> Step:
         """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
@@ -239,14 +241,13 @@ class Engine:
             check_callable("on_logits", on_logits)
             return self._admission.checked(input_ids, labels, **given)
 
+        wanted: dict[str, Any] = dict(return_logprobs=return_logprobs, token_metrics=token_metrics)
         inputs = self._placement.together(prepare)
-        self._admission.expect_alike(
-            input_ids=input_ids, labels=labels, **given, return_logprobs=return_logprobs
-        )
+        self._admission.expect_alike(input_ids=input_ids, labels=labels, **given, **wanted)
 
         def run() -> Step:
             begun = self._calls.under_way(
-                self.config, inputs, None, on_progress=on_progress, return_logprobs=return_logprobs
+                self.config, inputs, None, on_progress=on_progress, **wanted
             )
             with self._placement.call(), begun as call:
                 with call.loop.running():
@@ -336,13 +337,12 @@ class Engine:
         Raises:
             ValueError: one of them is no int >= 1.
         """
-        for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        for name, value in {"num_tokens": num_tokens, "batch_size": batch_size}.items():
+            expect(isinstance(value, int) and value >= 1, name, "an int >= 1", repr(value))
         self._admission.expect_own_process()
-        config = self.config
-        swept = self._training.upcoming(Chunks.of(config, max(1, num_tokens - 1)).number)
-        return as_before_afterwards(lambda: self._calls.plan(config, num_tokens, batch_size, swept))
+        swept = self._training.upcoming(Chunks.of(self.config, max(1, num_tokens - 1)).number)
+        of_call = self.config, num_tokens, batch_size, swept
+        return as_before_afterwards(lambda: self._calls.plan(*of_call))
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """The last call's gradient of a parameter, in fp32 (fp64 for fp64 models).

@@ -12,6 +12,7 @@ from oomb.hf.batch import engine_arguments, num_targets
 from oomb.hf.predictions import Predictions, Preprocess
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resumable import ResumableTrainer
+from oomb.results import Step
 
 
 class EvaluatingTrainer(ResumableTrainer):
@@ -55,14 +56,29 @@ class EvaluatingTrainer(ResumableTrainer):
         with self.accelerator.autocast(), self.compute_loss_context_manager():
             call = self.engine.evaluate(
                 **arguments,
-                return_logprobs=not prediction_loss_only and predictions is None,
+                return_logprobs="token_loss" in self._asked
+                or (not prediction_loss_only and predictions is None),
                 on_progress=lambda _: self._signals.check(),
                 on_logits=None if predictions is None else predictions.add,
+                token_metrics="token_metrics" in self._asked,
             )
-        loss = call.loss if targets else nothing
+        self._told(call)
+        loss = self._evaluated(call) if targets else nothing
         if prediction_loss_only:
             return loss, None, None
         return loss, call.logprobs if predictions is None else predictions.joined(), labels
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """Further arguments of ``engine.forward_backward``."""
+        return {}
+
+    def _told(self, step: Step) -> None:
+        """What a call has given, for the trainer's metrics."""
+
+    def _evaluated(self, step: Step) -> torch.Tensor:
+        """Loss of an evaluation."""
+        return step.loss
 
     def _predictions_of(self, labels: torch.Tensor) -> Predictions | None:
         """None where log-probabilities take the place of predictions."""

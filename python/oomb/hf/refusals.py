@@ -36,7 +36,7 @@ _OF_TOKEN_VALUES = {
     ("trl.trainer.reward_trainer", "RewardTrainer"),
     ("trl.trainer.rloo_trainer", "RLOOTrainer"),
 }
-_LOSSES = {("trl.trainer.sft_trainer", "SFTTrainer"): ("loss_type", "nll")}
+_LOSSES = {("trl.trainer.sft_trainer", "SFTTrainer"): ("loss_type", ("nll", "dft"))}
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
@@ -108,9 +108,9 @@ def refuse_own_loss(trainer: Trainer) -> None:
         )
     if known is not None:
         name, expected = known
-        value = getattr(trainer.args, name, expected)
-        if value != expected:
-            raise ValueError(f"{name}: expected {expected!r}, got {value!r}")
+        value = getattr(trainer.args, name, expected[0])
+        if value not in expected:
+            raise ValueError(f"{name}: expected one of {', '.join(expected)}, got {value!r}")
     _refuse_router_loss(trainer)
 
 

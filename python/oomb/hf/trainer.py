@@ -130,6 +130,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 self.replicas.add_gradients([p for p in model.parameters() if p.requires_grad])
         if call is None:
             return torch.zeros((), device=self.args.device)
+        self._told(call)
         loss = call.loss / scale
         self._record.add(call, loss, arguments["input_ids"].numel())
         if self.observer is not None and call.selection:
@@ -159,6 +160,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 **arguments,  # type: ignore[arg-type]
                 num_items_in_batch=float(num_items_in_batch) / scale,  # type: ignore[arg-type]
                 on_progress=self._training_progress,
+                **self._asked,
             )
 
     def _warn_of_no_target(self) -> None:

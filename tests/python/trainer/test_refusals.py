@@ -93,13 +93,9 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
             kind(model(), arguments(tmp_path), oomb_config=CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("loss_type", "dft"), ("activation_offloading", True)]
-)
-def test_sft_settings(field: str, value: Any, tmp_path: Path) -> None:
-    settings = sft_arguments(tmp_path)
-    setattr(settings, field, value)
-    with pytest.raises(ValueError, match=f"^{field}: expected "):
+def test_sft_settings(tmp_path: Path) -> None:
+    settings = sft_arguments(tmp_path, activation_offloading=True)
+    with pytest.raises(ValueError, match="^activation_offloading: expected "):
         SFTTrainer(
             model(),
             args=settings,
