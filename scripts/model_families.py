@@ -270,8 +270,8 @@ routers and recurrences that round to fp32 agree to about 1e-7. Layers may diffe
 dims, and read one another's keys and values, as in the released sizes of Gemma 4.
 
 On a GPU attention runs on tensor cores with heads of 64 and 128 in bf16, and of 256 on Hopper;
-other sizes, those of latent attention among them, run on the plain kernels, which are correct and
-slow.
+other sizes, those of latent attention and the 512 of Gemma 4's global layers among them, run on the
+plain kernels, which are slow. Heads above 256 take no page rule there.
 """
 _PARTS = (
     ("Exact, with keys and values alone", "exact", "(pages)", ""),

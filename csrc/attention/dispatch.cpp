@@ -90,8 +90,12 @@ void check_device(int device) {
          concat("cuda:", device, " of ", capability / 10, ".", capability % 10));
 }
 
-void check_shape(const Shape& shape) {
-  expect(shape.head_dim >= 1 && shape.head_dim <= 256, "head_dim", "1 to 256", shape.head_dim);
+// Four tiles of whole rows have to fit into shared memory.
+int64_t largest_head_dim(DType dtype) { return dtype == DType::kFloat64 ? 256 : 512; }
+
+void check_shape(const Shape& shape, int64_t largest) {
+  expect(shape.head_dim >= 1 && shape.head_dim <= largest, "head_dim", concat("1 to ", largest),
+         shape.head_dim);
   expect(shape.page_size >= 1, "page_size", "at least 1", shape.page_size);
   expect(shape.kv_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads",
          concat("a multiple of the ", shape.kv_heads, " kv heads"), shape.query_heads);
@@ -114,7 +118,7 @@ void warn_once(const Shape& shape, DType dtype) {
 
 template <typename Params>
 const Kernels& choose(const Params& params, bool warn) {
-  check_shape(params.shape);
+  check_shape(params.shape, largest_head_dim(params.dtype));
   const int device = device_of(params.q);
   check_device(device);
   const Kernels* forced = nullptr;
@@ -158,17 +162,17 @@ int64_t forward_workspace_bytes(const ForwardParams& params) { return workspace_
 int64_t backward_workspace_bytes(const BackwardParams& params) { return workspace_bytes(params); }
 
 void page_write(const PageWriteParams& params) {
-  check_shape(params.shape);
+  check_shape(params.shape, largest_head_dim(params.dtype));
   on_device_of(params.k, pages::page_write, params);
 }
 
 void page_gradient_read(const PageGradientReadParams& params) {
-  check_shape(params.shape);
+  check_shape(params.shape, largest_head_dim(params.dtype));
   on_device_of(params.dk, pages::page_gradient_read, params);
 }
 
 void page_score(const PageScoreParams& params) {
-  check_shape(params.shape);
+  check_shape(params.shape, 256);
   on_device_of(params.q, pages::page_score, params);
 }
 

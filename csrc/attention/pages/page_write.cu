@@ -102,6 +102,9 @@ void page_write(const PageWriteParams& params) {
                     aligned(params.k, params.k_strides, bytes) &&
                     aligned(params.v, params.v_strides, bytes) && params.kv_slot_bytes % 16 == 0 &&
                     reinterpret_cast<uintptr_t>(params.kv_pool) % 16 == 0;
+  // A row has a thread for each of its columns.
+  expect(wide || params.shape.head_dim <= kThreads, "k, v",
+         "rows aligned to 16 bytes where head_dim exceeds 256", "others");
   const dim3 grid(pages, params.shape.kv_heads, params.shape.batch);
   const auto stream = static_cast<cudaStream_t>(params.stream);
   device::with_type(params.dtype, [&](auto tag) {

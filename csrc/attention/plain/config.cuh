@@ -109,7 +109,8 @@ void with_config(DType dtype, int64_t head_dim, Launch&& launch) {
       return launch(Config<T, 8, 8, 256>{});
     } else {
       if (head_dim <= 128) return launch(Config<T, 32, 16, 128>{});
-      return launch(Config<T, 16, 16, 256>{});
+      if (head_dim <= 256) return launch(Config<T, 16, 16, 256>{});
+      return launch(Config<T, 8, 8, 512>{});
     }
   });
 }

@@ -31,6 +31,7 @@ from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here
+from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.generators import kept_generators
 from oomb.model.mixers import state_bytes
@@ -40,6 +41,7 @@ from oomb.parallel.placement import Placement
 from oomb.results import Selection, Stats, Step
 
 T = TypeVar("T")
+_SCORED_HEAD_DIM = 256  # of the kernels on a GPU that score pages
 
 
 @dataclass(frozen=True)
@@ -280,15 +282,27 @@ class Calls:
         """
         with current_gpu(self._model.device):
             dtype = key_dtype(self._model)
+        chooses = rule_of(config) is not None
+        if chooses and self._model.device.type == "cuda":
+            self._expect_scores()
         return PageLayout.of_layers(
             self._shapes,
             config.page_size,
             config.chunk_size,
             dtype,
             config.kv_grad_dtype,
-            chooses=rule_of(config) is not None,
+            chooses=chooses,
             alike=alike,
         )
+
+    def _expect_scores(self) -> None:
+        """Raises UnsupportedModelError where no kernel on a GPU scores pages."""
+        widest = max((s.head_dim for s in self._shapes if not s.window), default=0)
+        if widest > _SCORED_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"attention: expected a head dim of at most {_SCORED_HEAD_DIM} where pages are "
+                f"chosen on a GPU, got {widest}: use oomb.Dense()"
+            )
 
     def recomputes(self, config: Config, batch: int, tokens: int) -> bool:
         """Whether layers are recomputed in backward; ``"auto"`` is decided once for chunks of a

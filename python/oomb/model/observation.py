@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from oomb.model.causal import CausalModel
 from oomb.model.generators import kept_generators
 from oomb.model.interface import AttentionCall
-from oomb.model.mixers import joined
+from oomb.model.mixers import Mixer, States, joined
 from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
 from oomb.model.rope import rotary_modules
@@ -36,12 +36,14 @@ class Attended:
 class Observation:
     """Hidden states that enter and leave layers, and their attention; by layer.
 
-    ``mixed`` has what mixers gave, by their number.
+    ``mixed`` has what mixers gave, by their number; ``cut`` those in which gradient does not reach
+    a state that they read.
     """
 
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
     attended: dict[int, Attended] = field(default_factory=dict)
     mixed: dict[int, Any] = field(default_factory=dict)
+    cut: set[int] = field(default_factory=set)
     left: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: torch.Tensor | None = None  # the decoder's output
     logits: torch.Tensor | None = None
@@ -125,6 +127,8 @@ def observe_chunks(
         mixing = model.mixers[index]
         outputs, states = [], None
         for row in mixing.given(args, keywords).split(1):
+            if states is not None and _is_cut(mixing, forward, args, keywords, row, states):
+                seen.cut.add(index)
             output, states = mixing.stretch(forward, args, keywords, row, states)
             outputs.append(output)
         seen.mixed[index] = joined(outputs, dim=0)
@@ -137,6 +141,46 @@ def observe_chunks(
         reseed(model, -1)
         seen.hidden = model.hidden(ids, positions)
     return seen
+
+
+def _is_cut(
+    mixing: Mixer,
+    forward: Callable[..., Any],
+    args: Any,
+    keywords: Any,
+    row: torch.Tensor,
+    before: States,
+) -> bool:
+    """Whether a mixer's output or a state it hands on changes with what it was handed, while
+    autograd does not lead there."""
+
+    def made(states: States) -> list[torch.Tensor]:
+        output, left = mixing.stretch(forward, args, keywords, row, states)
+        parts = [output] if isinstance(output, torch.Tensor) else list(output)
+        return [x for x in (*parts, *left.values()) if isinstance(x, torch.Tensor)]
+
+    with torch.enable_grad():
+        leaves = {name: state.detach().clone().requires_grad_() for name, state in before.items()}
+        given = made(leaves)
+        without = made({name: torch.zeros_like(state) for name, state in before.items()})
+    return any(
+        not torch.equal(one, other) and not _leads_to(one, list(leaves.values()))
+        for one, other in zip(given, without, strict=True)
+    )
+
+
+def _leads_to(made: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
+    """Whether the graph of a tensor has one of the leaves."""
+    pending, known = [made.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if any(getattr(node, "variable", None) is leaf for leaf in leaves):
+            return True
+        pending += [earlier for earlier, _ in node.next_functions]
+    return False
 
 
 def reseed(model: CausalModel, layer: int) -> None:

@@ -23,7 +23,6 @@ NO_CALL = (
     "does not call attention through transformers' interface: it has none (a recurrence, a "
     "convolution, experts alone) or brings one of its own"
 )
-_LARGEST_HEAD_DIM = {"cpu": 512, "cuda": 256}  # of the kernels
 
 
 def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[LayerShape]:
@@ -58,7 +57,7 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
     layers = sorted(shapes)
     for layer in layers:
         shape, name = shapes[layer], model.layer_names[layer]
-        largest = _LARGEST_HEAD_DIM[model.device.type]
+        largest = 256 if model.device.type == "cuda" and model.dtype == torch.float64 else 512
         if shape.head_dim > largest:
             raise UnsupportedModelError(
                 f"{name}: expected a head dim of at most {largest}, got {shape.head_dim}"

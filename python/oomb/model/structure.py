@@ -152,7 +152,14 @@ def _check_layers(
     other_past = ids.clone()
     other_past[:, :_CHUNK] = ids[:, _CHUNK:].flip(1)
     limit = _same(model)
-    rows = observed(ids.view(2, _CHUNK), positions.view(2, _CHUNK))
+    # States pass two borders at least: the second must not have forgotten the first.
+    number = 4 if model.mixers else 2
+    rows = observed(ids.view(number, -1), positions.view(number, -1))
+    for mixer in rows.cut:
+        raise UnsupportedModelError(
+            f"{model.mixers[mixer].name}: reads a state of the tokens before that no gradient "
+            f"would reach: it detaches it, or computes it outside of autograd{_at(positions)}"
+        )
     for mixer, output in rows.mixed.items():
         error = float(_errors(_of_tokens(output), _of_tokens(own.mixed[mixer])).max())
         if not error <= _rounded(model):

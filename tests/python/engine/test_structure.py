@@ -14,8 +14,10 @@ from transformers import AttentionInterface, PreTrainedModel
 import oomb
 from oomb.model import probe, structure
 from oomb.model.causal import CausalModel
+from oomb.model.mixers import StateCache
 
 from .models import make
+from .recurrent_models import make_recurrent
 from .structure_cases import DTYPES, FAMILIES, STRENGTHS, WRONG, exact, falcon_h1, zaya1
 
 CONFIG = oomb.Config(chunk_size=16, page_size=16)
@@ -216,3 +218,43 @@ def test_takes_layers_that_change_their_input_in_place() -> None:
 
         layer.forward = forward
     oomb.Engine(model, CONFIG)
+
+
+def _forgets(cache: StateCache, again: Callable[[StateCache], Any]) -> None:
+    """What is handed on is the state of the latest tokens alone."""
+    if cache.has_previous_state():
+        alone = StateCache(None)
+        again(alone)
+        cache.left["recurrent", 0] = alone.left["recurrent", 0]
+
+
+def _detaches(cache: StateCache, _: Callable[[StateCache], Any]) -> None:
+    """What is handed on has no gradient towards what was handed in."""
+    cache.left = {name: state.detach() for name, state in cache.left.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (_forgets, "starts anew, or keeps more than that state"),
+        (_detaches, "no gradient would reach"),
+    ],
+)
+def test_refuses_a_mixer_that_hands_on_less_than_it_was_given(
+    change: Callable[..., None], refusal: str
+) -> None:
+    """Its first stretch is right, and so is its second: only what the second hands on is not."""
+    model = make_recurrent("qwen3.5", torch.float32)
+    mixer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    inner = mixer.forward
+
+    def forward(hidden_states: Any, cache_params: Any = None, *rest: Any, **named: Any) -> Any:
+        output = inner(hidden_states, cache_params, *rest, **named)
+        if isinstance(cache_params, StateCache):
+            change(cache_params, lambda other: inner(hidden_states, other, *rest, **named))
+        return output
+
+    oomb.Engine(model).close()
+    mixer.forward = forward
+    with pytest.raises(oomb.UnsupportedModelError, match=rf"GatedDeltaNet\): .*{refusal}"):
+        oomb.Engine(model)

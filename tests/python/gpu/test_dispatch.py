@@ -42,8 +42,8 @@ def test_unknown_name() -> None:
 
 
 def test_head_dim_too_large() -> None:
-    with pytest.raises(ValueError, match="head_dim: expected 1 to 256, got 257"):
-        Problem(Case(head_dim=257, chunk=8)).forward()
+    with pytest.raises(ValueError, match="head_dim: expected 1 to 512, got 513"):
+        Problem(Case(head_dim=513, chunk=8)).forward()
 
 
 def test_implementations_agree() -> None:

@@ -42,6 +42,25 @@ def test_head_dims(head_dim: int, lists: str, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("lists", ["dense", "per_head"])
+@pytest.mark.parametrize("head_dim", [264, 512])
+def test_wide_heads(head_dim: int, lists: str, dtype: torch.dtype) -> None:
+    """Gemma 4's global layers."""
+    check(
+        Case(
+            head_dim=head_dim,
+            page_size=64,
+            chunk=75,
+            past=170,
+            batch=2,
+            lists=lists,
+            dtype=dtype,
+            dkv_dtype=gradient_dtype(dtype),
+        )
+    )
+
+
 @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 48, 100, 128])
 def test_page_sizes(page_size: int, dtype: torch.dtype) -> None:
