@@ -66,7 +66,7 @@ class Calls(Cases):
             arguments = with_other(arguments, path, self.spoilt(value_at(arguments, path)))
         if self.random.random() < 0.05:
             name = self.random.choice(sorted(arguments))
-            others = [x for x in arguments.values() if isinstance(x, Noun)]
+            others = [x for other, x in arguments.items() if other != name and isinstance(x, Noun)]
             arguments = {**arguments, name: self.random.choice([*others, *OTHERS])}
             self.pools = {path: x for path, x in self.pools.items() if path.split(".")[0] != name}
         return arguments
