@@ -52,10 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = blockIdx.z, kv_head = blockIdx.y / 2;
   const bool is_value = blockIdx.y % 2;
   KeyBlock block{static_cast<int>(blockIdx.x) < own_tiles, batch, kv_head, 0, 0};
-  const int tile = block.own ? blockIdx.x : blockIdx.x - own_tiles;
-  const int parts = block.own ? 1 : static_cast<int>(p.shape.page_size) / kKeys;
-  block.page = tile / parts;
-  block.row0 = (block.own ? tile : tile % parts) * kKeys;
+  place_block<kKeys>(p, own_tiles, block);
   KeySource<T> source;
   if (!find_keys<T, kDim, kKeys>(p, plan, block, source)) return;
   if (!block.own) {

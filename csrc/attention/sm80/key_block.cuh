@@ -28,6 +28,16 @@ struct KeySource {
   const uint32_t* query_blocks = nullptr;  // that list the page; null: all
 };
 
+// A thread block's place in a grid of own key tiles, then tiles of the wave's pages.
+template <int kKeys>
+__device__ __forceinline__ void place_block(const BackwardParams& p, int own_tiles,
+                                            KeyBlock& block) {
+  const int tile = block.own ? blockIdx.x : blockIdx.x - own_tiles;
+  const int parts = block.own ? 1 : static_cast<int>(p.shape.page_size) / kKeys;
+  block.page = tile / parts;
+  block.row0 = (block.own ? tile : tile % parts) * kKeys;
+}
+
 // False where there is nothing to do. `block.page` counts the pages to work on; it becomes the
 // number of the page.
 template <typename T, int kDim, int kKeys>

@@ -144,14 +144,7 @@ struct Computer {
       if (lagging && Place().lane == 0) barrier_arrive(&shared.q_empty[stage ^ 1]);
       if (info.key_range & kMasked) mask_scores<kKeys>(s, args, info, unit, half * 64);
       const int column0 = Place().column();
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
-        s[4 * j] = exp2_approx(fmaf(s[4 * j], args.scale_log2, -lse.x));
-        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], args.scale_log2, -lse.y));
-        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], args.scale_log2, -lse.x));
-        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], args.scale_log2, -lse.y));
-      }
+      make_probabilities(s, shared.lse[stage], args, column0);
       // Here, although dS is multiplied later: ptxas moves the exponentials behind the wait for dP
       // if nothing but arithmetic lies between, and then nothing runs beside that product.
       if constexpr (kSums) {

@@ -31,6 +31,20 @@ struct Place {
   __device__ int column() const { return lane % 4 * 2; }       // and 8 j further
 };
 
+// Scores of 64 keys x 64 queries become probabilities; `lse` of the queries is in base 2.
+template <int kRows>
+__device__ __forceinline__ void make_probabilities(float (&s)[32], const float (&lse)[kRows],
+                                                   const BackwardKernelArgs& args, int column0) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 pair = *reinterpret_cast<const float2*>(&lse[8 * j + column0]);
+    s[4 * j] = exp2_approx(fmaf(s[4 * j], args.scale_log2, -pair.x));
+    s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], args.scale_log2, -pair.y));
+    s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], args.scale_log2, -pair.x));
+    s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], args.scale_log2, -pair.y));
+  }
+}
+
 // Hides what a query may not see from 64 keys x 64 queries; `first` is the first key's row in the
 // unit's tile of kKeys rows.
 template <int kKeys>

@@ -59,15 +59,7 @@ struct WideComputer {
   __device__ __forceinline__ void make_p(uint32_t (&packed)[16], float (&s)[32],
                                          const StepInfo& info, const Unit& unit, int stage) {
     if (info.key_range & kMasked) mask_scores<kWideKeys>(s, args, info, unit, 0);
-    const int column0 = Place().column();
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + column0]);
-      s[4 * j] = exp2_approx(fmaf(s[4 * j], args.scale_log2, -lse.x));
-      s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], args.scale_log2, -lse.y));
-      s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], args.scale_log2, -lse.x));
-      s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], args.scale_log2, -lse.y));
-    }
+    make_probabilities(s, shared.lse[stage], args, Place().column());
     release(&shared.q_empty[stage]);  // S and lse are read
     const int buffer = passed % 2;
     barrier_wait(&shared.p_empty[buffer], (passed / 2 & 1) ^ 1);
