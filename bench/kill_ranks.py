@@ -57,7 +57,12 @@ def prepare(folder: Path, device: str, steps: int) -> Path:
     settings = {
         "output_dir": str(folder / "run"),
         "model": {"name": str(folder / "model"), "device": device, "dtype": "float32"},
-        "data": {"train": str(folder / "text.txt"), "num_proc": 1, "cache_dir": str(folder / "c")},
+        "data": {
+            "train": str(folder / "text.txt"),
+            "add_eos": False,
+            "num_proc": 1,
+            "cache_dir": str(folder / "cache"),
+        },
         "context": 256,
         "engine": {"chunk_size": 128, "page_size": 64},
         "schedule": {"name": "constant"},

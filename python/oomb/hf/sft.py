@@ -52,6 +52,7 @@ class SFTTrainer(EngineTrainerMixin, StockSFTTrainer):
         mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if mask is None else int(mask.sum())
         loss = super().training_step(model, inputs, num_items_in_batch)
+        tokens = sum(self.replicas.collect(lambda: tokens))
         self._total_train_tokens += tokens
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 Place = tuple[str, str, int]
 
 _LOOK_SECONDS = 0.5
-_GRACE_SECONDS = 3.0  # in which a rank that is not blocked says by itself what happened
+_GRACE_SECONDS = 2.0  # in which a rank that is not blocked says by itself what happened
 
 
 def place_of_this() -> Place:

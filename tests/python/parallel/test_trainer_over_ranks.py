@@ -12,7 +12,16 @@ from accelerate.parallelism_config import ParallelismConfig
 from engine.models import make
 from engine.reference import relative_error
 from oomb.hf import Trainer
-from trainer.runs import CONFIG, arguments, logged, masked, packed
+from trainer.runs import (
+    CONFIG,
+    arguments,
+    logged,
+    masked,
+    packed,
+    prompts,
+    sft_arguments,
+    tokenizer,
+)
 
 from .world import World, as_started
 
@@ -110,3 +119,45 @@ def test_as_in_one_process(world: World, tmp_path: Path, replicas: int, examples
         assert mine["tokens"] == whole["tokens"]
         assert len(mine["exchange_seconds_by_rank"]) == mine["ranks"] == RANKS
     assert not any(one.records for one in found[1:])
+
+
+def fine_tuned(rank: int, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """TRL's trainer on packed text: losses, evaluations, tokens."""
+    from oomb.hf import SFTTrainer
+
+    with as_started(rank, RANKS):
+        layout = {} if rank < 0 else {"dp_shard_size": 2, "cp_size": 2}
+        config = {"parallelism_config": ParallelismConfig(**layout)} if layout else {}
+        settings = sft_arguments(
+            folder,
+            max_length=64,
+            packing=True,
+            max_steps=2,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=2 if layout else 4,
+            eval_strategy="steps",
+            eval_steps=2,
+            **config,
+        )
+        trainer = SFTTrainer(
+            tiny(),
+            args=settings,
+            train_dataset=prompts(),
+            eval_dataset=prompts(6),
+            processing_class=tokenizer(),
+            oomb_config=CONFIG,
+        )
+        trainer.train()
+        trainer.engine.close()
+    return tuple(logged(trainer, name) for name in ("loss", "eval_loss", "num_tokens"))  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_sft_as_in_one_process(world: World, tmp_path: Path) -> None:
+    world.start(fine_tuned, tmp_path / "ranks")
+    losses, evaluated, tokens = fine_tuned(-1, tmp_path / "alone")
+    for found in world.answers():
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        assert found[1] == pytest.approx(evaluated, rel=1e-6)
+        assert found[2] == tokens
