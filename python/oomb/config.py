@@ -323,6 +323,8 @@ class Config:
             does not compute them again then: ``"auto"``, those that save more time than their
             copies take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of
             them (the most worthwhile first). Changes no bit of the result.
+        weights: ``"device"``, or ``"host"``: frozen weights of decoder layers stay in host memory,
+            and come to the device a layer ahead of use; all else moves there. Changes no bit.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
@@ -340,6 +342,7 @@ class Config:
     main_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["auto", "none", "layer"] = "auto"
     keep_outputs: Literal["auto", "none", "all"] | float = "auto"
+    weights: Literal["device", "host"] = "device"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False
@@ -349,12 +352,8 @@ class Config:
     def __post_init__(self) -> None:
         _expect(_is_count(self.page_size, 1), "page_size", "an int >= 1", self.page_size)
         _expect(_is_count(self.chunk_size, 1), "chunk_size", "an int >= 1", self.chunk_size)
-        _expect(
-            self.chunk_size % self.page_size == 0,
-            "chunk_size",
-            f"a multiple of page_size {self.page_size}",
-            self.chunk_size,
-        )
+        multiple = f"a multiple of page_size {self.page_size}"
+        _expect(self.chunk_size % self.page_size == 0, "chunk_size", multiple, self.chunk_size)
         attention, backward = self.attention, self.backward
         _expect(
             isinstance(attention, (Dense, PageRule)),
@@ -383,6 +382,7 @@ class Config:
             "'auto', 'none', 'all' or a share in [0, 1]",
             keep,
         )
+        _expect_one_of("weights", self.weights, ("device", "host"))
         _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
         for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
             _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))

@@ -31,6 +31,7 @@ from oomb.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from oomb.plan import Machine, Prediction, Recommendation
+    from oomb.plan.duration import Duration
 
 _LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -78,6 +79,9 @@ def plan(
     ] = "float32",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="Frozen weights of layers: device or host.")
+    ] = "device",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
     ] = "adamw_torch_fused",
@@ -106,6 +110,7 @@ def plan(
             backward=_backward(keep, window),
             main_grad_dtype=main_grad_dtype,  # type: ignore[arg-type]
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
+            weights=weights,  # type: ignore[arg-type]
             **chosen,
         )
         tokens = parse_length("context", context)
@@ -214,6 +219,8 @@ def show(console: Console, model: str, result: Recommendation) -> None:
         console.print(_time(prediction))
     elif not prediction.machine.local:
         console.print("time: unknown; give --gpu or --gpu-tflops")
+    if prediction.duration is not None and prediction.duration.weights_hidden_from:
+        console.print(_weights(prediction.duration))
     if prediction.kept_output_bytes:
         console.print(_kept(prediction))
     if prediction.machine.host_assumed:
@@ -238,6 +245,7 @@ def _settings(prediction: Prediction) -> str:
         f"main_grad_dtype={config.main_grad_dtype}",
         f"recompute={config.recompute}",
         f"keep_outputs={config.keep_outputs}",
+        f"weights={config.weights}",
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",
@@ -252,7 +260,7 @@ def _memory(prediction: Prediction) -> Table:
     table.add_column("host", justify="right", min_width=12)
     config = prediction.config
     rows = (
-        ("parameters", prediction.parameter_bytes, 0),
+        ("parameters", prediction.parameter_bytes, prediction.weight_host_bytes),
         ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
         ("kept gradients", prediction.kept_gradient_bytes, 0),
         (f"gradient sums ({config.main_grad_dtype})", prediction.sum_bytes, 0),
@@ -275,6 +283,13 @@ def _memory(prediction: Prediction) -> Table:
     )
     table.add_row("there is", *there)
     return table
+
+
+def _weights(duration: Duration) -> str:
+    return (
+        f"weights from the host: compute waits {seconds_text(duration.weights)} for them; the link "
+        f"hides them in chunks of {duration.weights_hidden_from:,} tokens or more"
+    )
 
 
 def _kept(prediction: Prediction) -> str:
@@ -308,6 +323,7 @@ def _time(prediction: Prediction) -> str:
     assert duration is not None
     names = ["matrix", "attention", "elementwise", "copies", "starting"]
     names += ["exchange"] if duration.exchange else []
+    names += ["weights"] if duration.weights_hidden_from else []
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
     source = _SOURCES[duration.basis]
     speed = prediction.num_tokens * prediction.batch_size / duration.total

@@ -14,6 +14,7 @@ from oomb.core.main_grad import check_sums
 from oomb.engine.training import Training
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
+from oomb.model.host_weights import moved_to_host
 from oomb.model.quantized import check_quantized
 from oomb.model.rope import warn_of_far_positions, warn_of_unknown_positions
 from oomb.parallel.agreement import arguments_text, model_text
@@ -36,6 +37,12 @@ class Admission:
         self._process = os.getpid()
         self._warned_of_far = False
         self._warned_of_unknown = False
+
+    def close(self) -> None:
+        """Let no call in again."""
+        self.closed = True
+        if self._model.host_weights is not None:
+            self._model.host_weights.close()
 
     def checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
         """A call's arguments as the chunk loop takes them.
@@ -93,7 +100,12 @@ def admitted(model: nn.Module, config: Config) -> CausalModel:
         UnsupportedModelError, ValueError: they are not.
     """
     causal = CausalModel(model)
-    check_places(causal.causal.named_parameters())
+    if config.weights == "device":
+        check_places(causal.causal.named_parameters())
     check_sums(causal.causal.parameters(), config.main_grad_dtype)
     check_quantized(causal.causal)
+    if config.weights == "host":
+        moved = moved_to_host(causal.causal, causal.layers, causal.layer_names)
+        causal = CausalModel(model)  # of the device that it is on now
+        causal.host_weights = moved
     return causal

@@ -139,10 +139,18 @@ def current_gpu(swaps: Swaps, device: torch.device) -> None:
 
 
 @swapping
-def surroundings(swaps: Swaps, device: torch.device) -> None:
+def on_device(swaps: Swaps, model: CausalModel) -> None:
+    """Makes a model's GPU the current one; its layers find weights there that the host keeps."""
+    swaps.also(current_gpu(model.device))
+    if model.host_weights is not None:
+        swaps.also(model.host_weights.streaming())
+
+
+@swapping
+def surroundings(swaps: Swaps, model: CausalModel) -> None:
     """What a process sets aside while a call runs in it."""
     swaps.also(older_objects_aside())
-    swaps.also(current_gpu(device))
+    swaps.also(on_device(model))
 
 
 class Calls:
@@ -207,7 +215,7 @@ class Calls:
             token_metrics,
         )
         with Swaps() as swaps, self._pools.told_of_errors():
-            swaps.also(surroundings(model.device))
+            swaps.also(surroundings(model))
             seed = self.dropout_seed(swaps)
             yield self.begin(swaps, config, inputs, swept, loss, seed, step, on_progress)
 
@@ -280,7 +288,7 @@ class Calls:
         Args:
             alike: pages of all layers hold ``page_size`` tokens.
         """
-        with current_gpu(self._model.device):
+        with on_device(self._model):
             dtype = key_dtype(self._model)
         chooses = rule_of(config) is not None
         if chooses and self._model.device.type == "cuda":

@@ -20,7 +20,7 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.core.tree import tree_of
 from oomb.engine.admission import Admission, admitted
-from oomb.engine.call import Calls, current_gpu
+from oomb.engine.call import Calls, on_device
 from oomb.engine.plan import Plan
 from oomb.engine.ranks import expect_no_mixers, expect_one_rank, expect_rule_of_ranks, shapes_here
 from oomb.engine.training import Training
@@ -74,7 +74,7 @@ class Engine:
 
     def _check_model(self) -> None:
         with Swaps() as swaps:
-            swaps.also(current_gpu(self._model.device))
+            swaps.also(on_device(self._model))
             self._shapes = shapes_here(checked_shapes(self._model), self._placement.ranks)
             expect_rule_of_ranks(self.config, self._placement.ranks)
             if self.config.rope_angles == "float64":
@@ -388,7 +388,7 @@ class Engine:
 
         In a process forked from the engine's own nothing is given back, and nothing waited for.
         """
-        self._admission.closed = True
+        self._admission.close()
         self._pools.close()
         self._grads.clear()
         self._placement.close()

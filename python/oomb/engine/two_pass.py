@@ -177,7 +177,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         if self._train:
             self._swept = self._training.drawn(self._inputs.chunks(config).number)
         with Swaps() as swaps, self._pools.told_of_errors():
-            swaps.also(surroundings(device))
+            swaps.also(surroundings(self._model))
             self._seed = self._calls.dropout_seed(swaps)
             self._call = call = self._begin(self._new_values(), every_output=True)
             with call.loop.running():
@@ -349,7 +349,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             swaps.afterwards(self._held.put_back)
             training.grads.clear()
             with Swaps() as around, self._pools.told_of_errors():
-                around.also(surroundings(device))
+                around.also(surroundings(self._model))
                 dtype, enabled = self._autocast
                 around.also(entered(torch.autocast(device.type, dtype=dtype, enabled=enabled)))
                 self._calls.keep_generators(around)

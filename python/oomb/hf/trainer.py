@@ -62,10 +62,12 @@ class EngineTrainerMixin(EvaluatingTrainer):
             raise ValueError(f"observer: expected an oomb.monitor.RunObserver, got {observer!r}")
         refuse_arguments(self._named(args, keywords))
         self._refuse_ranks()
+        self.oomb_config = oomb_config if oomb_config is not None else Config()
         super().__init__(*args, **keywords)
+        if self._keeps_weights_on_host:
+            self.accelerator.device_placement = False  # it would move the model
         refuse_arguments(vars(self))
         self._refuse_loss()
-        self.oomb_config = oomb_config if oomb_config is not None else Config()
         self.observer = observer if self.job.is_first else None
         # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
         self.context: int | None = getattr(self.args, "max_length", None)
@@ -90,6 +92,15 @@ class EngineTrainerMixin(EvaluatingTrainer):
         )
         signature = inspect.signature(stock)
         return signature.bind_partial(*args, **keywords).arguments
+
+    @property
+    def _keeps_weights_on_host(self) -> bool:
+        return self.oomb_config.weights == "host"
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Not where the engine moves a part of it."""
+        if not self._keeps_weights_on_host:
+            super()._move_model_to_device(model, device)
 
     def _build_engine(self) -> None:
         if self.is_model_parallel:

@@ -15,6 +15,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.embedding import summed_embedding
 from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head, is_classifier
+from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
@@ -48,6 +49,7 @@ class CausalModel:
         paged: of each decoder layer that calls attention, its number among these.
         ends_in_mixer: nothing attends behind the last mixer.
         mask_windows: of each decoder layer whose sliding window is in its mask alone.
+        host_weights: of layers whose weights come from the host; None: all are on the device.
 
     The check at construction finds these; without it every layer has attention alone.
 
@@ -70,6 +72,7 @@ class CausalModel:
         self.paged = {index: index for index in range(len(self.layers))}
         self.ends_in_mixer = False
         self.mask_windows: dict[int, int] = {}
+        self.host_weights: HostWeights | None = None
         _refuse_routing(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)

@@ -30,6 +30,9 @@ class Duration:
         copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
         exchange: with other ranks of the sequence.
+        weights: time that the rest waits for weights from the host.
+        weights_hidden_from: tokens of a chunk from which it never waits for them, whatever
+            attention takes; 0: no weights are on the host.
         fill: seconds of the fill, of the total.
         spared: of attention that kept outputs spare; no part of the total.
         basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
@@ -44,11 +47,13 @@ class Duration:
     basis: str
     spared: float = 0.0
     exchange: float = 0.0
+    weights: float = 0.0
+    weights_hidden_from: int = 0
 
     @property
     def total(self) -> float:
         computing = self.matrix + self.elementwise + self.attention
-        return computing + self.copies + self.starting + self.exchange
+        return computing + self.copies + self.weights + self.starting + self.exchange
 
 
 def duration_of(
@@ -74,11 +79,11 @@ def duration_of(
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
     filling_shapes = call.shapes[: call.layers.last_filled]
-    fill_attention = _forward(call, rates, range(call.filled), filling_shapes)
-    sweep_attention = _forward(call, rates, call.swept, call.shapes)
+    fill_attention = forward_seconds(call, rates, range(call.filled), filling_shapes)
+    sweep_attention = forward_seconds(call, rates, call.swept, call.shapes)
     spared = _spared(call, rates)
     sweep_attention -= spared
-    sweep_attention += _backward(call, rates, call.swept, call.shapes)
+    sweep_attention += backward_seconds(call, rates, call.swept, call.shapes)
     filling = fills * sum(fill) + fill_attention
     sweeping = sweeps * sum(sweep) + sweep_attention
     copies, spilled = 0.0, pools.dry_run is not None
@@ -106,7 +111,7 @@ def _spared(call: PageCall, rates: Rates) -> float:
     if call.outputs is None:
         return 0.0
     return sum(
-        _forward(call, rates, tuple(np.flatnonzero(call.outputs.kept[:, layer])), (shape,))
+        forward_seconds(call, rates, tuple(np.flatnonzero(call.outputs.kept[:, layer])), (shape,))
         for layer, shape in enumerate(call.shapes)
     )
 
@@ -119,7 +124,7 @@ def _waiting(
 
     @cache
     def computing(phase: Phase, chunk: int) -> float:
-        attention = _backward if phase == "accumulate" else _forward
+        attention = backward_seconds if phase == "accumulate" else forward_seconds
         thirds = {"read": 1, "kept": 1, "accumulate": 2}
         own = fill if phase == "fill" else thirds[phase] * sweep / 3
         attending = 0.0 if phase == "kept" else attention(call, rates, (chunk,), call.shapes)
@@ -135,7 +140,7 @@ def _waiting(
     )
 
 
-def _forward(
+def forward_seconds(
     call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
 ) -> float:
     """Seconds of attention of ``chunks`` in layers of ``shapes``."""
@@ -143,9 +148,10 @@ def _forward(
     return 4.0 * (own / rates.own_forward + past / rates.past_forward)
 
 
-def _backward(
+def backward_seconds(
     call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
 ) -> float:
+    """The same of its backward."""
     own, past = _pairs(call, chunks, shapes)
     return 10.0 * (own / rates.own_backward + past / rates.past_backward)
 

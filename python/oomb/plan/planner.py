@@ -27,6 +27,7 @@ from oomb.engine.ranks import expect_no_mixers, expect_rule_of_ranks, shapes_her
 from oomb.errors import OutOfMemoryError
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
+from oomb.plan.host_weights import HostWeightsUse, with_weights
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
 from oomb.plan.pages import PageCall
@@ -117,13 +118,17 @@ class Planner:
         if optimizer is not None:
             use = optimizer_use(optimizer, tracer.trainable)
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
-        free = self.machine.device_bytes - tracer.parameter_bytes - kept
+        weights = HostWeightsUse.of(config, tracer.movable_bytes)
+        parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
+        free = self.machine.device_bytes - parameters - kept
+        if self.machine.device_type == "cpu":  # one memory for both
+            free -= weights.host_bytes
         call = self.pages(num_tokens, config, batch_size, step, choices)
         free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
         recompute = self._recompute(config, call, free)
 
         shortage, spills = "", False
-        room = self._room(config, call, recompute, free, use, accumulates)
+        room = self._room(config, call, recompute, free, use, weights, accumulates)
         try:
             found = fit(call, config.keep_outputs, room, linear_flops=tracer.linear_flops)
             call = replace(call, outputs=found.outputs)
@@ -145,13 +150,16 @@ class Planner:
                     recompute=recompute,
                     exchange=exchange_seconds(call, trace, self.machine),
                 )
+                duration = with_weights(duration, call, trace, rates, weights)
         return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
             config=replace(config, recompute="layer" if recompute else "none"),
             machine=self.machine,
             optimizer=optimizer,
-            parameter_bytes=tracer.parameter_bytes,
+            parameter_bytes=parameters,
+            weight_host_bytes=weights.host_bytes,
+            movable_bytes=sum(tracer.movable_bytes) - weights.host_bytes,
             sum_bytes=trace.sum_bytes,
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
@@ -226,6 +234,7 @@ class Planner:
         recompute: bool,
         free: int,
         use: OptimizerUse,
+        weights: HostWeightsUse,
         accumulates: bool,
     ) -> Room:
         """Memory that the call may have, as the engine will find it.
@@ -246,7 +255,10 @@ class Planner:
             device_cap=config.device_memory,
             host_cap=None if cap is None else max(1, cap // machine.neighbours),
             others=others_of(call, self._activations(config, call, recompute), gradients),
-            host_others=call.list_bytes + call.border_bytes + use.host_bytes,
+            host_others=call.list_bytes
+            + call.border_bytes
+            + use.host_bytes
+            + (0 if on_cpu else weights.host_bytes),
             host_spare=spare_of(self.tracer.trainable),
             stepping=self.tracer.gradient_bytes + use.step_bytes - kept,
         )

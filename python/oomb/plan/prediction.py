@@ -19,7 +19,10 @@ class Prediction:
         config: the engine's settings, ``recompute`` resolved.
         machine: what it was predicted for.
         optimizer: its name, None: forward and backward only.
-        parameter_bytes: the model's parameters and buffers.
+        parameter_bytes: the model's parameters and buffers; where the host keeps weights, those of
+            them that stay, and the places that the others come to.
+        weight_host_bytes: weights that the host keeps.
+        movable_bytes: further ones that it could keep: frozen, in decoder layers.
         optimizer_bytes: the optimizer's state on the device.
         optimizer_host_bytes: its state in host memory (paged optimizers).
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
@@ -43,6 +46,8 @@ class Prediction:
     machine: Machine
     optimizer: str | None
     parameter_bytes: int
+    weight_host_bytes: int
+    movable_bytes: int
     optimizer_bytes: int
     optimizer_host_bytes: int
     kept_gradient_bytes: int
@@ -88,9 +93,8 @@ class Prediction:
     @property
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
-        return (
-            self.host_pool_bytes + self.list_bytes + self.border_bytes + self.optimizer_host_bytes
-        )
+        lists = self.list_bytes + self.border_bytes
+        return self.host_pool_bytes + lists + self.optimizer_host_bytes + self.weight_host_bytes
 
     @property
     def seconds(self) -> float | None:
@@ -124,6 +128,7 @@ class Prediction:
             "backward": repr(config.backward),
             "kv_grad_dtype": config.kv_grad_dtype,
             "recompute": config.recompute,
+            "weights": config.weights,
             "keep_outputs": config.keep_outputs,
             "device_memory": config.device_memory,
             "host_memory": config.host_memory,

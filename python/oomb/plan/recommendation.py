@@ -17,6 +17,7 @@ from oomb.plan.remedies import Remedy, remedies
 from oomb.units import bytes_text
 
 _CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
+_CHUNKS_OVER_LINK = (16384, 8192, *_CHUNKS)  # where weights come for every chunk
 _LONGEST = 2**26  # tokens; beyond it nobody asks
 
 
@@ -166,7 +167,8 @@ def recommend(
 
 def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[list[Config]]:
     """Settings in order of preference, a list per dtype of gradient pages: exact sums first."""
-    chunks = [c for c in _CHUNKS if c % base.page_size == 0 and (c < 2 * context or c == 512)]
+    sizes = _CHUNKS if base.weights == "device" else _CHUNKS_OVER_LINK
+    chunks = [c for c in sizes if c % base.page_size == 0 and (c < 2 * context or c == 512)]
     chunks = [base.chunk_size] if "chunk_size" in keep or not chunks else chunks
     dtypes = [base.kv_grad_dtype] if "kv_grad_dtype" in keep else ["float32", "bfloat16"]
     recomputes = [base.recompute] if "recompute" in keep else ["none", "layer"]
@@ -186,6 +188,7 @@ def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[li
 def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction]) -> Prediction:
     """The first that fits; one whose pages all stay on the device, if that is to be had.
 
+    Where the host keeps the weights, short chunks cost more of the link than pages that spill.
     Where none fits, the one that needs least.
     """
     least: Prediction | None = None
@@ -198,7 +201,8 @@ def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction
             found = roughly(candidate)
             if not found.fits:
                 continue
-            if found.host_pool_bytes == 0 or least.host_pool_bytes > 0:
+            spills = found.host_pool_bytes > 0 and found.config.weights == "device"
+            if not spills or least.host_pool_bytes > 0:
                 return first or found
             first = first or found
         return first or least

@@ -15,6 +15,7 @@ _EXACT, _ROUNDED, _OTHER = range(3)
 _ALTERS = {
     "recompute=layer": _EXACT,
     "chunk_size=512": _EXACT,
+    "weights=host": _EXACT,
     "optimizer=paged_adamw_32bit": _EXACT,
     "optimizer=adafactor": _OTHER,
 }
@@ -89,6 +90,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
         yield {"main_grad_dtype": "bfloat16"}
     if config.kv_grad_dtype == "float32":
         yield {"kv_grad_dtype": "bfloat16"}
+    if asked.movable_bytes > 0 and asked.machine.device_type == "cuda":
+        yield {"weights": "host"}
     if asked.optimizer is not None and asked.machine.device_type == "cuda":
         for name in _OPTIMIZERS:
             if name != asked.optimizer:
@@ -115,10 +118,14 @@ def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Reme
     return Remedy(
         changes=tuple(changes.items()),
         saved_bytes=saved,
-        host_bytes=other.optimizer_host_bytes - asked.optimizer_host_bytes,
+        host_bytes=_on_host(other) - _on_host(asked),
         seconds=seconds,
         fits=other.fits,
     )
+
+
+def _on_host(prediction: Prediction) -> int:
+    return prediction.optimizer_host_bytes + prediction.weight_host_bytes
 
 
 def _beside_pages(prediction: Prediction) -> int:

@@ -20,6 +20,7 @@ from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.host_weights import block_bytes, movable_weights
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
 from oomb.model.swap import entered
@@ -96,6 +97,7 @@ class Tracer:
         trainable: trainable parameters, without values.
         largest_product: (in, out) sizes of the largest matrix of a layer.
         linear_flops: of a layer's matrix products per token, forward, at least.
+        movable_bytes: of each layer, frozen weights that the host could keep.
     """
 
     def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
@@ -120,6 +122,7 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
+        self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
         if not seen.shapes:

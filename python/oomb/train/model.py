@@ -88,14 +88,21 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrai
 
 
 def load_model(
-    settings: ModelSettings, lora: LoraSettings | None, config: PreTrainedConfig
+    settings: ModelSettings,
+    lora: LoraSettings | None,
+    config: PreTrainedConfig,
+    weights: str = "device",
 ) -> PreTrainedModel:
     """Weights from safetensors, on the run's device; with adapters where asked for.
+
+    Args:
+        weights: as in :class:`oomb.Config`; with ``"host"`` all are left on the CPU, from where
+            the engine takes them.
 
     Raises:
         BadInput: weights that are missing, damaged, or not the config's.
     """
-    device = device_of(settings)
+    device = device_of(settings) if weights == "device" else torch.device("cpu")
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(

@@ -136,7 +136,8 @@ def _carry_out(
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
-    model = load_model(settings.model, settings.lora, ready.config)
+    weights = settings.engine.made().weights
+    model = load_model(settings.model, settings.lora, ready.config, weights)
     trainer = _build_trainer(settings, data, model, ready.tokenizer)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)

@@ -90,6 +90,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         state[f"{name}.requires_grad"] = parameter.requires_grad
         state[f"{name}.hooks"] = list(getattr(parameter, "_post_accumulate_grad_hooks", None) or [])
         state[f"{name}.grad"] = parameter.grad
+        state[f"{name}.memory"] = parameter.data_ptr()
     state["handler"] = interface._handler, interface._observer, interface._mask_probe
     state["active"] = list(ChunkAttention.active)
     state["swaps"] = swap._of_call.get()

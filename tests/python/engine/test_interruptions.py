@@ -22,6 +22,7 @@ EVERY = 19  # n-th line, in the fast suite
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "sparse": {"attention": oomb.TopKPages(budget=2), "recompute": "layer"},
+    "weights": {"weights": "host", "attention": oomb.TopKPages(budget=2)},
 }
 Work = Callable[[oomb.Engine], object]
 
@@ -47,7 +48,8 @@ def evaluate(engine: oomb.Engine) -> oomb.Step:
 
 def set_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 7)
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 7)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -64,6 +66,9 @@ class Usual:
 
     def __init__(self, work: Work, settings: dict[str, Any]) -> None:
         self.model = small().train()
+        if settings.get("weights") == "host":
+            for parameter in self.model.model.layers.parameters():
+                parameter.requires_grad_(parameter.ndim == 1)
         self.engine = oomb.Engine(self.model, config(self.model, **settings))
         self.loss = train(self.engine).loss
         self.gradients = take_gradients(self.model)
@@ -77,6 +82,7 @@ class Usual:
     def interrupt(self, place: Place, visit: int) -> list[str]:
         """What is wrong after an interrupt there; also the next call."""
         gradients = set_gradients(self.model)
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         before, steps = state_of(self.model), self.engine.state_dict()["step"]
         lines = Lines(place, visit)
         try:
@@ -91,6 +97,9 @@ class Usual:
             expected = 7 + counted * self.of_work[name] if counted else torch.full_like(grad, 7)
             if not torch.equal(grad, expected):
                 found.append(f"the gradient of {name}, of {counted} calls")
+        for name, parameter in self.model.named_parameters():
+            if not torch.equal(parameter, weights[name]):
+                found.append(f"the weight {name}")
         return found + self.next_call()
 
     def next_call(self) -> list[str]:
@@ -154,6 +163,7 @@ CASES = pytest.mark.parametrize(
     [
         pytest.param(train, SETTINGS["exact"], True, id="train, exact"),
         pytest.param(train, SETTINGS["sparse"], False, id="train, sparse"),
+        pytest.param(train, SETTINGS["weights"], True, id="train, weights on the host"),
         pytest.param(evaluate, SETTINGS["exact"], True, id="evaluate"),
         pytest.param(two_pass, SETTINGS["sparse"], False, id="two passes, sparse"),
     ],

@@ -87,6 +87,22 @@ def test_gradients_are_those_of_ordinary_training(
             assert float(error) < 1e-5, name
 
 
+def test_weights_on_the_host(folder: Path) -> None:
+    """What is packed travels, scales stay; no bit changes."""
+    results = []
+    for weights in ("device", "host"):
+        torch.manual_seed(2)
+        model = adapted(four_bits(folder), use_dora=True)
+        settings = oomb.Config(chunk_size=32, page_size=16, weights=weights)  # type: ignore[arg-type]
+        with oomb.Engine(model, settings) as engine:
+            step = engine.forward_backward(IDS, IDS)
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((step.loss, grads))
+    (loss, gradients), (ours, our_gradients) = results
+    assert torch.equal(loss, ours) and gradients.keys() == our_gradients.keys()
+    assert all(torch.equal(our_gradients[name], g) for name, g in gradients.items())
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
