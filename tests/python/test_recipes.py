@@ -136,6 +136,22 @@ def test_heads_of_ones_own(names: dict[str, Any]) -> None:
     assert now["call"].logprobs is None
 
 
+def test_completions_of_one_prompt(names: dict[str, Any]) -> None:
+    """At ratios of one, the loss is that of the gains, whose mean is zero, and of entropies."""
+    assert names["Completions of one prompt"]["group_loss"].item() < 0
+    assert names["Completions of one prompt"]["call"].num_valid_tokens == 4 * 60
+
+
+def test_a_teachers_distribution(names: dict[str, Any]) -> None:
+    now = names["A teacher's distribution"]
+    ids = now["input_ids"]
+    with torch.no_grad():
+        best = now["teacher"](ids).logits.softmax(-1).topk(now["kept"])
+        student = now["adapted"](ids).logits.log_softmax(-1).gather(2, best.indices)
+    expected = -(best.values * student).sum(-1)[:, :-1].mean()
+    assert float(now["distilled"].loss) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_trls_other_trainers_train(names: dict[str, Any]) -> None:
     now = names["Preference and policy trainers of TRL"]
     for trainer in (now["preferring"], now["judging"], now["policy"]):
