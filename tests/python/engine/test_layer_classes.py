@@ -14,7 +14,16 @@ from oomb.core.tiers import PageLayout
 from oomb.model.causal import LayerShape
 
 from .layer_classes import CLASSES, make, only_upper_half
-from .reference import assert_equal, assert_identical, chunked, ordinary, random_ids
+from .reference import (
+    EXACT,
+    assert_equal,
+    assert_identical,
+    chunked,
+    ordinary,
+    random_ids,
+    relative_error,
+    take_gradients,
+)
 from .test_sparse import PAGE, run
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8, recompute="none")
@@ -79,6 +88,24 @@ def test_in_every_way_of_training(way: str, name: str) -> None:
     assert result.step is not None
     assert (result.step.stats.h2d_bytes > 0) == spills
     assert_equal(result, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma4-31b", "gemma4-e2b"])
+def test_rows_that_begin_alike(name: str) -> None:
+    """Branches of a prompt begin at pages of every layer."""
+    model, ids = make(name), random_ids(1, 47).expand(2, -1).clone()
+    ids[1, 35:] = random_ids(1, 12, seed=9)
+    expected = ordinary(model, ids, ids)
+    with (
+        oomb.Engine(model, CONFIG) as engine,
+        engine.two_pass(ids, ids, share_prefixes=True) as call,
+    ):
+        (-call.logprobs.sum() / (2 * 46)).backward()
+        call.sweep()
+    found = take_gradients(model)
+    assert found.keys() == expected.gradients.keys()
+    for parameter, gradient in expected.gradients.items():
+        assert relative_error(found[parameter], gradient) <= EXACT, parameter
 
 
 @pytest.mark.parametrize("name", SHARED)
