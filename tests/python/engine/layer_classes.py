@@ -87,12 +87,12 @@ WITH_IMAGES = "gemma4-e2b with images"
 CLASSES[WITH_IMAGES] = CLASSES["gemma4-e2b"]
 
 
-def make(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def make(name: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> PreTrainedModel:
     """A model of ``CLASSES`` in eval mode; what rounds to fp32 inside stays in its own dtype."""
     prefix, settings = CLASSES[name]
     layers = len(settings["layer_types"])
     config = getattr(transformers, f"{prefix}TextConfig")(
-        **{**_SIZES, **settings, "num_hidden_layers": layers}
+        **{**_SIZES, **settings, **sizes, "num_hidden_layers": layers}
     )
     model: PreTrainedModel
     if name == WITH_IMAGES:

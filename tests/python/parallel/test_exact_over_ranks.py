@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import oomb
+from engine.layer_classes import CLASSES
+from engine.layer_classes import make as make_classes
 from engine.models import make
 from engine.reference import (
     Result,
@@ -54,6 +56,9 @@ CASES = {
     "sinks, recompute": Case(model="gpt-oss", config={"recompute": "layer"}),
     "tied, norms of heads": Case(model="qwen3-tied"),
     "one rank's slice ignored": Case(call="slice ignored"),
+    "shared keys, other head dims": Case(
+        model="gemma4-e2b", config={"recompute": "layer"}, batch=2
+    ),
     "two tiers": Case(slots=26, tokens=140),
     "kept outputs": Case(config={"keep_outputs": "all"}),
     "kept outputs, two tiers": Case(config={"keep_outputs": 0.5}, slots=26, tokens=140),
@@ -105,6 +110,8 @@ def heads(ranks: int) -> dict[str, int]:
 
 
 def model_of(case: Case, ranks: int) -> Any:
+    if case.model in CLASSES:
+        return make_classes(case.model, **heads(ranks))
     return make(case.model, **{**heads(ranks), "num_hidden_layers": 2, **case.sizes})
 
 
