@@ -2,9 +2,11 @@
 
     python bench/small_card.py --model llama-3.1-8b --tokens 65536 --cap 24
     python bench/small_card.py --model qwen2.5-7b --full --main-grad-dtype bfloat16 --cap 0
+    python bench/small_card.py --model qwen2.5-32b --weights host --chunk-size 8192 --tokens 65536
 
 Random weights of a named shape. Without --full the linear layers are in NF4 (bitsandbytes, double
-quantisation) under LoRA on all of them. The cap is torch's per-process fraction; the bytes measured
+quantisation) under LoRA on all of them; with --weights host they are in bf16, and the engine moves
+them to the host before the cap is set. The cap is torch's per-process fraction; the bytes measured
 are the driver's, so that they include page pools, context and kernels.
 """
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=24, help="GiB; 0: none")
     parser.add_argument("--device-memory", default="4GiB")
     parser.add_argument("--chunk-size", type=int, default=2048)
+    parser.add_argument("--weights", choices=("device", "host"), default="device")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--main-grad-dtype", default="float32")
@@ -74,6 +77,7 @@ def main() -> None:
     options = parser.parse_args()
 
     before = used_bytes()
+    on_host = options.weights == "host"
     model: Any = random_model(
         SHAPES[options.model], device="cuda", dtype=torch.bfloat16, positions=2**18
     )
@@ -82,17 +86,15 @@ def main() -> None:
         from peft import LoraConfig, get_peft_model  # optional
 
         adapter = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        in_four_bits(model)
+        if not on_host:
+            in_four_bits(model)
         model = get_peft_model(model, adapter)
     model.train()
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
-    if options.cap:
-        torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
     config = oomb.Config(
         chunk_size=options.chunk_size,
         device_memory=options.device_memory,
         main_grad_dtype=options.main_grad_dtype,
+        weights=options.weights,
     )
     machine = Machine.described(
         gpu="h200", device_memory=int(options.cap * GIB) or None, host_memory="120GiB"
@@ -102,18 +104,23 @@ def main() -> None:
         machine,
         dtype=torch.bfloat16,
         adapter=adapter,
-        quantization=None if options.full else "nf4",
+        quantization=None if options.full or on_host else "nf4",
     )
     plan = planner.predict(options.tokens, config, optimizer=None)
     ids = torch.randint(1, 30000, (1, options.tokens), device="cuda")
-    peak = used_bytes()
+    peak = 0
 
     def watch(_: object) -> None:
         nonlocal peak
         peak = max(peak, used_bytes())
 
-    torch.cuda.reset_peak_memory_stats()
     with oomb.Engine(model, config) as engine:
+        torch.cuda.empty_cache()
+        if options.cap:
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
+        peak = used_bytes()
+        torch.cuda.reset_peak_memory_stats()
         for _ in range(options.steps):
             model.zero_grad(set_to_none=True)
             torch.cuda.synchronize()
@@ -121,10 +128,11 @@ def main() -> None:
             step = engine.forward_backward(ids, ids, on_progress=watch)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
+    base = "nf4" if not on_host else "bf16 on the host"
     record = {
         "model": options.model,
         "tokens": options.tokens,
-        "base": "bf16, full" if options.full else f"nf4, LoRA r={options.rank}",
+        "base": "bf16, full" if options.full else f"{base}, LoRA r={options.rank}",
         "cap_gib": options.cap,
         "main_grad_dtype": options.main_grad_dtype,
         "device": torch.cuda.get_device_name(),
@@ -139,6 +147,7 @@ def main() -> None:
             "fits": plan.fits,
             "seconds": plan.seconds,
             "torch_and_pages_gib": plan.device_bytes / GIB,
+            "weights_wait_seconds": plan.duration.weights if plan.duration else None,
             "parameters_gib": plan.parameter_bytes / GIB,
             "pages_gib": plan.device_pool_bytes / GIB,
             "host_pages_gib": plan.host_pool_bytes / GIB,

@@ -105,6 +105,11 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
     tokenizer = load_tokenizer(settings.model, config)
     rule = tokenising_rule(settings.data, tokenizer, config.get_text_config().vocab_size)
     written = settings.evaluation.generate
+    if written and settings.engine.made().weights == "host":
+        raise BadInput(
+            "evaluation.generate: expected none beside engine.weights 'host', got prompts; between "
+            "calls the model has its weights on the host and cannot write"
+        )
     prompts = (
         prompts_as_tokens(written, tokenizer, rule.rows.chat, positions(config)) if written else []
     )
