@@ -117,7 +117,7 @@ def test_weights_of_upper_layers_alone(name: str) -> None:
     assert_equal(chunked(model, CONFIG, ids, ids), expected)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["gemma4-26b-a4b", "gemma4-e2b"])
 def test_tiers_change_no_bit(name: str) -> None:
     model, ids = make(name, torch.float32), random_ids(1, 90)
     config = replace(CONFIG, page_size=PAGE)
