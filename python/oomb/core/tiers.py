@@ -183,7 +183,7 @@ def _cgroup_head_room() -> int:
             return 2**62
         current = int((root / "memory.current").read_text())
         stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return int(limit) - (current - int(stat.get("file", 0)))
+        return max(0, int(limit) - (current - int(stat.get("file", 0))))
     except (OSError, ValueError):
         return 2**62
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from oomb.errors import Error, UnsupportedModelError
 from oomb.model.host_memory import host_block
-from oomb.model.swap import Swaps
+from oomb.model.swap import Swaps, after_all
 
 _ALIGNMENT = 256  # bytes, of a weight in its block: what kernels expect of torch's own memory
 _PIECE = 32 << 20  # bytes of one copy, between which those of pages find their turn
@@ -165,6 +165,7 @@ class HostWeights:
         self.loaded_bytes = 0
         self._there, self._backward = [None] * PLACES, None
         self._inside.clear()
+        after_all(self._leave_layers)  # others put back what they found, this perhaps
         swaps.afterwards(self._end)
         self._active = True
         for layer in self._layers:
@@ -184,7 +185,25 @@ class HostWeights:
         if self._closed:
             self.close()
 
+    def _leave_layers(self) -> None:
+        for layer in self._layers:
+            ours = vars(layer.module).get("forward")
+            if isinstance(ours, partial) and getattr(ours.func, "__self__", None) is self:
+                before = ours.args[1]
+                if getattr(before, "__func__", None) is type(layer.module).forward:
+                    del layer.module.forward
+                else:
+                    layer.module.forward = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostWeights:
+        """Of a copy of the model without weights, whose layers run as they are."""
+        copied = object.__new__(HostWeights)
+        copied._active = False
+        return copied
+
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        if not self._active:
+            return forward(*args, **keywords)
         again = layer == self._backward  # computed again for its backward
         if not again:
             self._backward = None

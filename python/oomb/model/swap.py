@@ -102,6 +102,13 @@ def swapping(begin: Callable[Concatenate[Swaps, P], None]) -> Callable[P, Swaps]
     return of
 
 
+def after_all(undo: Callable[[], object]) -> None:
+    """Call ``undo`` at the end of the call, behind everything that is replaced from now on."""
+    of_call = _of_call.get()
+    if of_call is not None:
+        of_call.afterwards(undo)
+
+
 @swapping
 def entered(swaps: Swaps, *contexts: AbstractContextManager[object]) -> None:
     """Contexts of others, which are left with all the rest."""

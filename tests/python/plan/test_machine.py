@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from oomb.core import tiers
 from oomb.core.tiers import free_memory
 from oomb.plan import GPUS, Machine, recommend
 from oomb.plan import machine as machines
+from oomb.plan.gpus import gpu_of_device
 
 GIB, GB = 2**30, 10**9
 
@@ -123,3 +126,40 @@ def test_this_machine_has_the_share(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert Machine.here("cuda").device_bytes == 38 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "file_cache", "head_room"),
+    [("8589934592", 3 * GIB, GIB, 6 * GIB), ("1073741824", 2 * GIB, 0, 0), ("max", 0, 0, None)],
+    ids=["limit", "above it", "none"],
+)
+def test_the_control_group_bounds_host_memory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    current: int,
+    file_cache: int,
+    head_room: int | None,
+) -> None:
+    """What files have cached of its memory can be had."""
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{current}\n")
+    (tmp_path / "memory.stat").write_text(
+        f"anon 5\nfile {file_cache}\ninactive_file {file_cache}\n"
+    )
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 * GIB // 1024} kB\n")
+    places = {"/sys/fs/cgroup": tmp_path, "/proc/meminfo": tmp_path / "meminfo"}
+    monkeypatch.setattr(tiers, "Path", lambda place: places[place])
+    expected = 64 * GIB if head_room is None else head_room
+    assert free_memory(torch.device("cpu")) == expected
+
+
+def test_a_slice_of_a_card_is_what_there_is(
+    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver tells a process in a MIG slice of that slice alone, and names no whole card."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (16 * GIB, 18 * GIB))
+    assert free_memory(torch.device("cuda", 0)) == 16 * GIB
+    card["fraction"] = 0.5
+    assert free_memory(torch.device("cuda", 0)) == 7 * GIB
+    assert gpu_of_device("NVIDIA H100 80GB HBM3 MIG 2g.20gb") is None
