@@ -325,6 +325,8 @@ class Config:
             them (the most worthwhile first). Changes no bit of the result.
         weights: ``"device"``, or ``"host"``: frozen weights of decoder layers stay in host memory,
             and come to the device a layer ahead of use; all else moves there. Changes no bit.
+        sharded_weights: of a model sharded by FSDP2: ``"zero1"`` gathers weights for a call,
+            ``"zero2"`` also shards gradient sums after each chunk, ``"zero3"`` gathers by layer.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
@@ -343,6 +345,7 @@ class Config:
     recompute: Literal["auto", "none", "layer"] = "auto"
     keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     weights: Literal["device", "host"] = "device"
+    sharded_weights: Literal["zero1", "zero2", "zero3"] = "zero3"
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False
@@ -376,13 +379,10 @@ class Config:
         _expect_one_of("recompute", self.recompute, ("auto", "none", "layer"))
         keep = self.keep_outputs
         share = isinstance(keep, (int, float)) and not isinstance(keep, bool) and 0 <= keep <= 1
-        _expect(
-            share or (isinstance(keep, str) and keep in ("auto", "none", "all")),
-            "keep_outputs",
-            "'auto', 'none', 'all' or a share in [0, 1]",
-            keep,
-        )
+        known = share or (isinstance(keep, str) and keep in ("auto", "none", "all"))
+        _expect(known, "keep_outputs", "'auto', 'none', 'all' or a share in [0, 1]", keep)
         _expect_one_of("weights", self.weights, ("device", "host"))
+        _expect_one_of("sharded_weights", self.sharded_weights, ("zero1", "zero2", "zero3"))
         _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
         for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
             _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))

@@ -31,6 +31,8 @@ class Stats:
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
         exchange_seconds: that this rank spent in exchanges with the others, waiting included.
+        gathered_weight_bytes: of sharded weights, received from the other ranks.
+        scattered_sum_bytes: of sums of gradients that became shards, likewise.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
     """
 
@@ -53,6 +55,8 @@ class Stats:
     border_state_bytes: int = 0
     reserved_ratio: float = 1.0
     exchange_seconds: float = 0.0
+    gathered_weight_bytes: int = 0
+    scattered_sum_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from oomb.model.embedding import sum_by_row
 from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
 from oomb.parallel.placement import Placement
+from oomb.parallel.weights import Weights
+
+_SCATTERED_BYTES = 256 * 2**20  # of weights whose sums are there as a whole and in parts
 
 
 def sum_dtype(parameter: torch.Tensor, main_grad_dtype: str) -> torch.dtype:
@@ -70,6 +73,8 @@ class MainGrads:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._seeds: dict[nn.Parameter, int] = {}
         self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
+        self._shards: dict[nn.Parameter, torch.Tensor] = {}  # of sums that ranks have parts of
+        self._met: set[nn.Parameter] = set()  # those that something reached before they were
         self._left: list[Any] | None = None  # parameters that commit() has still to reach
         self._keep = self._zeros = False
 
@@ -175,15 +180,49 @@ class MainGrads:
         self._additions[parameter] = addition + 1
         return seed_of_addition(self._seeds[parameter], addition)
 
-    def sum_over(self, placement: Placement, parameters: list[nn.Parameter]) -> None:
-        """Replace the sums by those over all ranks, which meet a parameter if one of them does."""
+    def sum_over(
+        self, placement: Placement, weights: Weights, parameters: list[nn.Parameter]
+    ) -> None:
+        """Replace the sums by those over all ranks, which meet a parameter if one of them does.
+
+        Those of weights that the ranks have shards of become shards, of the users' parameters.
+
+        Args:
+            parameters: the users'.
+        """
         if placement.ranks == 1:
             return
-        met = placement.collect(lambda: [p in self._sums for p in parameters])
-        reached = [
-            p for p, any_ in zip(parameters, map(any, zip(*met, strict=True)), strict=True) if any_
-        ]
-        placement.sum_([self._sum_of(p) for p in reached])
+        plain = weights.plain(parameters)
+        met = placement.collect(lambda: [p in self._sums or p in self._met for p in plain])
+        pairs = zip(plain, parameters, map(any, zip(*met, strict=True)), strict=True)
+        reached = [(p, owner) for p, owner, is_reached in pairs if is_reached]
+        placement.sum_([self._sum_of(p) for p, _ in reached if not weights.is_shard(p)])
+        late = [p for p, _ in reached if weights.is_shard(p) and p not in self._shards]
+        self.scatter(weights, late)
+        for p, owner in reached:
+            if weights.is_shard(p):
+                self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
+
+    def scatter(self, weights: Weights, parameters: list[nn.Parameter]) -> None:
+        """Add sums over all ranks to this rank's shards, and begin new sums.
+
+        Args:
+            parameters: the same on all ranks, as they are in a call.
+        """
+        for same in _of_bytes(parameters, _SCATTERED_BYTES):
+            self._met.update(p for p in same if p in self._sums)
+            parts = weights.scatter(same, [self._sum_of(p) for p in same])
+            for parameter, part in zip(same, parts, strict=True):
+                dtype = self._sums.pop(parameter).dtype
+                total = self._shards.get(parameter)
+                if dtype == torch.bfloat16:
+                    if total is None:
+                        total = self._shards[parameter] = torch.zeros_like(part, dtype=dtype)
+                    self._add_rounded(total, part, self._next_seed(parameter))
+                elif total is None:
+                    self._shards[parameter] = part
+                else:
+                    total.add_(part)
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.
@@ -201,7 +240,7 @@ class MainGrads:
             Whether all parameters have their gradients; else all are as they were.
         """
         if self._left is None:
-            self._sums = {}
+            self._drop()
             return False
         while self._left:
             parameter = self._left[-1]
@@ -227,7 +266,26 @@ class MainGrads:
         return self._sums.get(parameter)
 
     def clear(self) -> None:
-        self._sums, self._left = {}, None
+        self._drop()
+        self._left = None
+
+    def _drop(self) -> None:
+        self._sums, self._shards, self._met = {}, {}, set()
+
+
+def _of_bytes(parameters: list[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours whose values are together at most so many bytes, or one that has more."""
+    part: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if part and filled + size > most:
+            yield part
+            part, filled = [], 0
+        part.append(parameter)
+        filled += size
+    if part:
+        yield part
 
 
 def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:

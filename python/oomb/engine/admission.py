@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config
+from oomb.core.arguments import expect
 from oomb.core.inputs import CallInputs, check_inputs
 from oomb.core.main_grad import check_sums
 from oomb.engine.training import Training
@@ -17,8 +18,10 @@ from oomb.model.causal import CausalModel, check_places
 from oomb.model.host_weights import moved_to_host
 from oomb.model.quantized import check_quantized
 from oomb.model.rope import warn_of_far_positions, warn_of_unknown_positions
+from oomb.model.swap import Swaps
 from oomb.parallel.agreement import arguments_text, model_text
 from oomb.parallel.placement import Placement
+from oomb.parallel.weights import Weights
 
 
 class Admission:
@@ -93,19 +96,23 @@ class Admission:
             )
 
 
-def admitted(model: nn.Module, config: Config) -> CausalModel:
+def admitted(model: nn.Module, config: Config, weights: Weights) -> CausalModel:
     """A model whose parameters are where, and of what kind, an engine can use them.
 
     Raises:
         UnsupportedModelError, ValueError: they are not.
     """
-    causal = CausalModel(model)
-    if config.weights == "device":
-        check_places(causal.causal.named_parameters())
-    check_sums(causal.causal.parameters(), config.main_grad_dtype)
-    check_quantized(causal.causal)
+    with Swaps() as swaps:
+        weights.begin(swaps.afterwards)
+        causal = CausalModel(model)
+        if config.weights == "device":
+            check_places(causal.causal.named_parameters())
+        check_sums(causal.causal.parameters(), config.main_grad_dtype)
+        check_quantized(causal.causal)
     if config.weights == "host":
+        expect(not weights.is_sharded, "weights", "'device' for a sharded model", "'host'")
         moved = moved_to_host(causal.causal, causal.layers, causal.layer_names)
         causal = CausalModel(model)  # of the device that it is on now
         causal.host_weights = moved
+    weights.know_layers(causal.layers)
     return causal

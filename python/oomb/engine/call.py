@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from oomb.config import Config
 from oomb.core.attention import ChunkAttention
@@ -38,6 +39,7 @@ from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
 from oomb.model.swap import Swaps, swapping
 from oomb.parallel.placement import Placement
+from oomb.parallel.weights import Weights
 from oomb.results import Selection, Stats, Step
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Call:
     attention: ChunkAttention
     borders: BorderStates
     placement: Placement
+    weights: Weights
     exchanges: Stopwatch
 
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
@@ -101,6 +104,7 @@ class Call:
                 border_state_bytes=self.borders.kept_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
                 exchange_seconds=self.exchanges.total,
+                gathered_weight_bytes=self.weights.gathered_bytes,
             ),
             selection=selection,
             logprobs=logprobs,
@@ -122,7 +126,12 @@ class Call:
             return step
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        return replace(step, stats=replace(step.stats, exchange_seconds=self.exchanges.total))
+        stats = replace(
+            step.stats,
+            exchange_seconds=self.exchanges.total,
+            scattered_sum_bytes=self.weights.scattered_bytes,
+        )
+        return replace(step, stats=stats)
 
     def _by_layer(self, of_paged: list[T], without: T) -> list[T]:
         """A value for each decoder layer, from those of layers that have pages."""
@@ -171,13 +180,17 @@ class Calls:
         pools: Pools,
         grads: MainGrads,
         placement: Placement,
+        weights: Weights,
     ) -> None:
         self._placement = placement
+        self._weights = weights
         self._model = model
         self._shapes = shapes
         self._pools = pools
         self._grads = grads
         self._recompute: dict[tuple[int, int], bool] = {}
+        # Of the last call: a plan cannot look, where weights are sharded.
+        self._key_dtype = key_dtype(model) if weights.is_sharded else torch.float32
         self.measured: dict[tuple[int, int], tuple[float, float]] = {}
 
     @contextmanager
@@ -204,20 +217,24 @@ class Calls:
         """
         model = self._model
         model.expect_logits("model")
-        loss = ChunkLoss.of_call(
-            model.head,
-            inputs,
-            spans_here(Chunks.of(config, inputs.tokens), self._placement),
-            model.vocab_size,
-            return_logprobs,
-            None if swept is None else self._grads,
-            token_loss,
-            token_metrics,
-        )
         with Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(model))
+            self._weights.gather(swaps.afterwards, self._on_layer_done)
+            loss = ChunkLoss.of_call(
+                model.head,
+                inputs,
+                spans_here(Chunks.of(config, inputs.tokens), self._placement),
+                model.vocab_size,
+                return_logprobs,
+                None if swept is None else self._grads,
+                token_loss,
+                token_metrics,
+            )
             seed = self.dropout_seed(swaps)
             yield self.begin(swaps, config, inputs, swept, loss, seed, step, on_progress)
+
+    def _on_layer_done(self, parameters: list[nn.Parameter]) -> None:
+        self._grads.scatter(self._weights, parameters)
 
     def begin(
         self,
@@ -261,7 +278,7 @@ class Calls:
             chained=bool(model.mixers),
             fills_all=model.ends_in_mixer,
         )
-        needs = needs_of(model, config, demand, tokens, recompute)
+        needs = needs_of(model, config, demand, tokens, recompute, self._weights, begun=True)
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
@@ -280,7 +297,8 @@ class Calls:
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
-        return Call(model, config, inputs, loop, loss, attention, borders, placement, exchanges)
+        here = (placement, self._weights, exchanges)
+        return Call(model, config, inputs, loop, loss, attention, borders, *here)
 
     def layout(self, config: Config, *, alike: bool = False) -> PageLayout:
         """Pages as the caller's autocast state has them.
@@ -289,7 +307,10 @@ class Calls:
             alike: pages of all layers hold ``page_size`` tokens.
         """
         with on_device(self._model):
-            dtype = key_dtype(self._model)
+            self._key_dtype = key_dtype(self._model)
+        return self._layout_of(config, alike)
+
+    def _layout_of(self, config: Config, alike: bool) -> PageLayout:
         chooses = rule_of(config) is not None
         if chooses and self._model.device.type == "cuda":
             self._expect_scores()
@@ -297,7 +318,7 @@ class Calls:
             self._shapes,
             config.page_size,
             config.chunk_size,
-            dtype,
+            self._key_dtype,
             config.kv_grad_dtype,
             chooses=chooses,
             alike=alike,
@@ -333,20 +354,29 @@ class Calls:
         Args:
             swept: chunks that it draws.
         """
+        with Swaps() as swaps:
+            self._weights.begin(swaps.afterwards)
+            return self._plan(config, num_tokens, batch, swept)
+
+    def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
         chunks = Chunks.of(config, max(1, num_tokens - 1))  # the last predicts nothing
         tokens = -(-counted_tokens(config, chunks.tokens) // self._placement.ranks)
         recompute = self.recomputes(config, batch, tokens)
+        asks = not self._weights.is_sharded  # whose layers are not here
+        layout = self.layout(config) if asks else self._layout_of(config, alike=False)
         demand = PageDemand(
             chunks=chunks,
             reach=GradientReach.of(config.backward, swept),
             shapes=self._shapes,
-            layout=self.layout(config),
+            layout=layout,
             batch=batch,
             device_type=self._model.device.type,
             selection=rule_of(config),
             border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
         )
-        needs = needs_of(self._model, config, demand, tokens, recompute, exact=True)
+        needs = needs_of(
+            self._model, config, demand, tokens, recompute, self._weights, begun=False, exact=True
+        )
         plan = plan_call(self._model, config, self._pools, demand, needs, recompute)
         seconds, spared = self.measured.get((num_tokens, batch), (None, None))
         return replace(plan, seconds=seconds, kept_output_seconds=spared)

@@ -22,14 +22,14 @@ from oomb.core.tree import tree_of
 from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls, on_device
 from oomb.engine.plan import Plan
-from oomb.engine.ranks import expect_no_mixers, expect_one_rank, expect_rule_of_ranks, shapes_here
+from oomb.engine.ranks import around_gathers, expect_fits_ranks, expect_one_rank, shapes_here
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass, Wanted
 from oomb.errors import Error
 from oomb.model.rope import check_float64_angles
 from oomb.model.structure import checked_shapes
 from oomb.model.swap import Swaps, as_before_afterwards
-from oomb.parallel.mesh import placement_of
+from oomb.parallel.mesh import placement_of, weights_of
 from oomb.results import Stats, Step
 
 if TYPE_CHECKING:
@@ -61,29 +61,29 @@ class Engine:
         self, model: nn.Module, config: Config | None = None, *, mesh: DeviceMesh | None = None
     ) -> None:
         self.config = config if config is not None else Config()
-        given = isinstance(self.config, Config)
-        expect(given, "config", "an oomb.Config(…)", kind_of(self.config))
+        expect(isinstance(self.config, Config), "config", "an oomb.Config(…)", kind_of(self.config))
         self._placement = placement_of(mesh)
-        self._model = self._placement.together(lambda: admitted(model, self.config))
+        self._weights = weights_of(model, self.config.sharded_weights, self._placement)
+        self._model = self._placement.together(partial(admitted, model, self.config, self._weights))
         self._placement.expect_device(self._model.device)
         self._grads = MainGrads(self.config.main_grad_dtype)
         self._pools = Pools(self._model.device, self._placement)
         self._training = Training(self._model, self.config, self._grads)
         self._admission = Admission(self._training, self._placement)
-        as_before_afterwards(partial(self._placement.together, self._check_model))
+        with around_gathers(self._placement, self._weights):
+            as_before_afterwards(partial(self._placement.together, self._check_model))
 
     def _check_model(self) -> None:
         with Swaps() as swaps:
             swaps.also(on_device(self._model))
+            self._weights.gather(swaps.afterwards)
             self._shapes = shapes_here(checked_shapes(self._model), self._placement.ranks)
-            expect_rule_of_ranks(self.config, self._placement.ranks)
+            expect_fits_ranks(self.config, self._model.mixers, self._placement.ranks)
             if self.config.rope_angles == "float64":
                 check_float64_angles(self._model.decoder)
             expect_every_chunk(self._model.mixers, self.config)
-            expect_no_mixers(self._model.mixers, self._placement.ranks)
-            self._calls = Calls(
-                self._model, self._shapes, self._pools, self._grads, self._placement
-            )
+            over = self._placement, self._weights
+            self._calls = Calls(self._model, self._shapes, self._pools, self._grads, *over)
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Engine:
 
         After any of them gradients are as they were, and the next call works.
         """
-        training, config = self._training, self.config
+        training, config, weights = self._training, self.config, self._weights
         given = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -182,11 +182,11 @@ class Engine:
                     token_metrics=token_metrics,
                 ) as call:
                     swaps.afterwards(training.settled())
-                    with self._training.collecting(parameters), call.loop.running():
+                    with training.collecting(weights.plain(parameters)), call.loop.running():
                         fill_seconds = call.loop.fill(swept[-1])
                         sweep_seconds = call.loop.sweep(swept, training.loss_factor)
                     step = call.result(fill_seconds, sweep_seconds)
-                self._grads.sum_over(self._placement, parameters)
+                self._grads.sum_over(self._placement, weights, parameters)
                 step = call.with_exchanges(step)
                 keep = config.keep_main_grad
                 self._placement.settle(partial(self._grads.commit, parameters, keep, zeros=False))

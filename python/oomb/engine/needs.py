@@ -17,6 +17,7 @@ from oomb.core.pools import Needs
 from oomb.core.tiers import TIER_SHARE, free_memory
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
+from oomb.parallel.weights import Weights
 from oomb.trace.trace import Setting, Trace, Tracer
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
@@ -28,6 +29,8 @@ _INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
 _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may still come
 
 _ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
+
+_WHOLE = Weights()
 
 _tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -79,18 +82,22 @@ def needs_of(
     demand: PageDemand,
     tokens: int,
     recompute: bool,
+    weights: Weights,
     *,
+    begun: bool,
     exact: bool = False,
 ) -> Needs:
     """What a call needs besides its pages.
 
     Args:
         tokens: of a chunk, as of :func:`counted_tokens`.
+        begun: the call has gathered the weights that it keeps.
         exact: counted even where a rule of thumb decides nothing.
     """
     if demand.reach is None:
         return Needs()
-    gradients = gradient_bytes(model.causal.parameters(), config)
+    gradients = gradient_bytes(model.causal.parameters(), config, weights)
+    gradients += weights.to_come(begun=begun)
     estimate = _estimated(model, demand.batch, tokens, recompute)
     others = others_of(demand, estimate, gradients)
     free = free_memory(model.device)
@@ -102,7 +109,7 @@ def needs_of(
         )
     return Needs(
         others=others,
-        host_spare=spare_of(model.causal.parameters()),
+        host_spare=spare_of(model.causal.parameters()) // weights.ranks,
         linear_flops=linear_flops(model.layers),
     )
 
@@ -156,10 +163,10 @@ def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> 
     return batch * tokens * kept
 
 
-def gradient_bytes(parameters: Iterable[nn.Parameter], config: Config) -> int:
+def gradient_bytes(
+    parameters: Iterable[nn.Parameter], config: Config, weights: Weights = _WHOLE
+) -> int:
     """The sums over chunks of the gradients of those that are trained."""
-    return sum(
-        p.numel() * sum_dtype(p, config.main_grad_dtype).itemsize
-        for p in parameters
-        if p.requires_grad
-    )
+    trained = [p for p in parameters if p.requires_grad]
+    sizes = [p.numel() * sum_dtype(p, config.main_grad_dtype).itemsize for p in trained]
+    return weights.held(trained, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from oomb.config import Config, PageRule, TopKPages
@@ -11,6 +12,7 @@ from oomb.core.layout import Chunks
 from oomb.errors import Error, UnsupportedModelError
 from oomb.model.causal import LayerShape
 from oomb.parallel.placement import Placement
+from oomb.parallel.weights import Weights
 
 
 def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
@@ -31,6 +33,17 @@ def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
     return [
         replace(s, query_heads=s.query_heads // ranks, kv_heads=s.kv_heads // ranks) for s in shapes
     ]
+
+
+def expect_fits_ranks(config: Config, mixers: Sized, ranks: int) -> None:
+    """Refuse settings and models that several ranks cannot run.
+
+    Raises:
+        ValueError: a page rule of the user's own.
+        UnsupportedModelError: recurrent layers.
+    """
+    expect_rule_of_ranks(config, ranks)
+    expect_no_mixers(mixers, ranks)
 
 
 def expect_rule_of_ranks(config: Config, ranks: int) -> None:
@@ -71,6 +84,11 @@ def expect_no_mixers(mixers: Sized, ranks: int) -> None:
             f"mesh: expected a model of attention layers alone, got {len(mixers)} recurrent "
             "layers, whose states ranks do not hand on yet: train it on one GPU"
         )
+
+
+def around_gathers(placement: Placement, weights: Weights) -> AbstractContextManager[None]:
+    """Around what gathers weights outside a call: an error of one rank ends it on all."""
+    return placement.call() if weights.is_sharded else nullcontext()
 
 
 def spans_here(chunks: Chunks, placement: Placement) -> list[tuple[int, int]]:

@@ -286,18 +286,18 @@ def _refuse_distributed(model: nn.Module) -> None:
         "DataParallel",
         "DeepSpeedEngine",
     )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise UnsupportedModelError(
+                f"{name}: sharded weights (DTensor) need mesh=…, the ranks that hold them, which "
+                "then share each sequence; without it load the whole model"
+            )
     for module in model.modules():
         name = type(module).__name__
         if name in wrappers or name.startswith("FSDP"):
             raise UnsupportedModelError(
                 f"{name}: models wrapped for distributed training are not supported; give the "
                 "engine the model itself, and mesh=… where ranks shall share each sequence"
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise UnsupportedModelError(
-                f"{name}: sharded parameters (DTensor) are not supported; load the whole model on "
-                "each rank, and give the engine mesh=… where ranks shall share each sequence"
             )
 
 

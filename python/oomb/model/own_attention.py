@@ -65,6 +65,7 @@ def _watched(function: Any, name: str, seen: Seen) -> Any:
             exact = False
             output, *others = function(module, query, key, value, *rest, **keywords)
         scale = keywords.get("scaling")
+        sinks = keywords.get("s_aux")
         call = AttentionCall(
             module=module,
             q=query,
@@ -72,7 +73,7 @@ def _watched(function: Any, name: str, seen: Seen) -> Any:
             v=value,
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
             window=int(keywords.get("sliding_window") or 0),
-            sinks=keywords.get("s_aux"),
+            sinks=None if sinks is None else sinks.detach().clone(),  # weights may go again
             mask=None,
         )
         seen(call, output.reshape(*query.transpose(1, 2).shape[:3], -1), exact)

@@ -60,6 +60,7 @@ class Ranks:
         self._calls = 0
         self._notes: Any = None
         self._tensors: Any = None
+        self._weights: Any = None
         self._alarm: Alarm | None = None
         self._settled = False
         self._connect()
@@ -122,12 +123,8 @@ class Ranks:
         store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
         self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
         if self._device.type == "cuda":
-            store = c10d.PrefixStore(f"{name}/tensors", c10d._get_default_store())
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
-            if hasattr(options, "global_ranks_in_group"):
-                options.global_ranks_in_group = self.members
-            self._tensors = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._tensors = self._on_gpus(f"{name}/tensors")
+            self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
         else:
             self._tensors = self._notes
 
@@ -138,16 +135,25 @@ class Ranks:
         rank = self.members[self.rank]
         return Failure.of(rank, RankLostError(f"rank {self.members[index]} has ended"))
 
+    def _on_gpus(self, name: str) -> Any:
+        store = c10d.PrefixStore(name, c10d._get_default_store())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group = self.members
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
     def _disconnect(self) -> None:
         self._abort()
-        self._notes = self._tensors = None
+        self._notes = self._tensors = self._weights = None
         self._generation += 1
 
     def _abort(self) -> None:
         """Frees whoever waits in a collective on the GPU."""
         if self._device.type == "cuda" and self._tensors is not None:
-            with suppress(RuntimeError):
-                self._tensors.abort()
+            for group in (self._tensors, self._weights):
+                with suppress(RuntimeError):
+                    group.abort()
 
     # Agreement ------------------------------------------------------------------------------------
 
@@ -210,6 +216,25 @@ class Ranks:
             work = group.alltoall_base(received, send, received_sizes, send_sizes, options)
             self._wait(work, on_gpu=self._device.type == "cuda")
         return received
+
+    def gather_into(self, out: torch.Tensor, x: torch.Tensor, *, later: bool) -> Any:
+        """Write the elements of all ranks, in their order, into a tensor for all of them.
+
+        Args:
+            later: on a GPU the stream does not wait; the work that is returned can be waited for.
+                It runs beside other exchanges, on a connection of its own.
+        """
+        on_gpu = self._device.type == "cuda"
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        if not later:
+            options = _options(options, on_gpu)
+        with nullcontext() if later else self._measured():
+            group = self._weights if on_gpu else self._tensors
+            work = group._allgather_base(out.view(-1), x.view(-1), options)
+            if later and on_gpu:
+                return work
+            self._wait(work, on_gpu=on_gpu)
+        return None
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks, …]: the tensor of each rank."""

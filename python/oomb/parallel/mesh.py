@@ -6,11 +6,33 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from oomb.parallel.group import Ranks, expect_process_group
 from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
+from oomb.parallel.weights import Weights
 
 DIMENSION = "cp"
+
+
+def weights_of(model: Any, policy: str, placement: Placement) -> Weights:
+    """How the ranks of a sequence hold a model's weights: whole, or shards of FSDP2.
+
+    Raises:
+        UnsupportedModelError: shards that these ranks cannot gather.
+        ValueError: some ranks have shards and some have not.
+    """
+    sharded = isinstance(model, torch.nn.Module) and any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+    placement.expect_same(lambda: {"model": f"sharded: {sharded}"})
+    if not sharded or not isinstance(placement, HeadsOverRanks):
+        return Weights()
+    from oomb.parallel.sharding import ShardedWeights  # FSDP2 is for those who use it
+
+    with placement.call():
+        group = placement.group
+        return placement.together(lambda: ShardedWeights(model, group, policy))
 
 
 def placement_of(mesh: Any) -> Placement:
