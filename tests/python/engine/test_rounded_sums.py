@@ -32,6 +32,7 @@ def inside_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return list(plain(total))
 
     monkeypatch.setattr(rounded_sums, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(rounded_sums, "_PIECE_ROWS", 8)
     monkeypatch.setattr("oomb.core.main_grad.pieces_of", seen)
     monkeypatch.setattr(MainGrads, "takes", lambda *_: True)
     return pieces
@@ -65,6 +66,17 @@ def test_every_addition_and_parameter_has_noise_of_its_own() -> None:
     }
     assert len(seeds) == 3 * 40 * 40
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize("shape", [(18944, 3584), (3584, 18944), (152064, 3584), (1000, 7), (1, 5)])
+def test_pieces_begin_at_aligned_rows(shape: tuple[int, int]) -> None:
+    """Whatever the shape, pieces cover it once, alike in size and within a quarter of the bound."""
+    pieces = list(rounded_sums.pieces_of(torch.empty(shape, device="meta")))
+    assert [begin for begin, _ in pieces[1:]] == [end for _, end in pieces[:-1]]
+    assert (pieces[0][0], pieces[-1][1]) == (0, shape[0])
+    assert all(begin % 8 == 0 for begin, _ in pieces)  # 16 bytes of a row of bf16
+    assert all(4 * (end - begin) * shape[1] <= 1.25 * 2**28 for begin, end in pieces)
+    assert len(pieces) <= 4 * shape[0] * shape[1] // 2**28 + 1
 
 
 @pytest.mark.parametrize("additions", [64, 256, 1024])
