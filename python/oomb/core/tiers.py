@@ -155,7 +155,10 @@ def free_memory(device: torch.device) -> int:
 def memory_fraction(device: torch.device) -> float:
     """Part of a GPU's memory that the user has left this process; 1 where torch cannot say."""
     asked: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if asked is None else float(asked(device))
+    if asked is None:
+        return 1.0
+    # Torch's other questions take "cuda" for the current one; this takes a number alone.
+    return float(asked(torch.cuda.current_device() if device.index is None else device.index))
 
 
 def reserved_ratio(device: torch.device) -> float:

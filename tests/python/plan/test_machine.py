@@ -92,11 +92,18 @@ def test_figures_that_are_none(given: dict[str, Any], message: str) -> None:
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """80 GiB, of which others have 10 and torch 6, 4 of them unused."""
     state = {"fraction": 1.0}
+
+    def fraction(device: Any) -> float:
+        if torch._utils._get_device_index(device, allow_cpu=False) != 0:  # as torch asks
+            raise AssertionError(device)
+        return state["fraction"]
+
     answers: dict[str, Any] = {
         "mem_get_info": lambda _: (64 * GIB, 80 * GIB),
         "memory_reserved": lambda _: 6 * GIB,
         "memory_allocated": lambda _: 2 * GIB,
-        "get_per_process_memory_fraction": lambda _: state["fraction"],
+        "get_per_process_memory_fraction": fraction,
+        "current_device": lambda: 0,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer, raising=False)
@@ -110,6 +117,7 @@ def test_a_share_of_the_card(card: dict[str, float], fraction: float, free: int)
     """What torch uses counts against the share; what it holds unused can be had."""
     card["fraction"] = fraction
     assert free_memory(torch.device("cuda", 0)) == free * GIB
+    assert free_memory(torch.device("cuda")) == free * GIB
 
 
 def test_the_share_where_torch_cannot_say(
@@ -123,7 +131,6 @@ def test_this_machine_has_the_share(
     card: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card["fraction"] = 0.5
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert Machine.here("cuda").device_bytes == 38 * GIB
 
