@@ -112,6 +112,7 @@ meshes: dict[int, DeviceMesh] = {}  # of this process, by the number of ranks th
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; accelerate warns where it lacks
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     for number, groups in MEMBERS.items():
