@@ -49,23 +49,25 @@ class EvaluatingTrainer(ResumableTrainer):
         self._evaluated_tokens += targets
         predictions = None if prediction_loss_only else self._predictions_of(labels)
         nothing = torch.full((), float("nan"), device=self.args.device)
-        if targets == 0 and prediction_loss_only:
-            return nothing, None, None
-        if targets == 0 and predictions is None:
-            return nothing, torch.zeros_like(labels, dtype=torch.float32), labels
-        with self.accelerator.autocast(), self.compute_loss_context_manager():
-            call = self.engine.evaluate(
-                **arguments,
-                return_logprobs="token_loss" in self._asked
-                or (not prediction_loss_only and predictions is None),
-                on_progress=lambda _: self._signals.check(),
-                on_logits=None if predictions is None else predictions.add,
-                token_metrics="token_metrics" in self._asked,
-            )
-        self._told(call)
-        loss = self._evaluated(call) if targets else nothing
+        call = None
+        with self.replicas.step():  # a signal to one ends the evaluation of all
+            if targets > 0 or predictions is not None:
+                with self.accelerator.autocast(), self.compute_loss_context_manager():
+                    call = self.engine.evaluate(
+                        **arguments,
+                        return_logprobs="token_loss" in self._asked
+                        or (not prediction_loss_only and predictions is None),
+                        on_progress=lambda _: self._signals.check(),
+                        on_logits=None if predictions is None else predictions.add,
+                        token_metrics="token_metrics" in self._asked,
+                    )
+        if call is not None:
+            self._told(call)
+        loss = nothing if call is None or targets == 0 else self._evaluated(call)
         if prediction_loss_only:
             return loss, None, None
+        if call is None:
+            return loss, torch.zeros_like(labels, dtype=torch.float32), labels
         return loss, call.logprobs if predictions is None else predictions.joined(), labels
 
     @property

@@ -50,8 +50,17 @@ def failing(rank: int, folder: Path, name: str, how: str, *arguments: str) -> tu
 
 
 def begin_to_fail(patch: pytest.MonkeyPatch, how: str) -> None:
-    """In the backward of the third call on this rank."""
+    """In the backward of the third call on this rank, or in its first evaluation."""
     backward, calls = ChunkAttention.backward, []
+    evaluate = oomb.Engine.evaluate
+
+    def stopped(self: oomb.Engine, *tensors: Any, **others: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, *tensors, **others)
+
+    if how == "SIGTERM in an evaluation":
+        patch.setattr(oomb.Engine, "evaluate", stopped)
+        return
 
     def counted(self: ChunkAttention, layer: int, *tensors: Any) -> Any:
         calls.append(layer)
@@ -130,6 +139,15 @@ def test_a_signal_to_one_rank(world: World, folder: Path, alone: Path) -> None:
     found = world.run(trained, folder, "stopped", "training.steps=6", "--resume")
     assert [code for code, _ in found] == [0] * RANKS, found
     assert_same(folder / "stopped", alone)
+
+
+def test_a_signal_to_one_pair_that_evaluates(world: World, folder: Path) -> None:
+    """The other pair, which has its value already, does not wait for one."""
+    name, how = "stopped-evaluation", "SIGTERM in an evaluation"
+    found = world.run(failing, folder, name, how, "training.steps=6", "parallel.cp=2")
+    assert [code for code, _ in found] == [0] * RANKS, found
+    assert "step 3, the last finished one, is saved" in found[0][1]
+    assert "--resume goes on" in found[0][1]
 
 
 def test_one_rank_without_memory(world: World, folder: Path, alone: Path) -> None:
