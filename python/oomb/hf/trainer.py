@@ -19,7 +19,7 @@ from oomb.engine.engine import Engine
 from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
 from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
-from oomb.hf.refusals import refuse_arguments, refuse_own_loss
+from oomb.hf.refusals import refuse_arguments, refuse_own_loss, refuse_sharded
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
@@ -108,6 +108,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 "model: expected one on a single device, got a device map of several: "
                 "one process drives one GPU"
             )
+        refuse_sharded(self.model)
         # accelerate's autocast around the forward would tell the engine's check another result.
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.engine = Engine(model, self.oomb_config, mesh=self.replicas.mesh)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp import fully_shard
 
 from engine.models import make
 from engine.reference import relative_error
@@ -23,7 +24,7 @@ from trainer.runs import (
     tokenizer,
 )
 
-from .world import World, as_started
+from .world import World, as_started, meshes
 
 RANKS = 4
 STEPS = 3
@@ -119,6 +120,19 @@ def test_as_in_one_process(world: World, tmp_path: Path, replicas: int, examples
         assert mine["tokens"] == whole["tokens"]
         assert len(mine["exchange_seconds_by_rank"]) == mine["ranks"] == RANKS
     assert not any(one.records for one in found[1:])
+
+
+def with_shards(rank: int, folder: Path) -> str:
+    """What a trainer says of a model that FSDP2 has sharded."""
+    with as_started(rank, RANKS), pytest.raises(ValueError) as refused:
+        Trainer(fully_shard(tiny(), mesh=meshes[RANKS]), arguments(folder), oomb_config=CONFIG)
+    return str(refused.value)
+
+
+def test_shards_are_refused(world: World, tmp_path: Path) -> None:
+    """Before a step, not at the first checkpoint."""
+    found = world.run(with_shards, tmp_path)
+    assert all("got some that are sharded" in text for text in found), found
 
 
 def fine_tuned(rank: int, folder: Path) -> tuple[list[float], list[float], list[float]]:
