@@ -14,6 +14,7 @@ from typing import Any
 
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from transformers import TrainingArguments
 
 from oomb.parallel.job import Job, ranks_in_job
@@ -41,8 +42,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, *args, **keywords)
 
     def gather(self, tensor: Any) -> Any:
-        """Of a tensor, a part of each replica."""
-        return self.replicas.one_of_each(super().gather(tensor))
+        """Of a tensor, or of each in a structure of them, a part of each replica."""
+        return recursively_apply(self.replicas.one_of_each, super().gather(tensor))
 
 
 class RanksTrainer(transformers.Trainer):

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp import fully_shard
 
 from engine.models import make
 from engine.reference import relative_error
 from oomb.hf import Trainer
+from oomb.hf.ranks import ReplicaAccelerator
+from oomb.parallel.replicas import Replicas
 from trainer.runs import (
     CONFIG,
     arguments,
@@ -120,6 +123,18 @@ def test_as_in_one_process(world: World, tmp_path: Path, replicas: int, examples
         assert mine["tokens"] == whole["tokens"]
         assert len(mine["exchange_seconds_by_rank"]) == mine["ranks"] == RANKS
     assert not any(one.records for one in found[1:])
+
+
+def test_a_part_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors in any structure, as ``preprocess_logits_for_metrics`` may give them."""
+    accelerator = object.__new__(ReplicaAccelerator)
+    accelerator.replicas = object.__new__(Replicas)
+    accelerator.replicas.number = accelerator.replicas.sharing = 2
+    of_ranks = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3], [4, 5], [6, 7], [4, 5], [6, 7]])
+    monkeypatch.setattr(Accelerator, "gather", lambda _, given: given)
+    first, named = accelerator.gather((of_ranks, {"second": of_ranks[:, 0]}))
+    assert first.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert named["second"].tolist() == [0, 2, 4, 6]
 
 
 def with_shards(rank: int, folder: Path) -> str:
