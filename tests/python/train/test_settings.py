@@ -87,6 +87,8 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         "main_grad_dtype": "bfloat16",
         "recompute": "layer",
         "keep_outputs": 0.5,
+        "weights": "host",
+        "sharded_weights": "zero1",
         "rope_angles": "float64",
         "deterministic": False,
         "keep_main_grad": True,
