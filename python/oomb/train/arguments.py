@@ -11,6 +11,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
+from oomb.config import Config
 from oomb.nearest import nearest
 from oomb.parallel.job import ranks_in_job
 from oomb.train.errors import BadInput
@@ -76,8 +77,14 @@ def sharing_ranks(settings: RunSettings) -> Any:
     """An accelerate ParallelismConfig: how many processes share a sequence; None: there is one.
 
     Raises:
-        BadInput: not so many as asked for.
+        BadInput: not so many as asked for, or weights are to be sharded.
     """
+    policy = settings.engine.made().sharded_weights
+    if policy != Config().sharded_weights:
+        raise BadInput(
+            f"engine.sharded_weights: expected none, got '{policy}': oomb train has whole weights "
+            "in every process; docs/scale-out.md shows a loop that shards them"
+        )
     ranks, asked = ranks_in_job(), settings.parallel.cp
     sharing = ranks if asked is None else asked
     if ranks % sharing:

@@ -171,6 +171,14 @@ def test_incomplete_scaling(folder: Path, rope: str, message: str) -> None:
     assert message in refused(folder, f"model.rope={rope}")
 
 
+# Engine -------------------------------------------------------------------------------------------
+
+
+def test_weights_are_not_sharded(folder: Path) -> None:
+    message = refused(folder, "engine.sharded_weights=zero1")
+    assert "engine.sharded_weights: expected none, got 'zero1'" in message
+
+
 # Data ---------------------------------------------------------------------------------------------
 
 
