@@ -197,7 +197,12 @@ class PageProtocol:
         source, added = self.layers.sources[layer], self.reach.added(chunk)
         if added is not None and (source, added) not in self.extended:  # the first to reach it
             self.extended.add((source, added))
-            self.manager.create_gradients(source, *self.layers.chunks[source].pages(added))
+            chunks, before = self.layers.chunks[source], chunk + 1
+            if source != layer and before != self.swept[-1]:
+                # Nobody ended it where the source is frozen: it has no backward then.
+                first, last = chunks.pages(before)
+                self.manager.drop(source, first, last, kv=False, grads=True, stream=self.stream)
+            self.manager.create_gradients(source, *chunks.pages(added))
         self._visit(layer, chunk, int(self.order.accumulate[chunk, layer]), launching)
         if source == layer:
             self._end(layer, chunk, own)

@@ -117,6 +117,30 @@ def test_weights_of_upper_layers_alone(name: str) -> None:
     assert_equal(chunked(model, CONFIG, ids, ids), expected)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_frozen_layers_that_are_read_give_back_the_pages_of_truncated_gradients(
+    window: int,
+) -> None:
+    """They have no backward, which would end a chunk's; pools of two chunks' must be enough."""
+    model, ids = make("gemma4-e2b"), random_ids(1, 16 * 12 + 3)
+    only_upper_half(model)
+    config = replace(CONFIG, backward=oomb.TruncatedChunks(window=window), keep_outputs="none")
+    found = take_gradients_of(model, config, ids)
+    tiers = {"device_memory": "1MiB", "host_memory": "1MiB"}
+    expected = take_gradients_of(model, replace(config, **tiers, recompute="layer"), ids)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert torch.equal(found[parameter], gradient), parameter
+
+
+def take_gradients_of(
+    model: PreTrainedModel, config: oomb.Config, ids: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    with oomb.Engine(model, config) as engine:
+        engine.forward_backward(ids, ids)
+    return take_gradients(model)
+
+
 @pytest.mark.parametrize("name", ["gemma4-26b-a4b", "gemma4-e2b"])
 def test_tiers_change_no_bit(name: str) -> None:
     model, ids = make(name, torch.float32), random_ids(1, 90)
