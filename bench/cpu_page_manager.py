@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from oomb.config import Config, TopKPages
-from oomb.core.choices import Choices
-from oomb.core.gradient_reach import GradientReach
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, GradientReach
+from oomb.core.page_demand import Choices
 from oomb.core.tiers import Caps, PageLayout
 from oomb.model.causal import LayerShape
 from oomb.plan import dry_run

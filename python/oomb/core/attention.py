@@ -1,4 +1,4 @@
-"""Attention of one chunk over its own keys and its paged past."""
+"""Attention of one chunk over its own keys and its paged past, and how autograd sees it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from oomb import _C
+from oomb.core.border_states import FillComplete
 from oomb.core.call_pages import CallPages
-from oomb.core.carry import FillComplete
-from oomb.core.chunk_run import ChunkRun
+from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.page_protocol import Launch, OnPages
 from oomb.core.stopwatch import Stopwatch
 from oomb.errors import Error
@@ -271,3 +271,68 @@ def expect_finite(what: str, *tensors: torch.Tensor, chunk: int, layer: int | No
         return
     where = f"chunk {chunk}" if layer is None else f"chunk {chunk}, layer {layer}"
     raise Error(f"{where}: {what} is not finite")
+
+
+@torch.library.custom_op("oomb::chunk_attention", mutates_args=())
+def chunk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the active call ``call`` at ``layer`` for the current chunk."""
+    return ChunkAttention.active[call].forward(current_run(), layer, q, k, v, scale, window)
+
+
+@chunk_attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return like_tokens_first(q), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, ctx.scale, ctx.window, ctx.call, ctx.layer = inputs
+    ctx.run = current_run()
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, o, lse = ctx.saved_tensors
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    attention = ChunkAttention.active[ctx.call]
+    grads = attention.backward(
+        ctx.run,
+        ctx.layer,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        d_o,
+        None if d_lse is None else d_lse.contiguous(),
+        ctx.scale,
+        ctx.window,
+    )
+    return *grads, None, None, None, None
+
+
+chunk_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with a sink logit per head, from that without: o · e^lse / (e^lse + e^sink)."""
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+    return o * share[..., None].to(o.dtype)

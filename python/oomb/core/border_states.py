@@ -10,24 +10,42 @@ on it is the gradient that chunk i-1 propagates back from its own s_{i-1}:
 A document that starts inside a chunk starts without states: a mixer then runs each document's
 stretch by itself. Nothing of a state but its size depends on the chunks, so there is one gradient
 alive at a time, and in the device's memory the states of one border.
+
+A layer hands on these, keys and values in pages (:class:`oomb.core.attention.ChunkAttention`), both
+or neither; `Carry` is what they have in common. Every later chunk reads a page, so its gradient is
+summed over all of these; a state is read by the next chunk alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from oomb.config import AllChunks, Config
-from oomb.core.carry import FillComplete
 from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.mixers import Mixer, States, joined, joined_states, of_rows
+
+
+class Carry(Protocol):
+    """What one kind of layer hands on."""
+
+    def on(self, run: ChunkRun) -> AbstractContextManager[None]:
+        """Around a chunk's run, and in the sweep around its backward."""
+
+    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What the sweep propagates back beside the chunk's loss, and the gradients of these."""
+
+
+class FillComplete(Exception):  # no error: the fill has all it needs
+    """What later chunks need of this one is handed on."""
+
 
 _Piece = tuple[int, int, bool]  # first token and last + 1 in the chunk; are there tokens before
 _ALIGNMENT = 256  # bytes

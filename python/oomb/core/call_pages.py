@@ -14,10 +14,9 @@ import torch
 
 from oomb import _C
 from oomb.config import SampledChunks
-from oomb.core.demand import Demand
-from oomb.core.gradient_reach import GradientReach
-from oomb.core.layout import call_order
+from oomb.core.layout import GradientReach, call_order
 from oomb.core.page_choice import PageChoice
+from oomb.core.page_demand import Demand
 from oomb.core.page_protocol import Arrival, PageProtocol
 from oomb.core.shortage import with_torchs_unused
 from oomb.core.tiers import Caps, PageLayout

@@ -1,4 +1,7 @@
-"""Arguments of a call, checked before anything is allocated, in the form the chunk loop uses."""
+"""Arguments of a call, checked before anything is allocated, in the form the chunk loop uses.
+
+Where the documents of packed sequences begin is one of them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,103 @@ from numbers import Real
 import torch
 
 from oomb.config import Config
-from oomb.core.arguments import check_range, check_tensor, check_tokens, expect
-from oomb.core.documents import document_start_of, document_starts
 from oomb.core.layout import Chunks
+
+
+def expect(ok: bool, argument: str, expected: str, got: object) -> None:
+    """Refuse an argument unless ``ok``."""
+    if not ok:
+        raise ValueError(f"{argument}: expected {expected}, got {got}")
+
+
+def kind_of(value: object) -> str:
+    """``"str"``, or ``"the class Config"`` where an instance was meant."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def check_callable(argument: str, value: object) -> None:
+    """A function, or None."""
+    expect(value is None or callable(value), argument, "a function or None", repr(value))
+
+
+def check_tokens(
+    argument: str, value: object, device: torch.device, shape: tuple[int, int] | None = None
+) -> None:
+    """[batch, tokens] int64 on ``device``."""
+    check_tensor(argument, value, device)
+    assert isinstance(value, torch.Tensor)
+    expect(value.dtype == torch.int64, argument, "dtype torch.int64", value.dtype)
+    expect(value.ndim == 2, argument, "shape [batch, tokens]", tuple(value.shape))
+    if shape is not None:
+        expect(tuple(value.shape) == shape, argument, f"shape {shape}", tuple(value.shape))
+
+
+def check_tensor(argument: str, value: object, device: torch.device) -> None:
+    """A tensor on the model's device."""
+    expect(isinstance(value, torch.Tensor), argument, "a tensor", type(value).__name__)
+    assert isinstance(value, torch.Tensor)
+    fits = value.device == device
+    expect(fits, argument, f"the model's device {device}", value.device)
+
+
+def check_range(argument: str, values: torch.Tensor, low: int, high: int) -> None:
+    """All in [low, high)."""
+    if values.numel():
+        least, most = (int(x) for x in torch.aminmax(values))
+        expect(
+            low <= least and most < high,
+            argument,
+            f"values in [{low}, {high})",
+            f"{least} … {most}",
+        )
+
+
+def document_starts(
+    positions: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    positions_tell: bool,
+) -> torch.Tensor | None:
+    """[B, T] bool: a document starts here; None where each sequence is one document.
+
+    Positions tell documents apart as Hugging Face reads them: where they do not go up by one, and
+    there is no attention mask. Where documents are told by number, positions may skip some inside.
+    """
+    restarts = None
+    if positions is not None:
+        restarts = torch.ones_like(positions, dtype=torch.bool)
+        restarts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
+    if documents is not None:
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        for row in documents[:, 1:][starts[:, 1:].any(dim=1)]:
+            runs = torch.unique_consecutive(row)
+            expect(
+                runs.unique().numel() == runs.numel(),
+                "document_ids",
+                "contiguous documents",
+                "a document in pieces",
+            )
+        if positions is not None and restarts is not None:
+            falls = positions[:, 1:] <= positions[:, :-1]
+            agree = bool((~falls | starts[:, 1:]).all()) and bool((~starts | restarts).all())
+            expect(
+                agree,
+                "document_ids",
+                "documents that start where position_ids restart",
+                "other borders",
+            )
+    elif positions_tell and restarts is not None:
+        starts = restarts
+    else:
+        return None
+    return starts if bool(starts[:, 1:].any()) else None
+
+
+def document_start_of(starts: torch.Tensor) -> torch.Tensor:
+    """[B, T] int32: index of the first token of each token's document."""
+    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return torch.where(starts, index, 0).cummax(dim=1).values.to(torch.int32)
+
 
 IGNORED = -100
 

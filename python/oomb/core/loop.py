@@ -10,14 +10,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from oomb.core.alternation import Alternation
-from oomb.core.attention import ChunkAttention, expect_finite
-from oomb.core.border_states import BorderStates
-from oomb.core.carry import Carry, FillComplete
+from oomb.core.attention import ChunkAttention, chunk_attention, expect_finite, with_sinks
+from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits
-from oomb.core.operation import chunk_attention, with_sinks
 from oomb.core.recompute import LayerRunner
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall

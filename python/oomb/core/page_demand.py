@@ -1,4 +1,4 @@
-"""Which pages a call has, known before it runs."""
+"""Which pages a call has, known before it runs, and what it asks of the page pools."""
 
 from __future__ import annotations
 
@@ -6,17 +6,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from oomb import _C
-from oomb.config import PageRule
-from oomb.core.choices import Choices
-from oomb.core.gradient_reach import GradientReach
+from oomb.config import Config, PageRule, TopKPages
+from oomb.core.inputs import CallInputs
 from oomb.core.kept_outputs import Keeping, KeptOutputs
-from oomb.core.layout import Chunks, PagedLayers
-from oomb.core.list_sizes import ListSizes
+from oomb.core.layout import Chunks, GradientReach, PagedLayers
+from oomb.core.page_lists import ListSizes, PageLists
 from oomb.core.tiers import PageLayout, wave_pages
 from oomb.model.causal import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How a block of queries chooses among the past's pages.
+
+    Attributes:
+        carried: share of its pages that a block takes over from the block before.
+        first, latest: pages at the text's begin and before the chunk that every block chooses.
+    """
+
+    carried: float = 0.5
+    first: int = 4
+    latest: int = 8
+
+    def share(self, rule: PageRule, past: int, blocks: int, heads: int) -> float:
+        """Part of ``past`` pages, more than the budget, that one layer of a chunk chooses.
+
+        Args:
+            blocks: of queries in the chunk.
+            heads: that choose for themselves.
+        """
+        expected = rule.expected_share(past, blocks)
+        if expected is not None:
+            return expected
+        first, latest = self._forced(rule)
+        free, others = rule.max_pages - first - latest, past - first - latest
+        kept = self.carried * free
+        # A page that is none of a block's is one of the next block's with this probability.
+        fresh = (free - kept) / max(1.0, others - kept)
+        left_out = ((1 - free / others) * (1 - fresh) ** (blocks - 1)) ** heads
+        share = 1 - left_out * others / past
+        bound = rule.chunk_budget if isinstance(rule, TopKPages) else None
+        return share if bound is None else min(share, bound / past)
+
+    def draw(
+        self, random: np.random.Generator, rule: PageRule, past: int, share: float, together: int
+    ) -> npt.NDArray[np.int64]:
+        """``share`` of the past, in groups of ``together`` pages: ascending numbers of groups."""
+        first, latest = (-(-number // together) for number in self._forced(rule))
+        groups = past // together
+        others = max(1, groups - first - latest)
+        chosen = random.random(groups) < (share * groups - first - latest) / others
+        chosen[:first] = chosen[groups - latest :] = True
+        return np.flatnonzero(chosen)
+
+    def _forced(self, rule: PageRule) -> tuple[int, int]:
+        sinks, recent = 0, 0
+        if isinstance(rule, TopKPages):
+            sinks, recent = rule.sink_pages, rule.recent_pages
+        first, latest = max(self.first, sinks), max(self.latest, recent)
+        return (first, latest) if first + latest <= rule.max_pages else (sinks, recent)
+
+
+UNIFORM = Choices(carried=0.0, first=0, latest=0)  # every page equally likely, block by block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +226,67 @@ class PageDemand:
         batch, blocks, heads, _ = lists.of_layer(0)
         size = 8 if self.layout.dtype == torch.float64 else 4
         return batch * blocks * heads * self.chunks.first_page(self.filled) * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand(PageDemand):
+    """Pages of one call on a batch that is there.
+
+    Attributes:
+        lists: that an earlier fill of the same call has chosen; None: none has.
+        chained: a chunk needs states that the one before leaves.
+        fills_all: the fill runs the attention of every layer: a mixer comes behind the last.
+    """
+
+    config: Config
+    inputs: CallInputs
+    lists: PageLists | None = None
+    chained: bool = False
+    fills_all: bool = False
+
+    @staticmethod
+    def of(
+        config: Config,
+        shapes: Sequence[LayerShape],
+        layout: PageLayout,
+        inputs: CallInputs,
+        swept: list[int] | None,
+        *,
+        every_output: bool = False,
+        lists: PageLists | None = None,
+        border_bytes: int = 0,
+        chained: bool = False,
+        fills_all: bool = False,
+    ) -> Demand:
+        """
+        Args:
+            swept: chunks that receive gradient, ascending; None: evaluate.
+            every_output, lists, border_bytes, chained, fills_all: as of the class.
+        """
+        num_keys = inputs.num_keys
+        return Demand(
+            chunks=inputs.chunks(config),
+            reach=None if swept is None else GradientReach.of(config.backward, swept),
+            shapes=shapes,
+            layout=layout,
+            batch=inputs.batch,
+            device_type=inputs.input_ids.device.type,
+            selection=rule_of(config),
+            lengths=None if num_keys is None else tuple(int(x) for x in num_keys.tolist()),
+            config=config,
+            inputs=inputs,
+            every_output=every_output,
+            lists=lists,
+            border_bytes=border_bytes,
+            chained=chained,
+            fills_all=fills_all,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.input_ids.device
+
+
+def rule_of(config: Config) -> PageRule | None:
+    """Of page-sparse attention; None: dense."""
+    return config.attention if isinstance(config.attention, PageRule) else None

@@ -31,9 +31,8 @@ import numpy.typing as npt
 
 from oomb import _C
 from oomb.core.chunk_run import Phase
-from oomb.core.gradient_reach import GradientReach
 from oomb.core.kept_outputs import KeptOutputs
-from oomb.core.layout import READ_OUTPUT, Chunks, Order, PagedLayers
+from oomb.core.layout import READ_OUTPUT, Chunks, GradientReach, Order, PagedLayers
 
 Wave = tuple[int, int]  # logical pages [begin, end)
 

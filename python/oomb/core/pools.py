@@ -13,9 +13,8 @@ import torch
 from oomb import _C
 from oomb.config import Config
 from oomb.core.call_pages import CallPages, begin_pages
-from oomb.core.demand import Demand
 from oomb.core.fit import Fit, Room, fit
-from oomb.core.page_demand import PageDemand
+from oomb.core.page_demand import Demand, PageDemand
 from oomb.core.shortage import leave_to_driver, refused
 from oomb.core.tiers import Caps, Held, PageLayout, free_memory, page_manager
 from oomb.errors import Error

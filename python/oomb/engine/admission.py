@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from oomb.config import Config
-from oomb.core.arguments import expect
-from oomb.core.inputs import CallInputs, check_inputs
+from oomb.core.inputs import CallInputs, check_inputs, expect
 from oomb.core.main_grad import check_sums
 from oomb.engine.training import Training
 from oomb.errors import Error

@@ -16,14 +16,12 @@ from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.call_pages import seed_of_call
 from oomb.core.collector import older_objects_aside
-from oomb.core.demand import Demand, rule_of
-from oomb.core.gradient_reach import GradientReach
 from oomb.core.inputs import CallInputs
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, GradientReach
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss, TokenLoss
 from oomb.core.main_grad import MainGrads
-from oomb.core.page_demand import PageDemand
+from oomb.core.page_demand import Demand, PageDemand, rule_of
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner, seed_of_rank
@@ -254,7 +252,7 @@ class Calls:
 
         Args:
             seed: of :meth:`dropout_seed`.
-            every_output, lists: as of :class:`oomb.core.demand.Demand`.
+            every_output, lists: as of :class:`oomb.core.page_demand.Demand`.
         """
         model, grads = self._model, None if swept is None else self._grads
         placement = self._placement

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from oomb.config import Config
-from oomb.core.arguments import check_callable, expect, kind_of
 from oomb.core.border_states import expect_every_chunk
-from oomb.core.inputs import CallInputs, all_labels
+from oomb.core.inputs import CallInputs, all_labels, check_callable, expect, kind_of
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss

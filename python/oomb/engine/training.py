@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from oomb.config import Config, SampledChunks
-from oomb.core.arguments import expect
 from oomb.core.call_pages import seed_of_call
+from oomb.core.inputs import expect
 from oomb.core.main_grad import MainGrads
 from oomb.model.causal import CausalModel
 from oomb.model.swap import Swaps, as_before_afterwards

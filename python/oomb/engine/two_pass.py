@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from oomb.callers import warn_caller
-from oomb.core.arguments import expect
-from oomb.core.inputs import CallInputs
+from oomb.core.inputs import CallInputs, expect
 from oomb.core.loop import OnProgress
 from oomb.core.loss import ChunkLoss
 from oomb.core.pools import Pools

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomb.core.documents import document_starts
+from oomb.core.inputs import document_starts
 
 ENGINE_COLUMNS = (
     "input_ids",

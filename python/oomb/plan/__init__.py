@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from oomb.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from oomb.core.choices import UNIFORM, Choices
+    from oomb.core.page_demand import UNIFORM, Choices
     from oomb.plan.duration import Duration
     from oomb.plan.gpus import GPUS, Gpu
     from oomb.plan.machine import Machine
@@ -42,8 +42,8 @@ if not TYPE_CHECKING:  # a checker knows the names, and would take any other one
         {
             "GPUS": "oomb.plan.gpus",
             "OPTIMIZERS": "oomb.plan.optimizers",
-            "UNIFORM": "oomb.core.choices",
-            "Choices": "oomb.core.choices",
+            "UNIFORM": "oomb.core.page_demand",
+            "Choices": "oomb.core.page_demand",
             "Duration": "oomb.plan.duration",
             "Gpu": "oomb.plan.gpus",
             "Machine": "oomb.plan.machine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oomb.core.gradient_reach import GradientReach
+from oomb.core.layout import GradientReach
 from oomb.core.page_demand import PageDemand
 
 

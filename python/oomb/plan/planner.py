@@ -9,11 +9,9 @@ import torch
 
 from oomb.config import Config, SampledChunks
 from oomb.core.border_states import border_bytes
-from oomb.core.choices import Choices
-from oomb.core.demand import rule_of
 from oomb.core.fit import Room, fit
-from oomb.core.gradient_reach import GradientReach
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, GradientReach
+from oomb.core.page_demand import Choices, rule_of
 from oomb.core.tiers import PageLayout
 from oomb.engine.needs import (
     activations_of,

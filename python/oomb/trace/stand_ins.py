@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from oomb.core.attention import ChunkAttention
-from oomb.core.carry import FillComplete
+from oomb.core.border_states import FillComplete
 from oomb.core.chunk_run import ChunkRun
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 import oomb
-from oomb.core.attention import ChunkAttention
+from oomb.core.attention import ChunkAttention, chunk_attention
 from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.loop import ChunkLoop
-from oomb.core.operation import chunk_attention
 from oomb.core.recompute import LayerRunner
 
 from .models import make

@@ -7,8 +7,7 @@ import torch
 
 from oomb.config import TopKPages
 from oomb.core.layout import Chunks
-from oomb.core.list_sizes import ListSizes
-from oomb.core.page_lists import PageLists
+from oomb.core.page_lists import ListSizes, PageLists
 from oomb.model.causal import LayerShape
 
 PAGE, CHUNK, PAGES = 4, 16, 24  # of the longest sequence

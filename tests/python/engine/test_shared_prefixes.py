@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import oomb
-from oomb.core.prefixes import Stretch, shared_stretches
+from oomb.core.tree import Stretch, shared_stretches
 from oomb.engine.two_pass import TwoPass
 
 from .models import make

@@ -14,8 +14,7 @@ from engine.models import make
 from engine.recurrent_models import RECURRENT, make_recurrent
 from oomb.core import pools
 from oomb.core.fit import Room, fit
-from oomb.core.gradient_reach import GradientReach
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import Held, PageLayout
 from oomb.engine import call, needs

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from oomb.config import TopKPages
-from oomb.core.choices import Choices
-from oomb.core.gradient_reach import GradientReach
-from oomb.core.layout import Chunks
+from oomb.core.layout import Chunks, GradientReach
+from oomb.core.page_demand import Choices
 from oomb.core.tiers import Caps, PageLayout
 from oomb.model.causal import LayerShape
 from oomb.plan.dry_run import DryRun
