@@ -55,6 +55,8 @@ void force(const std::optional<std::string>& name) {
 
 int64_t key_tile() { return common_key_tile(kPreference); }
 
+std::vector<int64_t> fast_page_sizes() { return attention::fast_page_sizes(kPreference); }
+
 void set_warning_hook(std::function<void(const std::string&)> hook) {
   const std::lock_guard lock(settings().mutex);
   settings().warning_hook = std::move(hook);
@@ -111,8 +113,8 @@ void warn_once(const Shape& shape, DType dtype) {
   if (hook) {
     hook(concat("attention with ", describe(shape, dtype),
                 " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
-                "Fast ones take bfloat16 or float16, head dim 64, 96 or 128 (256 on data "
-                "center GPUs), and pages of 64 or 128 tokens"));
+                "Fast ones take: ",
+                describe_fast(kPreference)));
   }
 }
 
@@ -127,7 +129,8 @@ const Kernels& choose(const Params& params, bool warn) {
     forced = settings().forced;
   }
   const Kernels& chosen = choose_kernels(kPreference, params, compute_capability(device), forced);
-  if (warn && chosen.slow && forced == nullptr) warn_once(params.shape, params.dtype);
+  if (warn && chosen.fast_for == nullptr && forced == nullptr)
+    warn_once(params.shape, params.dtype);
   return chosen;
 }
 

@@ -1,12 +1,8 @@
 #pragma once
 
-// Attention on a CUDA device: picks the kernels at run time, the first of these that take a call.
-//
-//   sm90    compute capability 9.x, bfloat16, head dim 64, 128 or 256, pages of 64 or 128
-//           tokens
-//   sm80    8.0 and newer, bfloat16 or float16, head dim 64, 96 or 128 (256 where shared memory
-//           suffices), pages of 64 or 128 tokens
-//   plain   8.0 and newer, everything else: correct and slow, announced by one warning
+// Attention on a CUDA device: picks the kernels at run time, the first that take a call of the
+// folders sm90, sm80 and plain. Each folder's kernels.cpp says what it takes; plain takes
+// everything on compute capability 8.0 and newer, correct and slow, announced by one warning.
 //
 // force() or the environment variable OOMB_ATTENTION=sm90|sm80|plain overrides the choice; forcing
 // those that cannot take a call is an error. In a build without CUDA every operation throws.
@@ -15,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "attention/params.h"
 
@@ -26,6 +23,9 @@ void force(const std::optional<std::string>& name);
 
 // Tokens at whose multiples waves of pages must end, so that where they end changes no bit.
 int64_t key_tile();
+
+// Tokens of a page that every fast kernel takes.
+std::vector<int64_t> fast_page_sizes();
 
 // Called with a text, once per process, when a call falls through to the plain kernels without
 // being forced to. The default prints to standard error. It may be called from any thread, without

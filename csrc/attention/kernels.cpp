@@ -1,6 +1,9 @@
 #include "attention/kernels.h"
 
+#include <algorithm>
+#include <iterator>
 #include <numeric>
+#include <optional>
 
 #include "common/error.h"
 
@@ -43,6 +46,31 @@ int64_t common_key_tile(Preference all) {
   int64_t tile = 1;
   for (const Kernels* kernels : all) tile = std::lcm(tile, kernels->key_tile);
   return tile;
+}
+
+std::vector<int64_t> fast_page_sizes(Preference all) {
+  std::optional<std::vector<int64_t>> common;
+  for (const Kernels* kernels : all) {
+    if (kernels->fast_for == nullptr) continue;
+    const auto sizes = kernels->page_sizes;
+    if (!common) {
+      common.emplace(sizes.begin(), sizes.end());
+      continue;
+    }
+    std::vector<int64_t> both;
+    std::ranges::set_intersection(*common, sizes, std::back_inserter(both));
+    common = std::move(both);
+  }
+  return common.value_or(std::vector<int64_t>{});
+}
+
+std::string describe_fast(Preference all) {
+  std::string text;
+  for (const Kernels* kernels : all) {
+    if (kernels->fast_for == nullptr) continue;
+    text += concat(text.empty() ? "" : "; ", kernels->name, ": ", kernels->fast_for);
+  }
+  return text;
 }
 
 const Kernels& choose_kernels(Preference all, const ForwardParams& params, int capability,

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "attention/params.h"
 
@@ -22,7 +23,12 @@ struct Kernels {
   // so that where they end changes no bit. Steps that end with each page need no more than 1.
   int64_t key_tile;
 
-  bool slow = false;  // worth a warning where they are chosen without being asked for
+  // "bfloat16, head dim 64 or 128, pages of 64 tokens", for people. Null: whatever comes, slowly;
+  // worth a warning where they are chosen without being asked for.
+  const char* fast_for = nullptr;
+
+  // Tokens of a page that they take, ascending. Empty: any.
+  std::span<const int64_t> page_sizes = {};
 
   // Whether they run such a call on a GPU of this compute capability (90 for 9.0).
   bool (*takes_forward)(const ForwardParams& params, int capability) = nullptr;
@@ -58,6 +64,12 @@ const Kernels& kernels_named(Preference all, const std::string& name);
 
 // The key tile that suits all of them: whichever run a call, waves part none of their steps.
 int64_t common_key_tile(Preference all);
+
+// Page sizes that all of them take which are fast, ascending.
+std::vector<int64_t> fast_page_sizes(Preference all);
+
+// "newer: bfloat16, head dim 64; older: …", of those that are fast.
+std::string describe_fast(Preference all);
 
 // Those that run a call. `forced` run it or throw InvalidArgument; null: the first that take it.
 const Kernels& choose_kernels(Preference all, const ForwardParams& params, int capability,

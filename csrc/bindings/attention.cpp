@@ -136,6 +136,8 @@ void bind_attention(py::module_& module) {
   module.def("attention_key_tile", &cuda::key_tile,
              "Tokens at whose multiples waves of pages must end on a GPU, so that where they end "
              "changes no bit of a result.");
+  module.def("attention_page_sizes", &cuda::fast_page_sizes,
+             "Tokens of a page that every fast kernel for GPUs takes.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);

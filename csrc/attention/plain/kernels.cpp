@@ -11,7 +11,6 @@ namespace oomb::attention::plain {
 constinit const Kernels kKernels = {
     .name = "plain",
     .key_tile = 1,
-    .slow = true,
 #if OOMB_WITH_CUDA
     .takes_forward = [](const ForwardParams&, int) { return true; },
     .takes_backward = [](const BackwardParams&, int) { return true; },

@@ -20,9 +20,17 @@ bool has_room(const Shape& shape, int capability) {
 }  // namespace
 #endif
 
+namespace {
+constexpr int64_t kPageSizes[] = {64, 128};
+}  // namespace
+
 constinit const Kernels kKernels = {
     .name = "sm80",
     .key_tile = 128,
+    .fast_for =
+        "bfloat16 or float16, head dim 64, 96 or 128 (256 on data center GPUs),"
+        " pages of 64 or 128 tokens",
+    .page_sizes = kPageSizes,
 #if OOMB_WITH_CUDA
     .takes_forward =
         [](const ForwardParams& params, int capability) {

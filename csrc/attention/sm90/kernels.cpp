@@ -9,9 +9,17 @@
 
 namespace oomb::attention::sm90 {
 
+namespace {
+constexpr int64_t kPageSizes[] = {64, 128};
+}  // namespace
+
 constinit const Kernels kKernels = {
     .name = "sm90",
     .key_tile = 128,  // two pages of 64
+    .fast_for =
+        "bfloat16, head dim 64, 128 or 256, pages of 64 or 128 tokens, on "
+        "compute capability 9.x",
+    .page_sizes = kPageSizes,
 #if OOMB_WITH_CUDA
     .takes_forward =
         [](const ForwardParams& params, int capability) {

@@ -16,7 +16,6 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.causal import LayerShape
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-_FAST_PAGES = (64, 128)  # tokens of a page that kernels on tensor cores take
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 
 
@@ -105,10 +104,11 @@ class PageLayout:
                 f"got (heads, head dim) of {sorted(heads)}: use oomb.Dense()"
             )
         base = choosing.kv_heads * choosing.head_dim if chooses else min(rows)
+        fast = _C.attention_page_sizes()
 
         def tokens(row: int, window: int) -> int:
             size, rest = divmod(page_size * base, row)
-            taken = size in _FAST_PAGES or page_size not in _FAST_PAGES
+            taken = size in fast or page_size not in fast
             fits = not rest and size > 0 and chunk_size % size == 0 and taken
             return size if fits and not alike and (window or not chooses) else page_size
 

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <string>
+#include <vector>
 
 #include "common/error.h"
 
@@ -17,17 +18,21 @@ int fast_runs = 0, plain_runs = 0;
 constexpr Kernels kPlain = {
     .name = "everywhere",
     .key_tile = 1,
-    .slow = true,
     .takes_forward = [](const ForwardParams&, int) { return true; },
     .takes_backward = [](const BackwardParams&, int) { return true; },
     .forward = [](const ForwardParams&) { ++plain_runs; },
     .backward = [](const BackwardParams&) { ++plain_runs; },
 };
 
+constexpr int64_t kNewerPages[] = {32, 64, 128};
+constexpr int64_t kOlderPages[] = {64, 128, 256};
+
 // For another GPU, calling those above where it has none of its own.
 constexpr Kernels kNewer = {
     .name = "newer",
     .key_tile = 192,
+    .fast_for = "new things",
+    .page_sizes = kNewerPages,
     .takes_forward = [](const ForwardParams& params,
                         int capability) { return capability / 10 == 12 && params.scale > 0; },
     .takes_backward = [](const BackwardParams&, int capability) { return capability / 10 == 12; },
@@ -39,6 +44,8 @@ constexpr Kernels kNewer = {
 constexpr Kernels kOlder = {
     .name = "older",
     .key_tile = 128,
+    .fast_for = "old things",
+    .page_sizes = kOlderPages,
     .takes_forward = [](const ForwardParams& params, int) { return params.shape.head_dim == 64; },
     .takes_backward = [](const BackwardParams&, int) { return false; },
     .forward = kPlain.forward,
@@ -74,7 +81,6 @@ TEST(KernelsTest, RunsWhatIsDeclared) {
   EXPECT_EQ(plain_runs, 1);
   EXPECT_EQ(newer.workspace_bytes(forward), 77);
   EXPECT_EQ(newer.workspace_bytes(BackwardParams{}), 0);
-  EXPECT_FALSE(newer.slow);
 }
 
 TEST(KernelsTest, ForcedOnesRunOrRefuse) {
@@ -106,6 +112,12 @@ TEST(KernelsTest, NamesAreThoseDeclared) {
 TEST(KernelsTest, WavesSuitTheStepsOfAllOfThem) {
   EXPECT_EQ(common_key_tile(kAll), 384);
   EXPECT_EQ(common_key_tile(Preference(kAll).subspan(1)), 128);
+}
+
+TEST(KernelsTest, FastOnesSayWhatTheyTake) {
+  EXPECT_EQ(fast_page_sizes(kAll), (std::vector<int64_t>{64, 128}));
+  EXPECT_EQ(fast_page_sizes(Preference(kAll).subspan(2)), std::vector<int64_t>{});
+  EXPECT_EQ(describe_fast(kAll), "newer: new things; older: old things");
 }
 
 }  // namespace

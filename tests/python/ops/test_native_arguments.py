@@ -177,6 +177,7 @@ def test_kernels_are_known_by_name_and_by_their_steps() -> None:
     with pytest.raises(ValueError, match="^OOMB_ATTENTION: expected sm90, sm80 or plain, got fast"):
         _C.force_attention("fast")
     assert _C.attention_key_tile() == 128
+    assert _C.attention_page_sizes() == [64, 128]
 
 
 class TestPageManager:
