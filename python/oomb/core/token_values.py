@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
 
 from oomb.core.inputs import IGNORED
-from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, count_by_span, first_true
 
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -43,8 +43,14 @@ class TokenValues(ChunkLoss):
     _reached: torch.Tensor | None = None  # [B, T]: rows whose logits reach the loss
     _num_reached: dict[int, int] = field(default_factory=dict)  # by first token of the chunk
 
-    def sweep_with(self, gradients: dict[str, torch.Tensor], chunks: Chunks) -> None:
-        """Begin the sweep; rows that no gradient reaches need no logits then."""
+    def sweep_with(
+        self, gradients: dict[str, torch.Tensor], spans: Iterable[tuple[int, int]]
+    ) -> None:
+        """Begin the sweep; rows that no gradient reaches need no logits then.
+
+        Args:
+            spans: as of :meth:`ChunkLoss.of_call`.
+        """
         self.gradients = gradients
         rows = [
             _to_predecessors(gradients[name], self.inputs.tokens) != 0
@@ -54,7 +60,7 @@ class TokenValues(ChunkLoss):
         if rows:
             reached = rows[0] if len(rows) == 1 else rows[0] | rows[1]
             self._reached = reached & (self.inputs.targets != IGNORED)
-            self._num_reached = count_by_span(self._reached, chunks.spans)
+            self._num_reached = count_by_span(self._reached, spans)
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:
         """Take a chunk's values; or, with a graph, the gradient of hidden, times ``factor``."""

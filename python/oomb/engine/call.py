@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,6 @@ from oomb.config import Config
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.call_pages import seed_of_call
-from oomb.core.collector import older_objects_aside
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.loop import ChunkLoop, OnProgress
@@ -30,12 +28,13 @@ from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here
+from oomb.engine.surroundings import on_device, surroundings
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.generators import kept_generators
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
-from oomb.model.swap import Swaps, swapping
+from oomb.model.swap import Swaps
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 from oomb.results import Selection, Stats, Step
@@ -137,29 +136,6 @@ class Call:
         return [of_paged[paged[layer]] if layer in paged else without for layer in layers]
 
 
-@swapping
-def current_gpu(swaps: Swaps, device: torch.device) -> None:
-    """Makes a model's GPU the current one, which Triton's kernels need; nothing for a CPU."""
-    if device.type == "cuda":
-        swaps.afterwards(partial(torch.cuda.set_device, torch.cuda.current_device()))
-        torch.cuda.set_device(device)
-
-
-@swapping
-def on_device(swaps: Swaps, model: CausalModel) -> None:
-    """Makes a model's GPU the current one; its layers find weights there that the host keeps."""
-    swaps.also(current_gpu(model.device))
-    if model.host_weights is not None:
-        swaps.also(model.host_weights.streaming())
-
-
-@swapping
-def surroundings(swaps: Swaps, model: CausalModel) -> None:
-    """What a process sets aside while a call runs in it."""
-    swaps.also(older_objects_aside())
-    swaps.also(on_device(model))
-
-
 class Calls:
     """Makes the calls of an engine.
 
@@ -168,6 +144,7 @@ class Calls:
         grads: take the gradients of a call.
 
     Attributes:
+        placement, weights: where the parts of a sequence are, and weights.
         measured: by tokens and batch: seconds, and those that kept outputs spared.
     """
 
@@ -180,8 +157,8 @@ class Calls:
         placement: Placement,
         weights: Weights,
     ) -> None:
-        self._placement = placement
-        self._weights = weights
+        self.placement = placement
+        self.weights = weights
         self._model = model
         self._shapes = shapes
         self._pools = pools
@@ -217,11 +194,11 @@ class Calls:
         model.expect_logits("model")
         with Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(model))
-            self._weights.gather(swaps.afterwards, self._on_layer_done)
+            self.gather(swaps, sums=True)
             loss = ChunkLoss.of_call(
                 model.head,
                 inputs,
-                spans_here(Chunks.of(config, inputs.tokens), self._placement),
+                spans_here(Chunks.of(config, inputs.tokens), self.placement),
                 model.vocab_size,
                 return_logprobs,
                 None if swept is None else self._grads,
@@ -231,8 +208,16 @@ class Calls:
             seed = self.dropout_seed(swaps)
             yield self.begin(swaps, config, inputs, swept, loss, seed, step, on_progress)
 
+    def gather(self, swaps: Swaps, *, sums: bool = False) -> None:
+        """Weights of which ranks have shards are there when a module runs.
+
+        Args:
+            sums: shards of a layer's sums may be made as soon as a backward is done with it.
+        """
+        self.weights.gather(swaps.afterwards, self._on_layer_done if sums else None)
+
     def _on_layer_done(self, parameters: list[nn.Parameter]) -> None:
-        self._grads.scatter(self._weights, parameters)
+        self._grads.scatter(self.weights, parameters)
 
     def begin(
         self,
@@ -255,7 +240,7 @@ class Calls:
             every_output, lists: as of :class:`oomb.core.page_demand.Demand`.
         """
         model, grads = self._model, None if swept is None else self._grads
-        placement = self._placement
+        placement = self.placement
         tokens = -(-counted_tokens(config, inputs.tokens) // placement.ranks)
         recompute = swept is not None and any(
             placement.collect(lambda: self.recomputes(config, inputs.batch, tokens))
@@ -276,7 +261,7 @@ class Calls:
             chained=bool(model.mixers),
             fills_all=model.ends_in_mixer,
         )
-        needs = needs_of(model, config, demand, tokens, recompute, self._weights, begun=True)
+        needs = needs_of(model, config, demand, tokens, recompute, self.weights, begun=True)
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
@@ -295,7 +280,7 @@ class Calls:
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
-        here = (placement, self._weights, exchanges)
+        here = (placement, self.weights, exchanges)
         return Call(model, config, inputs, loop, loss, attention, borders, *here)
 
     def layout(self, config: Config, *, alike: bool = False) -> PageLayout:
@@ -353,14 +338,14 @@ class Calls:
             swept: chunks that it draws.
         """
         with Swaps() as swaps:
-            self._weights.begin(swaps.afterwards)
+            self.weights.begin(swaps.afterwards)
             return self._plan(config, num_tokens, batch, swept)
 
     def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
         chunks = Chunks.of(config, max(1, num_tokens - 1))  # the last predicts nothing
-        tokens = -(-counted_tokens(config, chunks.tokens) // self._placement.ranks)
+        tokens = -(-counted_tokens(config, chunks.tokens) // self.placement.ranks)
         recompute = self.recomputes(config, batch, tokens)
-        asks = not self._weights.is_sharded  # whose layers are not here
+        asks = not self.weights.is_sharded  # whose layers are not here
         layout = self.layout(config) if asks else self._layout_of(config, alike=False)
         demand = PageDemand(
             chunks=chunks,
@@ -373,7 +358,7 @@ class Calls:
             border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
         )
         needs = needs_of(
-            self._model, config, demand, tokens, recompute, self._weights, begun=False, exact=True
+            self._model, config, demand, tokens, recompute, self.weights, begun=False, exact=True
         )
         plan = plan_call(self._model, config, self._pools, demand, needs, recompute)
         seconds, spared = self.measured.get((num_tokens, batch), (None, None))
@@ -383,7 +368,7 @@ class Calls:
         """One draw from torch's generator per call; layers derive theirs from it."""
         if not self._model.causal.training:
             return None
-        seed = seed_of_rank(int(torch.randint(2**62, ())), self._placement.rank)
+        seed = seed_of_rank(int(torch.randint(2**62, ())), self.placement.rank)
         self.keep_generators(swaps)
         return seed
 

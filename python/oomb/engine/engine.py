@@ -11,19 +11,20 @@ from torch import nn
 
 from oomb.config import Config
 from oomb.core.border_states import expect_every_chunk
-from oomb.core.inputs import CallInputs, all_labels, check_callable, expect, kind_of
+from oomb.core.inputs import CallInputs, check_callable, expect, kind_of
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
-from oomb.core.tree import tree_of
 from oomb.engine.admission import Admission, admitted
-from oomb.engine.call import Calls, on_device
+from oomb.engine.call import Calls
 from oomb.engine.plan import Plan
-from oomb.engine.ranks import around_gathers, expect_fits_ranks, expect_one_rank, shapes_here
+from oomb.engine.ranks import around_gathers, expect_fits_ranks, shapes_here
+from oomb.engine.surroundings import on_device
 from oomb.engine.training import Training
-from oomb.engine.two_pass import TwoPass, Wanted
+from oomb.engine.two_pass import TwoPass
+from oomb.engine.wanted import Wanted
 from oomb.errors import Error
 from oomb.model.rope import check_float64_angles
 from oomb.model.structure import checked_shapes
@@ -291,31 +292,19 @@ class Engine:
         Raises:
             ValueError, Error: as :meth:`forward_backward`; nothing was run.
         """
-        expect_one_rank("two_pass", self._placement.ranks)
-        wanted = Wanted.checked(logprobs, entropies, hidden, temperature, statistics)
-        if labels is None:
-            labels = all_labels(input_ids, attention_mask)
-        inputs = self._admission.checked(
+        return TwoPass(
+            self._calls,
+            self._pools,
+            self._training,
+            self._admission,
+            Wanted.checked(logprobs, entropies, hidden, temperature, statistics),
+            on_progress,
+            share_prefixes,
             input_ids,
             labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
             document_ids=document_ids,
-            loss_weights=None,
-            num_items_in_batch=None,
-            every_token=hidden,
-        )
-        check_callable("on_progress", on_progress)
-        tree = tree_of(share_prefixes, inputs, self.config, self._model.mixers, hidden)
-        return TwoPass(
-            self._calls,
-            self._pools,
-            self._training,
-            self._admission.expect_usable,
-            inputs,
-            wanted,
-            on_progress,
-            tree,
         )
 
     @property

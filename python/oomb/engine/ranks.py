@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from oomb.config import Config, PageRule, TopKPages
 from oomb.core.layout import Chunks
-from oomb.errors import Error, UnsupportedModelError
+from oomb.errors import UnsupportedModelError
 from oomb.model.causal import LayerShape
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
@@ -57,19 +57,6 @@ def expect_rule_of_ranks(config: Config, ranks: int) -> None:
         raise ValueError(
             f"attention: expected oomb.Dense() or oomb.TopKPages(…) where ranks share a sequence, "
             f"got {type(rule).__name__}, which would see the heads of one rank alone"
-        )
-
-
-def expect_one_rank(method: str, ranks: int) -> None:
-    """Refuse what ranks cannot share yet.
-
-    Raises:
-        Error: there are several.
-    """
-    if ranks > 1:
-        raise Error(
-            f"{method}: expected an engine without a mesh, got one of {ranks} ranks: ranks that "
-            "share a sequence cannot do it yet; use forward_backward"
         )
 
 

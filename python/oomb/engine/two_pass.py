@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
 
 from oomb.callers import warn_caller
-from oomb.core.inputs import CallInputs, expect
+from oomb.core.inputs import all_labels, check_callable
 from oomb.core.loop import OnProgress
 from oomb.core.loss import ChunkLoss
 from oomb.core.pools import Pools
-from oomb.core.token_values import STATISTICS, TokenValues
-from oomb.core.tree import Tree
-from oomb.engine.call import Call, Calls, surroundings
+from oomb.core.token_values import TokenValues
+from oomb.core.tree import tree_of
+from oomb.engine.admission import Admission
+from oomb.engine.call import Call, Calls
+from oomb.engine.ranks import spans_here
+from oomb.engine.surroundings import surroundings
 from oomb.engine.training import Training
+from oomb.engine.wanted import Wanted
 from oomb.errors import Error
 from oomb.model.swap import Swaps, as_before_afterwards, entered
+from oomb.parallel.failure import failed_rank
+from oomb.parallel.token_values import agreed, complete_
 from oomb.results import Stats
 
 _HOW = {
@@ -33,39 +35,6 @@ _HOW = {
     "over": "one inside its with block: behind it its pages are gone",
     "constant": "one begun with gradients enabled, whose values are no constants",
 }
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which per-token values a call gives."""
-
-    logprobs: bool
-    entropies: bool
-    hidden: bool
-    temperature: float
-    statistics: tuple[str, ...]
-
-    @staticmethod
-    def checked(
-        logprobs: bool,
-        entropies: bool,
-        hidden: bool,
-        temperature: float,
-        statistics: Sequence[str] = (),
-    ) -> Wanted:
-        """
-        Raises:
-            ValueError: nothing is asked for, or no temperature.
-        """
-        for name, value in (("logprobs", logprobs), ("entropies", entropies), ("hidden", hidden)):
-            expect(isinstance(value, bool), name, "True or False", repr(value))
-        some = logprobs or entropies or hidden
-        expect(some, "logprobs", "True where neither entropies nor hidden is", "False")
-        finite = isinstance(temperature, Real) and 0 < temperature < math.inf
-        expect(finite, "temperature", "a number > 0", repr(temperature))
-        known = not isinstance(statistics, str) and set(statistics) <= set(STATISTICS)
-        expect(known, "statistics", f"some of {', '.join(STATISTICS)}", repr(statistics))
-        return Wanted(logprobs, entropies, hidden, float(temperature), tuple(statistics))
 
 
 class TwoPass(AbstractContextManager["TwoPass"]):
@@ -99,30 +68,51 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         calls: Calls,
         pools: Pools,
         training: Training,
-        expect_usable: Callable[[], None],
-        rows: CallInputs,
+        admission: Admission,
         wanted: Wanted,
         on_progress: OnProgress | None,
-        tree: Tree | None = None,
+        share_prefixes: bool | str,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None,
+        **given: Any,
     ) -> None:
+        """Arguments as of :meth:`oomb.Engine.two_pass`; nothing is run."""
         self._calls, self._pools, self._training = calls, pools, training
-        self._tree, self._inputs = tree, rows if tree is None else tree.inputs
+        self._model, self._admission = training.model, admission
+        self._placement = calls.placement
         self._wanted, self._on_progress = wanted, on_progress
-        self._model, self._expect_usable = training.model, expect_usable
         self._held = Swaps()  # the pages
-        if wanted.logprobs or wanted.entropies or wanted.statistics:
-            self._model.expect_logits("logprobs, entropies and statistics")
         self._state = "new"
         self._displaced = False
         self._leaves: dict[str, torch.Tensor] = {}
         self.statistics: dict[str, torch.Tensor] = {}
         self._watched: list[Any] = []
-        self.num_valid_tokens = rows.num_valid
         self._train = torch.is_grad_enabled()
-        if self._train:
-            if torch.is_inference_mode_enabled():
-                raise Error("two_pass: expected no torch.inference_mode() around it, got one")
-            self._parameters = training.parameters()
+
+        def prepare() -> None:
+            check_callable("on_progress", on_progress)
+            wanted.expect_logits(self._model)
+            targets = all_labels(input_ids, given["attention_mask"]) if labels is None else labels
+            none = {"loss_weights": None, "num_items_in_batch": None, "every_token": wanted.hidden}
+            rows = admission.checked(input_ids, targets, **given, **none)
+            mixers = self._model.mixers
+            self._tree = tree_of(share_prefixes, rows, training.config, mixers, wanted.hidden)
+            self._inputs = rows if self._tree is None else self._tree.inputs
+            self.num_valid_tokens = rows.num_valid
+            if self._train:
+                if torch.is_inference_mode_enabled():
+                    raise Error("two_pass: expected no torch.inference_mode() around it, got one")
+                self._parameters = training.parameters()
+
+        self._placement.together(prepare)
+        admission.expect_alike(
+            input_ids=input_ids,
+            labels=labels,
+            **given,
+            **vars(wanted),
+            share_prefixes=share_prefixes,
+            **{"torch.is_grad_enabled()": self._train},
+        )
 
     @property
     def logprobs(self) -> Any:
@@ -175,13 +165,16 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._swept: list[int] | None = None
         if self._train:
             self._swept = self._training.drawn(self._inputs.chunks(config).number)
-        with Swaps() as swaps, self._pools.told_of_errors():
+        with self._placement.call(), Swaps() as swaps, self._pools.told_of_errors():
             swaps.also(surroundings(self._model))
+            self._calls.gather(swaps)
             self._seed = self._calls.dropout_seed(swaps)
             self._call = call = self._begin(self._new_values(), every_output=True)
             with call.loop.running():
                 self._fill_seconds = call.loop.evaluate()
-        assert isinstance(call.loss, TokenValues)
+            assert isinstance(call.loss, TokenValues)
+            for value in (*call.loss.values.values(), *call.loss.statistics.values()):
+                complete_(self._placement, value, device)
         self._leaves = self._as_rows(call.loss.values)
         self.statistics = self._as_rows(call.loss.statistics)
         if not self._train:
@@ -214,37 +207,18 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         )
 
     def _new_values(self) -> TokenValues:
-        model, inputs, wanted = self._model, self._inputs, self._wanted
         plain = ChunkLoss.of_call(
-            model.head,
-            inputs,
-            inputs.chunks(self._training.config).spans,
-            model.vocab_size,
+            self._model.head,
+            self._inputs,
+            self._spans(),
+            self._model.vocab_size,
             False,
             self._training.grads if self._train else None,
         )
-        shape = inputs.batch, inputs.num_given
+        return self._wanted.values(self._model, plain)
 
-        def room(dtype: torch.dtype = model.loss_dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=model.device)
-
-        values: dict[str, torch.Tensor] = {}
-        if wanted.logprobs:
-            values["logprobs"] = room()
-        if wanted.entropies:
-            values["entropies"] = room()
-        statistics = {
-            name: room(torch.bool) if name == "is_top1" else room() for name in wanted.statistics
-        }
-        if wanted.hidden:
-            size = model.causal.get_input_embeddings().weight.shape[1]
-            values["hidden"] = torch.zeros(*shape, size, dtype=model.dtype)
-        return TokenValues(
-            **vars(plain),
-            temperature=wanted.temperature,
-            values=values,
-            statistics=statistics,
-        )
+    def _spans(self) -> list[tuple[int, int]]:
+        return spans_here(self._inputs.chunks(self._training.config), self._calls.placement)
 
     # Between --------------------------------------------------------------------------------------
 
@@ -280,8 +254,25 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         if self._state in ("new", "filled", "running"):
             self._state = "over"
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        is_shared = error is not None and failed_rank(error) is not None
+        try:
+            if self._state == "filled" and not is_shared:
+                self._leave(error)
+        finally:
+            self._end()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Without a sweep, for which other ranks may wait."""
+        if error is None:
+            self._placement.expect_same(lambda: {"call.sweep()": "was not called"})
+            return
+
+        def fail() -> None:
+            raise error
+
+        with suppress(BaseException):  # it goes on as it is
+            self._placement.together(fail)
 
     # The second pass ------------------------------------------------------------------------------
 
@@ -296,7 +287,30 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                 it was in the fill. No gradient is changed then.
             OutOfMemoryError: as of a call.
         """
-        self._expect_usable()
+        gradients: dict[str, torch.Tensor] = {}
+
+        def called() -> dict[str, str]:
+            gradients.update(self._given())
+            return {"call.sweep()": "called", "values with a gradient": repr(sorted(gradients))}
+
+        self._placement.expect_same(called)
+        self._state = "running"
+        try:
+            if not self._swept:
+                self._training.add_zeros(self._parameters)
+                stats = Stats(fill_seconds=self._fill_seconds)
+            else:
+                stats = as_before_afterwards(partial(self._sweep, gradients))
+            self._state = "swept"
+        finally:
+            if self._state == "running":
+                self._state = "failed"
+            self._end()
+        return stats
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        """Gradients that the values were given, where a sweep of them can begin."""
+        self._admission.expect_usable()
         if self._state != "filled":
             raise Error(f"call.sweep: expected {_HOW[self._state]}")
         gradients = {n: leaf.grad for n, leaf in self._leaves.items() if leaf.grad is not None}
@@ -313,21 +327,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             for name, grad in gradients.items():
                 if not bool(grad.isfinite().all()):
                     raise Error(f"call.{name}.grad: expected finite values, got NaN or Inf")
-        if self._tree is not None:
-            gradients = {name: self._tree.from_rows(name, x) for name, x in gradients.items()}
-        self._state = "running"
-        try:
-            if not self._swept:
-                self._training.add_zeros(self._parameters)
-                stats = Stats(fill_seconds=self._fill_seconds)
-            else:
-                stats = as_before_afterwards(partial(self._sweep, gradients))
-            self._state = "swept"
-        finally:
-            if self._state == "running":
-                self._state = "failed"
-            self._end()
-        return stats
+        return gradients
 
     def _expect_same_model(self) -> None:
         same = [id(p) for p in self._training.parameters()] == [id(p) for p in self._parameters]
@@ -342,26 +342,35 @@ class TwoPass(AbstractContextManager["TwoPass"]):
 
     def _sweep(self, gradients: dict[str, torch.Tensor]) -> Stats:
         training, swept, device = self._training, self._swept, self._model.device
+        placement, weights = self._placement, self._calls.weights
         assert swept is not None
         self._watch_no_more()
-        with Swaps() as swaps:
+        with placement.call(), Swaps() as swaps:
             swaps.afterwards(self._held.put_back)
             training.grads.clear()
+            gradients = agreed(placement, gradients, device)
+            if self._tree is not None:
+                gradients = {name: self._tree.from_rows(name, x) for name, x in gradients.items()}
             with Swaps() as around, self._pools.told_of_errors():
                 around.also(surroundings(self._model))
+                self._calls.gather(around, sums=True)
                 dtype, enabled = self._autocast
                 around.also(entered(torch.autocast(device.type, dtype=dtype, enabled=enabled)))
                 self._calls.keep_generators(around)
                 call = self._filled_again() if self._displaced else self._call
                 loss = call.loss
                 assert isinstance(loss, TokenValues)
-                loss.sweep_with(gradients, self._inputs.chunks(training.config))
+                loss.sweep_with(gradients, self._spans())
                 swaps.afterwards(training.settled())
-                with training.collecting(self._parameters), call.loop.running():
+                plain = weights.plain(self._parameters)
+                with training.collecting(plain), call.loop.running():
                     seconds = call.loop.sweep(swept, training.loss_factor)
-                stats = call.result(self._fill_seconds, seconds).stats
+                step = call.result(self._fill_seconds, seconds)
                 self._held.put_back()  # room for the gradients
-            training.grads.commit(self._parameters, training.config.keep_main_grad, zeros=False)
+            training.grads.sum_over(placement, weights, self._parameters)
+            stats = call.with_exchanges(step).stats
+            keep = training.config.keep_main_grad
+            placement.settle(partial(training.grads.commit, self._parameters, keep, zeros=False))
         return stats
 
     def _filled_again(self) -> Call:

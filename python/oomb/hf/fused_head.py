@@ -66,12 +66,16 @@ class FusedHead:
                 return self._values(keywords)
 
         attributes["forward"] = answer
+        error: BaseException | None = None
         try:
             yield
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             self._set_forward(self._before)
             while self.pending:
-                self.pending.pop().__exit__()
+                self.pending.pop().__exit__(type(error), error, None)
 
     def _asked(self, fused_lm_head: bool) -> bool:
         """Whether a call of the model is one for the engine."""

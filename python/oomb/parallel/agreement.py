@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from oomb.parallel.failure import Failure
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,11 +48,13 @@ def expect_same(gathered: list[dict[str, str]], members: list[int]) -> None:
         values = [theirs.get(name) for theirs in gathered]
         others = [rank for rank, value in zip(members, values, strict=True) if value != values[0]]
         if others:
-            raise ValueError(
+            text = (
                 f"{name}: expected the same on all ranks of a sequence, got another on rank"
                 f"{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} than on rank "
                 f"{members[0]}"
             )
+            failure = Failure(members[0], ValueError.__name__, text)
+            raise failure.known_to_all(ValueError(text))
 
 
 def _checksum(weight: torch.Tensor) -> torch.Tensor:

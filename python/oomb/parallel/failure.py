@@ -67,11 +67,16 @@ class Failure:
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         return Failure(rank, kind, text)
 
+    def known_to_all(self, error: BaseException) -> BaseException:
+        """An error that every rank raises; nobody has to be told of it."""
+        with suppress(AttributeError):  # an exception that takes no note
+            error._failure_of_ranks = self  # type: ignore[attr-defined]
+        return error
+
     def error(self) -> BaseException:
         """The same on every rank: of the class it had, where that is one of ours."""
-        error = _KINDS.get(self.kind, Error)(f"[rank {self.rank}] {self.text}")
-        error._failure_of_ranks = self  # type: ignore[attr-defined]
-        return error
+        kind = _KINDS.get(self.kind, Error)
+        return self.known_to_all(kind(f"[rank {self.rank}] {self.text}"))
 
     def raise_again(self, own: BaseException | None) -> None:
         """Raise it on a rank.
@@ -83,7 +88,7 @@ class Failure:
         raised_before = getattr(own, "_failure_of_ranks", None) == self
         not_ours = own is not None and not self.kind and Failure.of(self.rank, own) == self
         if own is not None and (raised_before or not_ours):
-            raise own
+            raise self.known_to_all(own)
         raise self.error() from own
 
 

@@ -55,7 +55,11 @@ class Placement(Protocol):
         ...
 
     def expect_same(self, texts: Callable[[], dict[str, str]]) -> None:
-        """Raise a ValueError unless all ranks say the same of each argument."""
+        """Raise a ValueError unless all ranks say the same of each argument.
+
+        Args:
+            texts: what this rank says; its own error is raised by all.
+        """
         ...
 
     def collect(self, work: Callable[[], T]) -> list[T]:
@@ -129,7 +133,7 @@ class AllHere:
         yield
 
     def expect_same(self, texts: Callable[[], dict[str, str]]) -> None:
-        pass
+        texts()
 
     def collect(self, work: Callable[[], T]) -> list[T]:
         return [work()]

@@ -51,6 +51,7 @@ CASES = {
     "padding": Case(batch=3, call="padded"),
     "documents": Case(batch=2, call="documents"),
     "weights": Case(call="weights"),
+    "a loss of one's own": Case(batch=2, call="token_loss", is_ordinary=False),
     "window": Case(model="mistral", batch=2),
     "sinks": Case(model="gpt-oss"),
     "sinks, recompute": Case(model="gpt-oss", config={"recompute": "layer"}),
@@ -143,6 +144,8 @@ def arguments(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     elif case.call == "weights":
         given["loss_weights"] = theirs["loss_weights"] = torch.linspace(0.1, 2, case.tokens)[None]
         given["num_items_in_batch"] = theirs["num_items_in_batch"] = 50
+    elif case.call == "token_loss":
+        given["token_loss"] = focal
     elif case.call == "documents":
         ends = torch.tensor([[3, 20, 24, 48, 61], [8, 16, 17, 50, 51]])  # in slices, at borders
         positions = torch.arange(case.tokens).expand(case.batch, -1)
@@ -158,6 +161,12 @@ def arguments(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         theirs["attention_mask"] = bias[:, None]
     both = {"input_ids": ids, "labels": labels}
     return both | given, both | theirs
+
+
+def focal(logits: torch.Tensor, rows: oomb.TokenRows) -> torch.Tensor:
+    """Knows the place of each row."""
+    at_target = logits.log_softmax(-1).gather(1, rows.targets[:, None])[:, 0]
+    return -((1 - at_target.exp()) ** 2) * at_target * (1 + rows.sequences) * rows.positions.sqrt()
 
 
 def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None:

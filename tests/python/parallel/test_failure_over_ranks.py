@@ -29,23 +29,26 @@ LONGEST_SECONDS = 25.0  # far more than it takes on a busy machine, far less tha
 
 
 class Place(NamedTuple):
-    """Where a rank fails, in the forward or the backward of a layer's attention."""
+    """Where a rank fails: in the forward or the backward of a layer's attention, or in between."""
 
     phase: str
     layer: int
     chunk: int
     rank: int
     how: str
+    passes: int = 1
 
 
 def places(count: int, kinds: list[str], seed: int) -> list[Place]:
     draw = random.Random(seed)
     found = []
     for _ in range(count):
-        phase = draw.choice(["fill", "sweep", "backward", "progress"])
+        passes = draw.choice([1, 2])
+        phases = ["fill", "sweep", "backward", "progress", "loss"]
+        phase = draw.choice(phases if passes == 2 else phases[:-1])
         chunk = draw.randrange(CHUNKS - 1 if phase == "fill" else CHUNKS)
-        place = Place(phase, draw.randrange(LAYERS), chunk, draw.randrange(2), draw.choice(kinds))
-        found.append(place)
+        where = phase, draw.randrange(LAYERS), chunk, draw.randrange(2)
+        found.append(Place(*where, draw.choice(kinds), passes))
     return found
 
 
@@ -103,13 +106,23 @@ def call(rank: int, place: Place) -> tuple[str, bool, bool]:
         if at and rank == place.rank:
             fail(place.how)
 
+    def step() -> None:
+        if place.passes == 1:
+            engine.forward_backward(ids, ids, on_progress=on_progress)
+            return
+        with engine.two_pass(ids, ids, on_progress=on_progress) as two:
+            if place.phase == "loss" and rank == place.rank:
+                fail(place.how)
+            two.logprobs.square().sum().backward()
+            two.sweep()
+
     text = "no error"
     try:
         if rank == place.rank:
             with failing(place):
-                engine.forward_backward(ids, ids, on_progress=on_progress)
+                step()
         else:
-            engine.forward_backward(ids, ids, on_progress=on_progress)
+            step()
     except (Exception, KeyboardInterrupt) as error:
         text = f"{type(error).__name__}: {error}"
     kept = all(bool((p.grad == 0.5).all()) for p in model.parameters() if p.grad is not None)
@@ -176,7 +189,11 @@ def left_behind(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [Place("sweep", 1, 1, 1, "SIGKILL"), Place("backward", 0, 2, 0, "SIGTERM")],
+    [
+        Place("sweep", 1, 1, 1, "SIGKILL"),
+        Place("backward", 0, 2, 0, "SIGTERM"),
+        Place("loss", 0, 0, 1, "SIGKILL", passes=2),
+    ],
     ids=str,
 )
 def test_the_others_do_not_wait_for_a_rank_that_is_gone(place: Place) -> None:
