@@ -50,7 +50,11 @@ def step(
     ] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     against: Annotated[
-        bool, typer.Option(help="Also time ordinary training, plain and tuned, where it fits.")
+        bool,
+        typer.Option(
+            help="Also time ordinary training where it fits: plain, tuned, and tuned-kept, which "
+            "keeps attention's outputs on the host."
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
     plot: Annotated[

@@ -16,6 +16,7 @@ _STYLE = {
     "OOMB": ("#0072B2", "o"),
     "ordinary": ("#D55E00", "s"),
     "tuned": ("#E69F00", "^"),
+    "tuned-kept": ("#009E73", "v"),
 }
 _GIB = 1 << 30
 

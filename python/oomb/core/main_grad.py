@@ -19,6 +19,7 @@ from oomb.core.rounded_sums import (
 )
 from oomb.errors import UnsupportedModelError
 from oomb.held_signals import with_signals_held
+from oomb.model import products
 from oomb.model.embedding import sum_by_row
 from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
@@ -143,7 +144,7 @@ class MainGrads:
                 addend = product(left[:, begin:end], right)
                 self._add_rounded(total[begin:end], addend, self._next_seed(parameter))
         elif total.dtype == left.dtype:
-            total.addmm_(left.t(), right)
+            products.add_product(total, left, right)
         else:
             torch.ops.aten.addmm.dtype_out(total, left.t(), right, total.dtype, out=total)
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from oomb.model import products
 
 
 class WeightSums(Protocol):
@@ -38,7 +39,7 @@ class _SummedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.sums = weight, sums
-        y = F.linear(x, weight, bias)
+        y = products.linear(x, weight, bias)
         # A view could not be changed in place by the model, as what a linear layer gives can.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -48,7 +49,7 @@ class _SummedLinear(torch.autograd.Function):
         d_y = grads[0]
         rows = d_y.reshape(-1, d_y.shape[-1])
         ctx.sums.add_product(ctx.weight, rows, x.reshape(-1, x.shape[-1]))
-        d_x = d_y @ weight if ctx.needs_input_grad[0] else None
+        d_x = products.input_gradient(d_y, weight) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return d_x, None, d_bias, None
 
@@ -62,8 +63,10 @@ def summed_forwards(
         plain = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            if torch.is_autocast_enabled(x.device.type):
                 return plain(x)
+            if not torch.is_grad_enabled():
+                return products.linear(x, module.weight, module.bias)
             apply: Callable[..., torch.Tensor] = _SummedLinear.apply
             return apply(x, module.weight, module.bias, sums)
 

@@ -11,6 +11,7 @@ import torch
 
 from oomb.config import PageRule
 from oomb.core.tiers import PageLayout, free_memory
+from oomb.model import products
 from oomb.model.causal import LayerShape
 from oomb.ops import paged_attention
 from oomb.plan.gpus import Gpu
@@ -168,12 +169,13 @@ def _matrix_rate(
     weight = torch.randn(inner, hidden, dtype=dtype, device=device)
     wide = torch.randn(rows, inner, dtype=dtype, device=device)
 
-    def products() -> None:  # as in forward, and both of backward
-        torch.mm(x, weight.t())
-        torch.mm(wide, weight)
-        torch.mm(wide.t(), x)
+    def step() -> None:  # forward, and both products of backward
+        products.linear(x, weight)
+        products.input_gradient(wide, weight)
+        products.linear(wide.t(), x.t())
 
-    return 3 * 2 * rows * hidden * inner / _seconds(device, products, 0.3)
+    with torch.no_grad():
+        return 3 * 2 * rows * hidden * inner / _seconds(device, step, 0.3)
 
 
 def _traffic_rate(device: torch.device, rows: int, inner: int, dtype: torch.dtype) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -16,7 +17,8 @@ from oomb.cli import app, bench_rivals
 from oomb.cli.bench_rivals import measure_rivals
 from oomb.cli.bench_step import StepBench, slopes
 from oomb.plan.gpus import gpu_of_device
-from oomb.rivals.training import Ordinary, Tuned
+from oomb.rivals import kept
+from oomb.rivals.training import Ordinary, Tuned, TunedKept
 from oomb.trace.shapes import SHAPES, ModelShape, random_model
 
 TINY = {
@@ -48,7 +50,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("kind", [Ordinary, Tuned])
+@pytest.mark.parametrize("kind", [Ordinary, Tuned, TunedKept])
 def test_rivals_train_as_an_ordinary_step(family: str, kind: type[Ordinary] | type[Tuned]) -> None:
     """More tokens than a tile, and the modules are as before afterwards."""
     model, ids = model_of(family), torch.randint(500, (1, 150))
@@ -64,6 +66,38 @@ def test_rivals_train_as_an_ordinary_step(family: str, kind: type[Ordinary] | ty
     for name, value in gradients(model).items():
         assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
     assert not model.is_gradient_checkpointing
+
+
+class _Attention(TorchDispatchMode):
+    """Counts how often attention runs forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.forwards += func in kept._ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [(Tuned, 6), (TunedKept, 3)])
+def test_kept_attention_is_not_run_again_in_fp64(kind: type[Tuned], forwards: int) -> None:
+    """Twice on the same host memory, so that the second step would see what the first has left."""
+    torch.manual_seed(0)
+    model = random_model(TINY["qwen3"], device="cpu", dtype=torch.float64, positions=4096)
+    other, ids = torch.randint(500, (1, 150)), torch.randint(500, (1, 150))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    rival = kind(model, TINY["qwen3"])
+    with rival.prepared(150):
+        rival.step(other)
+        model.zero_grad()
+        with _Attention() as attention:
+            rival.step(ids)
+    assert attention.forwards == forwards
+    for name, value in gradients(model).items():
+        # transformers' loss is in fp32 in the step that is compared with
+        assert (value - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("lengths", ["200", "200,400"])
@@ -121,6 +155,8 @@ def test_against(tiny: str, tmp_path: Path) -> None:
         ("ordinary", 400, True),
         ("tuned", 200, True),
         ("tuned", 400, True),
+        ("tuned-kept", 200, True),
+        ("tuned-kept", 400, True),
     ]
     ours = {row["tokens"]: row for row in record["rows"]}
     for rival in record["rivals"]:
@@ -128,7 +164,9 @@ def test_against(tiny: str, tmp_path: Path) -> None:
         assert rival["loss"] == pytest.approx(own["loss"], rel=1e-5)  # the same tokens
         assert rival["seconds_to_ours"] == pytest.approx(rival["seconds"] / own["seconds"])
         assert rival["tokens_per_second"] == pytest.approx(rival["tokens"] / rival["seconds"])
-    assert record["rivals"][-1]["host_bytes"] == 3 * 400 * 64 * 4
+    inputs, outputs, sums = 400 * 64 * 4, 400 * 64 * 4, 400 * 4 * 4
+    assert record["rivals"][3]["host_bytes"] == 3 * inputs
+    assert record["rivals"][5]["host_bytes"] == 3 * (inputs + outputs + sums)
     assert set(record["plans"]) == {"200", "400"}
     assert "tuned" in text and "seconds ÷ ours" in text
     assert plot.read_bytes()[:4] == b"\x89PNG"

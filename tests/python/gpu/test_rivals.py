@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oomb.rivals.offload import OffloadedInputs
-from oomb.rivals.training import Ordinary, Tuned
+from oomb.rivals.training import Ordinary, Tuned, TunedKept
 from oomb.trace.shapes import ModelShape, random_model
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ def test_tuned_training_is_as_exact_as_ordinary_training() -> None:
     exact(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     errors = {}
-    for kind in (Ordinary, Tuned):
+    for kind in (Ordinary, Tuned, TunedKept):
         model.zero_grad()
         rival = kind(model, SHAPE)
         with rival.prepared(TOKENS):
@@ -34,6 +34,8 @@ def test_tuned_training_is_as_exact_as_ordinary_training() -> None:
         errors[kind] = [float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs]
     for usual, tuned in zip(errors[Ordinary], errors[Tuned], strict=True):
         assert tuned <= 3 * usual
+    for usual, kept in zip(errors[Ordinary], errors[TunedKept], strict=True):
+        assert kept <= 3 * usual
 
 
 def test_offloaded_inputs_come_back_while_compute_goes_on() -> None:
