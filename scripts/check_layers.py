@@ -40,10 +40,11 @@ PYTHON_LAYERS = {
     "core": {"_C", "ops", "model", "parallel"},
     "trace": {"model", "core"},
     "engine": {"_C", "model", "core", "trace", "parallel"},
+    "optim": {"model", "core"},
     "report": {"monitor"},
     "rivals": {"model", "trace"},
-    "plan": {"_C", "ops", "model", "core", "trace", "engine"},
-    "hf": {"checkpoint", "monitor", "parallel", "core", "engine"},
+    "plan": {"_C", "ops", "model", "core", "trace", "engine", "optim"},
+    "hf": {"checkpoint", "monitor", "parallel", "core", "engine", "optim"},
     "audit": {"model", "core", "engine"},
     "train": {"checkpoint", "monitor", "report", "parallel", "model", "trace", "plan", "hf"},
     "cli": {

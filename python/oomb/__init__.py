@@ -95,6 +95,7 @@ _lazy, __dir__ = lazy_names(
         "hf",
         "monitor",
         "ops",
+        "optim",
         "plan",
         "report",
         "train",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from oomb.checkpoint.manifest import CheckpointError
 
 # A dict with one such key stands for what JSON has no word for.
-_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
+_TENSOR, _TUPLE, _PAIRS, _PARTS, _DTYPE = "$tensor", "$tuple", "$pairs", "$parts", "$dtype"
+
+# Tensors that are made of others: states in 8, 4 and 8 bits of torchao's optimizers. A file can
+# name no other class.
+_OF_PARTS = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
 
 
 def save_state(folder: Path, name: str, state: Any, *, shard_bytes: int = 2 << 30) -> None:
@@ -71,6 +80,14 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    kind = type(value)
+    if _OF_PARTS.get(kind.__name__) == kind.__module__:
+        names, attributes = value.__tensor_flatten__()
+        parts = {name: getattr(value, name) for name in names}
+        whole = [kind.__name__, list(value.shape), list(attributes), parts]
+        return {_PARTS: _packed(whole, where, tensors)}
     if isinstance(value, torch.Tensor):
         tensors[where] = value
         return {_TENSOR: where}
@@ -96,11 +113,32 @@ def _unpacked(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tree
     if _TENSOR in tree:
         return tensors[tree[_TENSOR]]
+    if _DTYPE in tree:
+        return getattr(torch, tree[_DTYPE])
+    if _PARTS in tree:
+        return _of_parts(*_unpacked(tree[_PARTS], tensors))
     if _TUPLE in tree:
         return tuple(_unpacked(item, tensors) for item in tree[_TUPLE])
     if _PAIRS in tree:
         return {_key(key): _unpacked(item, tensors) for key, item in tree[_PAIRS]}
     return {key: _unpacked(item, tensors) for key, item in tree.items()}
+
+
+def _of_parts(
+    kind: str, shape: list[int], attributes: list[Any], parts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    if kind not in _OF_PARTS:
+        raise CheckpointError(f"a state: expected one of {', '.join(_OF_PARTS)}, got {kind!r}")
+    try:
+        made: Any = getattr(import_module(_OF_PARTS[kind]), kind)
+    except ImportError as error:
+        raise CheckpointError(
+            f"a state of torchao's optimizers ({kind}): expected torchao to be installed: {error}"
+        ) from error
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    whole: torch.Tensor = made.__tensor_unflatten__(parts, attributes, size, stride)
+    return whole
 
 
 def _key(key: Any) -> Any:

@@ -85,6 +85,9 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZERS)}; '' for none.")
     ] = "adamw_torch_fused",
+    optimizer_states: Annotated[
+        str, typer.Option(help="Where the optimizer keeps its states: device or host.")
+    ] = "device",
     lora_rank: Annotated[int, typer.Option(help="LoRA on every linear layer; 0: full.")] = 0,
     quantization: Annotated[
         str, typer.Option(help="Base in 4 bits under LoRA: nf4 or fp4; '': as it is.")
@@ -123,6 +126,7 @@ def plan(
             raise ValueError(f"batch_size: expected an int >= 1, got {batch_size}")
         _expect_one_of("dtype", dtype, _DTYPES)
         _expect_one_of("optimizer", optimizer, OPTIMIZERS)
+        _expect_one_of("optimizer_states", optimizer_states, ("device", "host"))
         _expect_one_of("quantization", quantization, ("nf4", "fp4"))
         if quantization and not lora_rank:
             raise ValueError(
@@ -157,6 +161,7 @@ def plan(
             keep=frozenset(chosen),
             batch_size=batch_size,
             optimizer=optimizer or None,
+            optimizer_states=optimizer_states or "device",
             accumulates=accumulate,
             dtype=getattr(torch, dtype) if dtype else None,
             adapter=adapter,
@@ -249,6 +254,7 @@ def _settings(prediction: Prediction) -> str:
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",
+        *(["optimizer_states=host"] if prediction.optimizer_states == "host" else []),
     ]
     return "settings: " + ", ".join(parts)
 
@@ -325,9 +331,10 @@ def _time(prediction: Prediction) -> str:
     names += ["exchange"] if duration.exchange else []
     names += ["weights"] if duration.weights_hidden_from else []
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
-    source = _SOURCES[duration.basis]
+    source, step = _SOURCES[duration.basis], prediction.optimizer_seconds
     speed = prediction.num_tokens * prediction.batch_size / duration.total
     return (
         f"time: {seconds_text(duration.total)} per sequence step, {count_text(speed)} tokens/s "
         f"({', '.join(parts)}; {source})"
+        + (f"; the optimizer's step {seconds_text(step)}" if step else "")
     )

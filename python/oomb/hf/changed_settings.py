@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
@@ -91,4 +92,8 @@ def _continue_at(schedule: LambdaLR, step: int, rates: list[float], optimizer: A
     schedule.base_lrs = list[Any](rates)
     schedule._last_lr = list[Any](now)
     for group, first, rate in zip(optimizer.param_groups, rates, now, strict=True):
-        group["initial_lr"], group["lr"] = first, rate
+        group["initial_lr"] = first
+        if isinstance(group["lr"], torch.Tensor):  # torchao's stay tensors
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -24,6 +24,7 @@ from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
+from oomb.optim import HostStates
 from oomb.results import Progress, Step
 
 _log = transformers.logging.get_logger("oomb.hf")
@@ -41,6 +42,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
     Args:
         oomb_config: settings of the engine; None: the defaults.
         observer: receives the run's events (see :mod:`oomb.monitor`), on rank 0.
+        optimizer_states: ``"device"``, or ``"host"``: the optimizer, whichever ``optim=`` names,
+            keeps its states in host memory (:class:`oomb.optim.HostStates`).
 
     Everything else is as in the trainer it stands before.
 
@@ -54,14 +57,20 @@ class EngineTrainerMixin(EvaluatingTrainer):
         *args: Any,
         oomb_config: Config | None = None,
         observer: RunObserver | None = None,
+        optimizer_states: str = "device",
         **keywords: Any,
     ) -> None:
         if oomb_config is not None and not isinstance(oomb_config, Config):
             raise ValueError(f"oomb_config: expected an oomb.Config, got {oomb_config!r}")
         if observer is not None and not callable(getattr(observer, "on_step", None)):
             raise ValueError(f"observer: expected an oomb.monitor.RunObserver, got {observer!r}")
+        if optimizer_states not in ("device", "host"):
+            raise ValueError(
+                f"optimizer_states: expected 'device' or 'host', got {optimizer_states!r}"
+            )
         refuse_arguments(self._named(args, keywords))
         self._refuse_ranks()
+        self.optimizer_states = optimizer_states
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         super().__init__(*args, **keywords)
         if self._keeps_weights_on_host:
@@ -113,6 +122,14 @@ class EngineTrainerMixin(EvaluatingTrainer):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.engine = Engine(model, self.oomb_config, mesh=self.replicas.mesh)
         self._engine_model = self.model
+
+    def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
+        """As the stock trainer's, with its states where ``optimizer_states`` says."""
+        made = super().create_optimizer(*args, **keywords)
+        if self.optimizer_states == "host" and not isinstance(made, HostStates):
+            # What a step has used is not looked at again: the stock trainer zeroes it.
+            self.optimizer = made = HostStates(made, free_gradients=True)
+        return made
 
     def _prepare_for_training(self, *args: Any, **keywords: Any) -> Any:
         if self._engine_model is not self.model:  # made anew by model_init

@@ -80,6 +80,7 @@ class Planner:
         *,
         batch_size: int = 1,
         optimizer: str | None = "adamw_torch_fused",
+        optimizer_states: str = "device",
         accumulates: bool = False,
         timed: bool = True,
         dry_run: bool = True,
@@ -91,6 +92,7 @@ class Planner:
         Args:
             config: settings of the engine; None: the defaults.
             optimizer: as the stock trainer's ``optim``; None: forward and backward alone.
+            optimizer_states: ``"device"``, or ``"host"``: see :class:`oomb.optim.HostStates`.
             accumulates: gradients of earlier calls are kept while a call runs.
             timed: predict seconds too; on this machine that measures for about a second.
             dry_run: where pages move between the tiers, run the page manager on the call to see
@@ -112,15 +114,17 @@ class Planner:
                 got = "more" if isinstance(value, int) and value > most else repr(value)
                 raise ValueError(f"{name}: expected an int in 1 ... {most:,}, got {got}")
         config, tracer = config or Config(), self.tracer
-        use = OptimizerUse(0, 0, 0)
+        use = OptimizerUse()
         if optimizer is not None:
-            use = optimizer_use(optimizer, tracer.trainable)
+            use = optimizer_use(
+                optimizer, tracer.trainable, optimizer_states, embeddings=tracer.embeddings
+            )
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
         weights = HostWeightsUse.of(config, tracer.movable_bytes)
         parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
         free = self.machine.device_bytes - parameters - kept
         if self.machine.device_type == "cpu":  # one memory for both
-            free -= weights.host_bytes
+            free -= weights.host_bytes + (use.host_bytes if optimizer_states == "host" else 0)
         call = self.pages(num_tokens, config, batch_size, step, choices)
         free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
         recompute = self._recompute(config, call, free)
@@ -137,9 +141,11 @@ class Planner:
             pools = least_pools(call, room.device // call.layout.slot_bytes)
         trace = self._trace(config, call, recompute, waves=spills)
         duration: Duration | None = None
+        stepping: float | None = None
         if timed:
             rates = self._rates(config, call)
             if rates is not None:
+                stepping = use.seconds(rates, on_cpu=self.machine.device_type == "cpu")
                 duration = duration_of(
                     call,
                     trace,
@@ -161,6 +167,8 @@ class Planner:
             sum_bytes=trace.sum_bytes,
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
+            optimizer_states=optimizer_states,
+            optimizer_seconds=stepping,
             kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
             call_bytes=_call_bytes(call, trace),
             step_bytes=tracer.gradient_bytes + use.step_bytes,

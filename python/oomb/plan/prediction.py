@@ -24,7 +24,9 @@ class Prediction:
         weight_host_bytes: weights that the host keeps.
         movable_bytes: further ones that it could keep: frozen, in decoder layers.
         optimizer_bytes: the optimizer's state on the device.
-        optimizer_host_bytes: its state in host memory (paged optimizers).
+        optimizer_host_bytes: its state in host memory.
+        optimizer_states: where it keeps it, as asked for.
+        optimizer_seconds: of its step, beside ``seconds``; None where no rates are known.
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
             sums, logits, page summaries, inputs.
@@ -50,6 +52,8 @@ class Prediction:
     movable_bytes: int
     optimizer_bytes: int
     optimizer_host_bytes: int
+    optimizer_states: str
+    optimizer_seconds: float | None
     kept_gradient_bytes: int
     call_bytes: int
     sum_bytes: int

@@ -60,6 +60,7 @@ def predict(
     machine: Machine | None = None,
     batch_size: int = 1,
     optimizer: str | None = "adamw_torch_fused",
+    optimizer_states: str = "device",
     accumulates: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
@@ -80,6 +81,7 @@ def predict(
         config,
         batch_size=batch_size,
         optimizer=optimizer,
+        optimizer_states=optimizer_states,
         accumulates=accumulates,
         timed=timed,
     )
@@ -97,6 +99,7 @@ def recommend(
     keep: frozenset[str] = frozenset(),
     batch_size: int = 1,
     optimizer: str | None = "adamw_torch_fused",
+    optimizer_states: str = "device",
     accumulates: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
@@ -116,6 +119,7 @@ def recommend(
         keep: fields of ``config`` not to choose: of ``chunk_size``, ``kv_grad_dtype``,
             ``recompute``.
         optimizer: as the stock trainer's ``optim``.
+        optimizer_states: as of ``Planner.predict``.
         accumulates: several calls per optimizer step.
         dtype, adapter, quantization: as of :class:`Planner`.
         timed: predict seconds, which measures this machine for about a second.
@@ -131,6 +135,7 @@ def recommend(
     asked: dict[str, Any] = {
         "batch_size": batch_size,
         "optimizer": optimizer,
+        "optimizer_states": optimizer_states,
         "accumulates": accumulates,
     }
 
@@ -149,13 +154,13 @@ def recommend(
     if not prediction.fits:
         longest = _longest_context(planner, settings, context, asked)
 
-    def changed(other: Config, name: str | None) -> Prediction:
-        options = {**asked, "optimizer": name}
+    def changed(other: Config, name: str | None, states: str) -> Prediction:
+        options = {**asked, "optimizer": name, "optimizer_states": states}
         return planner.predict(context, other, timed=timed, dry_run=False, **options)
 
     found: tuple[Remedy, ...] = ()
     if not prediction.fits:
-        found = remedies(changed(prediction.config, optimizer), changed)
+        found = remedies(changed(prediction.config, optimizer, optimizer_states), changed)
     return Recommendation(
         prediction=prediction,
         longest_context=longest,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from oomb.config import Config
 from oomb.plan.prediction import Prediction
 
-Predict = Callable[[Config, str | None], Prediction]
+# Of settings of the engine, the optimizer, and where that keeps its states.
+Predict = Callable[[Config, str | None, str], Prediction]
 
 # How much a change alters the result: not at all, by roundings, by another rule of the optimizer.
 _EXACT, _ROUNDED, _OTHER = range(3)
@@ -16,11 +17,11 @@ _ALTERS = {
     "recompute=layer": _EXACT,
     "chunk_size=512": _EXACT,
     "weights=host": _EXACT,
+    "optimizer_states=host": _EXACT,
     "optimizer=paged_adamw_32bit": _EXACT,
     "optimizer=adafactor": _OTHER,
 }
 _OPTIMIZERS = ("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor")
-_LINK_BYTES_PER_SECOND = 2.5e10  # each way, where the machine's is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def remedies(asked: Prediction, predict: Predict) -> tuple[Remedy, ...]:
 
     Args:
         asked: what does not fit.
-        predict: the same step with another config and optimizer.
+        predict: the same step with another config, optimizer and place of its states.
     """
     found = [
         remedy
@@ -73,6 +74,8 @@ def remedies(asked: Prediction, predict: Predict) -> tuple[Remedy, ...]:
         for changes in _single(asked):
             for name, value in changes.items():
                 together[name] = value  # of several optimizers the last, the smallest
+        if together.get("optimizer", "").startswith("paged_"):
+            together.pop("optimizer_states", None)
         whole = _tried(asked, predict, together)
         if whole.saved_bytes > 0:
             found.append(whole)
@@ -92,6 +95,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
         yield {"kv_grad_dtype": "bfloat16"}
     if asked.movable_bytes > 0 and asked.machine.device_type == "cuda":
         yield {"weights": "host"}
+    if asked.optimizer_bytes > 0 and asked.machine.device_type == "cuda":
+        yield {"optimizer_states": "host"}
     if asked.optimizer is not None and asked.machine.device_type == "cuda":
         for name in _OPTIMIZERS:
             if name != asked.optimizer:
@@ -99,18 +104,20 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
 
 
 def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Remedy:
-    settings: dict[str, object] = {k: v for k, v in changes.items() if k != "optimizer"}
+    of_engine = {k: v for k, v in changes.items() if not k.startswith("optimizer")}
+    settings: dict[str, object] = dict(of_engine)
     if "chunk_size" in settings:
         settings["chunk_size"] = int(changes["chunk_size"])
     config = replace(asked.config, **settings)  # type: ignore[arg-type]
-    other = predict(config, changes.get("optimizer", asked.optimizer))
+    name = changes.get("optimizer", asked.optimizer)
+    states = changes.get("optimizer_states", asked.optimizer_states)
+    if "optimizer" in changes and changes["optimizer"].startswith("paged_"):
+        states = "device"
+    other = predict(config, name, states)
     seconds = None
     if asked.seconds is not None and other.seconds is not None:
-        # A paged optimizer reads its states over the link and writes them back, page by page.
-        paged = 2 * (other.optimizer_host_bytes - asked.optimizer_host_bytes)
-        gpu = asked.machine.gpu
-        link = _LINK_BYTES_PER_SECOND if gpu is None else gpu.link_bytes_per_second
-        seconds = other.seconds - asked.seconds + paged / link
+        seconds = other.seconds - asked.seconds
+        seconds += (other.optimizer_seconds or 0.0) - (asked.optimizer_seconds or 0.0)
     saved = _beside_pages(asked) - _beside_pages(other)
     if "kv_grad_dtype" in changes:
         saved += asked.device_pool_bytes + asked.host_pool_bytes

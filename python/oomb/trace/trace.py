@@ -95,6 +95,7 @@ class Tracer:
         parameter_bytes: all parameters and buffers.
         gradient_bytes: gradients of the trainable parameters, in their own dtype.
         trainable: trainable parameters, without values.
+        embeddings: those of them that embed tokens.
         largest_product: (in, out) sizes of the largest matrix of a layer.
         linear_flops: of a layer's matrix products per token, forward, at least.
         movable_bytes: of each layer, frozen weights that the host could keep.
@@ -116,6 +117,8 @@ class Tracer:
         own = [*causal.causal.parameters(), *causal.causal.buffers()]
         config: Any = causal.decoder.config
         self.trainable = [p for p in causal.causal.parameters() if p.requires_grad]
+        embeddings = [m for m in causal.causal.modules() if isinstance(m, nn.Embedding)]
+        self.embeddings = frozenset(p for m in embeddings for p in m.parameters())
         self.parameter_bytes = _bytes(own)
         self.gradient_bytes = _bytes(self.trainable)
         self.dtype = causal.dtype

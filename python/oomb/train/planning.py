@@ -36,6 +36,7 @@ def plan_run(
     asked: dict[str, Any] = {
         "batch_size": settings.training.batch_size,
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
+        "optimizer_states": settings.optimizer.states,
         "accumulates": settings.training.accumulation_steps > 1,
     }
     model = _without_weights(settings, config)

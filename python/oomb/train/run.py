@@ -204,6 +204,7 @@ def _build_trainer(
                 processing_class=tokenizer,
                 callbacks=[_EvaluateAtEnd()] if evaluates else [],
                 oomb_config=settings.engine.made(),
+                optimizer_states=settings.optimizer.states,
             )
         except ValueError as error:  # names an argument that the engine cannot honour
             raise BadInput(str(error)) from error

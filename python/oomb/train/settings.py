@@ -188,6 +188,9 @@ class OptimizerSettings(Section):
     """Of Adam."""
     arguments: dict[str, Scalar] = Field(default_factory=dict)
     """As `optim_args` of transformers, for the optimizers that read it."""
+    states: Literal["device", "host"] = "device"
+    """Where it keeps its states; `host`: they come to the device some parameters at a time. \
+Changes no bit."""
 
     @field_validator("name")
     @classmethod
@@ -195,6 +198,15 @@ class OptimizerSettings(Section):
         from transformers.training_args import OptimizerNames  # heavy
 
         return _expect_name(name, [str(option.value) for option in OptimizerNames])
+
+    @model_validator(mode="after")
+    def _one_place(self) -> OptimizerSettings:
+        if self.states == "host" and self.name.startswith("paged_"):
+            raise ValueError(
+                f"states: expected 'device' beside {self.name!r}, which pages its states to the "
+                f"host by itself, got 'host'; take {self.name.removeprefix('paged_')!r}"
+            )
+        return self
 
 
 class ScheduleSettings(Section):

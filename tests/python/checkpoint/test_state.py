@@ -158,3 +158,33 @@ def test_identity_of_adapters() -> None:
     }
     for name, other in others.items():
         assert model_identity(other) != own, name
+
+
+@pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
+def test_states_of_torchao_come_back(kind: str, tmp_path: Path) -> None:
+    subclasses = {
+        "OptimState8bit": ("torchao.optim.subclass_8bit", (True, 256)),
+        "OptimState4bit": ("torchao.optim.subclass_4bit", (False, 128)),
+        "OptimStateFp8": ("torchao.optim.subclass_fp8", (256,)),
+    }
+    module, arguments = subclasses[kind]
+    state = getattr(pytest.importorskip(module), kind).zeros((64, 80), *arguments)
+    for name in state.__tensor_flatten__()[0]:
+        part = getattr(state, name)
+        part.view(torch.uint8).random_(0, 100)
+    save_state(tmp_path, "s", {"state": {0: {"exp_avg": state}}})
+    found = load_state(tmp_path, "s")["state"][0]["exp_avg"]
+    assert type(found) is type(state) and found.shape == state.shape
+    assert found.__tensor_flatten__()[0] == state.__tensor_flatten__()[0]
+    assert list(found.__tensor_flatten__()[1]) == list(state.__tensor_flatten__()[1])
+    for name in state.__tensor_flatten__()[0]:
+        one, other = getattr(found, name), getattr(state, name)
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_a_file_names_no_class_of_its_own(tmp_path: Path) -> None:
+    save_state(tmp_path, "s", {})
+    (tmp_path / "s.json").write_text(json.dumps({"$parts": ["Popen", [1], [], {}]}))
+    with pytest.raises(CheckpointError, match="expected one of OptimState8bit"):
+        load_state(tmp_path, "s")

@@ -41,6 +41,13 @@ def test_the_first_is_named_and_alters_least(full: Recommendation) -> None:
     assert alike == sorted(alike)
 
 
+def test_states_on_the_host_alter_nothing(full: Recommendation) -> None:
+    remedy = next(one for one in full.remedies if str(one) == "optimizer_states=host")
+    assert remedy.alters == 0 and remedy.seconds is not None and 0 < remedy.seconds < 2
+    assert remedy.host_bytes == pytest.approx(full.prediction.optimizer_bytes)
+    assert remedy.fits and full.remedies[0].alters == 0
+
+
 def test_what_fits_needs_none() -> None:
     result = recommend("qwen2.5-0.5b", 2**14, timed=False, **ASKED)
     assert result.fits and result.remedies == ()
