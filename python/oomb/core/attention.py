@@ -19,6 +19,7 @@ from oomb.core.stopwatch import Stopwatch
 from oomb.errors import Error
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
+from oomb.parallel.heads import HeadShares
 
 
 class ChunkAttention:
@@ -55,9 +56,18 @@ class ChunkAttention:
         return [], []
 
     def begin(
-        self, run: ChunkRun, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        run: ChunkRun,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        shares: HeadShares,
     ) -> None:
         """What comes before attention itself: pages of the chunk, and the choice of past pages.
+
+        Args:
+            shares: who holds which heads of the layer.
 
         Raises:
             FillComplete: in a fill that ends here.
@@ -70,7 +80,7 @@ class ChunkAttention:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep
             if is_read and pages.choice.lists.wanted(layer, chunk):
                 first_key = pages.first_key_of(chunk)
-                pages.choice.choose(layer, chunk, q, first_key, pages.num_keys)
+                pages.choice.choose(layer, chunk, q, first_key, pages.num_keys, shares)
                 pages.chosen(layer, chunk, pages.moment)
             elif run.phase == "fill" and pages.choice.lists.known(layer, chunk):
                 pages.chosen(layer, chunk)  # in an earlier fill of the same call

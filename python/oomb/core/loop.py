@@ -21,6 +21,7 @@ from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
 from oomb.model.linear import WeightSums
 from oomb.model.swap import Swaps
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import AllHere, Placement
 from oomb.parallel.slices import TokenSlices
 from oomb.results import Progress
@@ -201,14 +202,16 @@ class ChunkLoop:
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
         width = max(call.k.shape[-1], call.v.shape[-1])
-        q, k, v = self._to_heads(*(_padded(x.to(dtype), width) for x in (call.q, call.k, call.v)))
+        shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
+        own = tuple(_padded(x.to(dtype), width) for x in (call.q, call.k, call.v))
+        q, k, v = self._to_heads(own, shares)
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
             turns, run, attention = self._turns, current_run(), self._attention
             while turns is not None and attention.pages.early(layer, run.chunk):
                 self._let_the_other_run(turns)
-            attention.begin(run, layer, q, k, v)
+            attention.begin(run, layer, q, k, v, shares)
             if turns is not None:
                 self._let_the_other_run(turns)
             o, lse = chunk_attention(q, k, v, call.scale, window, self._attention.id, layer)
@@ -216,24 +219,26 @@ class ChunkLoop:
 
         o, lse = self._runner.attention(attend, q, k, v)
         if call.sinks is not None:
-            o = with_sinks(o, lse, self._placement.of_heads(call.sinks))
-        return _cut(self._to_tokens(o), call.v.shape[-1]).to(call.q.dtype)
+            o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
+        return _cut(self._to_tokens(o, shares), call.v.shape[-1]).to(call.q.dtype)
 
-    def _to_heads(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _to_heads(
+        self, own: tuple[torch.Tensor, ...], shares: HeadShares
+    ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of the heads that are held here, of the whole chunk."""
         placement = self._placement
         if placement.ranks == 1:
             return own
         slices = self._slices(current_run().chunk)
-        return self._runner.once(lambda: placement.to_heads(own, slices), *own)
+        return self._runner.once(lambda: placement.to_heads(own, slices, shares), *own)
 
-    def _to_tokens(self, o: torch.Tensor) -> torch.Tensor:
+    def _to_tokens(self, o: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         """Attention's output of the tokens that are run here."""
         placement = self._placement
         if placement.ranks == 1:
             return o
         slices = self._slices(current_run().chunk)
-        return self._runner.once(lambda: (placement.to_tokens(o, slices),), o)[0]
+        return self._runner.once(lambda: (placement.to_tokens(o, slices, shares),), o)[0]
 
     def _let_the_other_run(self, turns: Alternation) -> None:
         """The other chunk computes while this one's lists and pages are on their way."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from oomb.config import PageRule, Past, TopKPages
@@ -9,6 +11,7 @@ from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.page_demand import Demand
 from oomb.core.page_lists import ListSizes, PageLists
 from oomb.ops.selection import top_k_lists
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
 
 
@@ -26,18 +29,29 @@ class Selector:
         self._is_ours = type(rule) is TopKPages
         self._checked = False
 
-    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: Past) -> torch.Tensor:
+    @torch.no_grad()
+    def choose(
+        self, q: torch.Tensor, summaries: torch.Tensor, past: Past, shares: HeadShares
+    ) -> torch.Tensor:
         """Lists of a chunk's queries, as :meth:`oomb.PageRule.choose` gives them.
+
+        A rule of the user's own sees the heads of all ranks; the first rank's lists hold.
+
+        Args:
+            q, summaries: of the heads that are held here.
+            shares: who holds which.
 
         Raises:
             ValueError: they are not what the rule promised.
         """
-        with torch.no_grad():
-            if isinstance(self._rule, TopKPages) and self._is_ours:
-                return top_k_lists(self._rule, q.detach(), summaries, past, self._placement)
-            lists = self._rule.choose(q.detach(), summaries, past)
+        ranks, q = self._placement, q.detach()
+        if isinstance(self._rule, TopKPages) and self._is_ours:
+            q = ranks.queries_of_keys(q, shares)
+            return top_k_lists(self._rule, q, summaries, past, _OneOfEach(ranks, shares.copies))
+        q, summaries = ranks.whole_queries(q, shares), ranks.whole_keys(summaries, shares)
+        lists = self._rule.choose(q, summaries, past)
         self._check(lists, q, summaries, past)
-        return _without_padding(lists, past)
+        return ranks.of_keys(_without_padding(lists, past), shares)
 
     def _check(
         self, lists: torch.Tensor, q: torch.Tensor, summaries: torch.Tensor, past: Past
@@ -57,6 +71,21 @@ class Selector:
         if q.device.type == "cpu" or not self._checked:
             _check_values(name, lists, past)
             self._checked = True
+
+
+@dataclass(frozen=True)
+class _OneOfEach:
+    """Ranks, of which ``copies`` neighbours have the same scores."""
+
+    placement: Placement
+    copies: int
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        speaks = self.placement.rank % self.copies == 0
+        return self.placement.total(x if speaks else torch.zeros_like(x))
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return self.placement.largest(x)
 
 
 def _without_padding(lists: torch.Tensor, past: Past) -> torch.Tensor:
@@ -96,6 +125,9 @@ class PageChoice:
     Args:
         summaries: per layer [batch, pages, kv_heads, head_dim], room for the mean key of each page;
             None: the layer has a sliding window and sees all of it.
+
+    Attributes:
+        copies: ranks that hold the same keys, and so have the same lists of each key.
     """
 
     def __init__(
@@ -105,8 +137,10 @@ class PageChoice:
         summaries: list[torch.Tensor | None],
         chunks: Chunks,
         layers: PagedLayers,
+        copies: int,
     ) -> None:
         self.lists = lists
+        self.copies = copies
         self._selector = selector
         self._summaries = summaries
         self._chunks = chunks
@@ -132,7 +166,8 @@ class PageChoice:
         if lists is None:
             lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
         selector = Selector(rule, placement)
-        return PageChoice(selector, lists, summaries, demand.chunks, layers)
+        copies = demand.shapes[choosing[0]].copies if choosing else 1
+        return PageChoice(selector, lists, summaries, demand.chunks, layers, copies)
 
     def summaries(self, layer: int) -> torch.Tensor | None:
         """Mean keys, to be written with the pages."""
@@ -145,6 +180,7 @@ class PageChoice:
         q: torch.Tensor,
         first_key: torch.Tensor | None,
         num_keys: torch.Tensor | None,
+        shares: HeadShares,
     ) -> None:
         """Choose for a chunk's queries [B, Hq, C, D], where the lists are wanted."""
         summary = self._summaries[self._layers.sources[layer]]
@@ -158,7 +194,7 @@ class PageChoice:
             first_key=first_key,
             num_keys=num_keys,
         )
-        chosen = self._selector.choose(q, summary, past)
+        chosen = self._selector.choose(q, summary, past, shares)
         self.lists.keep(layer, chunk, chosen)
 
     def _of_past(self, summary: torch.Tensor, chunk: int) -> torch.Tensor:

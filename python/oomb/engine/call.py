@@ -70,7 +70,7 @@ class Call:
         if self.config.record_selection and pages.choice is not None:
             chosen = pages.choice.lists.of_call(pages.layers.number)
             if getattr(self.config.attention, "share", None) == "kv_head":
-                chosen = self.placement.whole_lists(chosen)
+                chosen = self.placement.whole_lists(chosen, pages.choice.copies)
             nothing: list[torch.Tensor | None] = [None] * pages.chunks.number
             selection = self._by_layer(chosen, nothing)
         logprobs = self.loss.logprobs

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from oomb.config import Config, PageRule, TopKPages
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import LayerShape
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 
@@ -19,45 +18,22 @@ def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
     """Attention of each layer with the heads that one of ``ranks`` holds.
 
     Raises:
-        UnsupportedModelError: they cannot have equal shares.
+        UnsupportedModelError: some rank would have no queries of its own.
     """
-    uneven = [shape.kv_heads for shape in shapes if shape.kv_heads % ranks]
-    if uneven:
-        heads = math.gcd(*(shape.kv_heads for shape in shapes))
-        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+    shares = [HeadShares(s.query_heads, s.kv_heads, ranks) for s in shapes]
+    if not all(of_layer.fits for of_layer in shares):
+        heads = {(s.query_heads, s.kv_heads) for s in shapes}
+        fitting = [n for n in range(1, ranks) if all(HeadShares(*x, n).fits for x in heads)]
+        counts = " and ".join(f"{queries}/{keys}" for queries, keys in sorted(heads))
         raise UnsupportedModelError(
-            f"mesh: expected ranks that divide the {heads} key/value heads of the model, got "
-            f"{ranks} ranks: share a sequence among {', '.join(fitting)}. More ranks than "
-            "key/value heads are not supported yet"
+            f"mesh: expected ranks that can share the {counts} query/key heads of the model, got "
+            f"{ranks} ranks, of which some would have no queries: share a sequence among "
+            f"{', '.join(map(str, fitting))}"
         )
     return [
-        replace(s, query_heads=s.query_heads // ranks, kv_heads=s.kv_heads // ranks) for s in shapes
+        replace(shape, query_heads=of_rank.queries, kv_heads=of_rank.keys, copies=of_rank.copies)
+        for shape, of_rank in zip(shapes, shares, strict=True)
     ]
-
-
-def expect_fits_ranks(config: Config, mixers: Sized, ranks: int) -> None:
-    """Refuse settings and models that several ranks cannot run.
-
-    Raises:
-        ValueError: a page rule of the user's own.
-        UnsupportedModelError: recurrent layers.
-    """
-    expect_rule_of_ranks(config, ranks)
-    expect_no_mixers(mixers, ranks)
-
-
-def expect_rule_of_ranks(config: Config, ranks: int) -> None:
-    """Refuse a page rule that would have to see heads of other ranks.
-
-    Raises:
-        ValueError: it is one of the user's own.
-    """
-    rule = config.attention
-    if ranks > 1 and isinstance(rule, PageRule) and type(rule) is not TopKPages:
-        raise ValueError(
-            f"attention: expected oomb.Dense() or oomb.TopKPages(…) where ranks share a sequence, "
-            f"got {type(rule).__name__}, which would see the heads of one rank alone"
-        )
 
 
 def expect_no_mixers(mixers: Sized, ranks: int) -> None:

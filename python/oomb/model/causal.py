@@ -32,13 +32,18 @@ _running: ContextVar[int] = ContextVar("decoder layer that is running")
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one layer."""
+    """Attention of one layer.
+
+    Attributes:
+        copies: ranks that hold the same keys and values.
+    """
 
     query_heads: int
     kv_heads: int
     head_dim: int
     window: int  # 0: unlimited
     source: int | None = None  # layer with attention whose keys and values it reads; None: its own
+    copies: int = 1
 
 
 class CausalModel:

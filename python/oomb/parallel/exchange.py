@@ -5,7 +5,8 @@
     after     [ tokens 0-7 ][ head a ]        [ tokens 0-7 ][ head b ]
 
 Queries, keys and values of one rank for another are one message, tokens first:
-[tokens, batch, heads of q, k and v, head_dim].
+[tokens, batch, heads of q, k and v, head_dim]. Keys and values go to all ranks that hold a copy of
+their head; what these give back is summed.
 """
 
 from __future__ import annotations
@@ -15,22 +16,28 @@ from typing import Any
 import torch
 
 from oomb.parallel.group import Ranks
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.slices import TokenSlices
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 class ToHeads(torch.autograd.Function):
-    """[B, H, own tokens, D] of each tensor → [B, H / ranks, all tokens of the chunk, D]."""
+    """[B, heads, own tokens, D] → [B, heads of a rank, all tokens of the chunk, D].
+
+    The first tensor has query heads, the others key/value heads.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: Ranks, slices: TokenSlices, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.ranks, ctx.slices = ranks, slices
-        return _to_heads(ranks, slices, tensors)
+        ctx: Any, ranks: Ranks, slices: TokenSlices, shares: HeadShares, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.ranks, ctx.slices, ctx.shares = ranks, slices, shares
+        return _to_heads(ranks, slices, shares, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *_to_tokens(ctx.ranks, ctx.slices, grads)
+        return None, None, None, *_to_tokens(ctx.ranks, ctx.slices, ctx.shares, grads)
 
 
 class ToTokens(torch.autograd.Function):
@@ -38,28 +45,26 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: Ranks, slices: TokenSlices, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.ranks, ctx.slices = ranks, slices
-        return _to_tokens(ranks, slices, tensors)
+        ctx: Any, ranks: Ranks, slices: TokenSlices, shares: HeadShares, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.ranks, ctx.slices, ctx.shares = ranks, slices, shares
+        return _to_tokens(ranks, slices, shares, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *_to_heads(ctx.ranks, ctx.slices, grads)
+        return None, None, None, *_to_heads(ctx.ranks, ctx.slices, ctx.shares, grads)
 
 
-def _to_heads(
-    ranks: Ranks, slices: TokenSlices, tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
+def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
     sizes = slices.sizes
     own, total = sizes[slices.rank], sum(sizes)
     batch, _, _, head_dim = tensors[0].shape
-    heads = [x.shape[1] // ranks.size for x in tensors]
+    heads = [shares.queries, *[shares.keys] * (len(tensors) - 1)]
     width = batch * sum(heads) * head_dim  # elements of a token in a message
     send = tensors[0].new_empty(ranks.size, own, batch, sum(heads), head_dim)
-    for part, x in zip(send.split(heads, dim=3), tensors, strict=True):
-        x = x[:, :, :own].unflatten(1, (ranks.size, -1))  # [B, ranks, heads, own, D]
-        part.copy_(x.permute(1, 3, 0, 2, 4))
+    for place, (part, x) in enumerate(zip(send.split(heads, dim=3), tensors, strict=True)):
+        put = shares.put_keys if place else shares.put_queries
+        put(part, x[:, :, :own])
     received = ranks.all_to_all(
         send.view(-1), [own * width] * ranks.size, [size * width for size in sizes]
     )
@@ -67,9 +72,7 @@ def _to_heads(
     return tuple(part.permute(1, 2, 0, 3) for part in whole.split(heads, dim=2))
 
 
-def _to_tokens(
-    ranks: Ranks, slices: TokenSlices, tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
+def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
     sizes = slices.sizes
     own, total = sizes[slices.rank], sum(sizes)
     batch, _, _, head_dim = tensors[0].shape
@@ -84,10 +87,12 @@ def _to_tokens(
     mine = received.view(ranks.size, own, batch, sum(heads), head_dim)
     first, last = slices.run
     results = []
-    for part, number in zip(mine.split(heads, dim=3), heads, strict=True):
+    for place, parts in enumerate(mine.split(heads, dim=3)):
+        number = shares.kv_heads if place else shares.query_heads
+        take = shares.take_keys if place else shares.take_queries
         # Zeros where the rank runs a token that is nobody's.
-        like = part.new_empty if own else part.new_zeros
-        result = like(batch, last - first, ranks.size, number, head_dim)
-        result[:, :own] = part.permute(2, 1, 0, 3, 4)
-        results.append(result.flatten(2, 3).transpose(1, 2))
+        like = parts.new_empty if own else parts.new_zeros
+        result = like(batch, last - first, number, head_dim)
+        take(result[:, :own], parts)
+        results.append(result.transpose(1, 2))
     return tuple(results)

@@ -12,6 +12,7 @@ import torch
 from oomb.parallel.agreement import expect_same
 from oomb.parallel.exchange import ToHeads, ToTokens
 from oomb.parallel.group import Ranks
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.slices import TokenSlices
 from oomb.parallel.sums import sum_in_rank_order
 
@@ -78,16 +79,37 @@ class Placement(Protocol):
         """A chunk ends on all ranks."""
         ...
 
-    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
-        """[B, H, tokens run here, D] → [B, heads held here, tokens of the chunk, D]."""
+    def heads(self, query_heads: int, kv_heads: int) -> HeadShares:
+        """Who holds which heads of a layer."""
         ...
 
-    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+    def to_heads(self, tensors: Attended, slices: TokenSlices, shares: HeadShares) -> Attended:
+        """Queries, then keys and values: [B, heads, tokens run here, D] → [B, heads held here,
+        tokens of the chunk, D]."""
+        ...
+
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
         """The way back."""
         ...
 
-    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
-        """[H, …] → [heads held here, …]."""
+    def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """[query heads, …] → [query heads held here, …]."""
+        ...
+
+    def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """[B, query heads held here, C, D] → all queries of the key/value heads held here."""
+        ...
+
+    def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """[B, query heads held here, C, D] → of all heads."""
+        ...
+
+    def whole_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """[B, n, key/value heads held here, D] → of all heads."""
+        ...
+
+    def of_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """The way back of :meth:`whole_keys`, for what the first rank has."""
         ...
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,8 +124,12 @@ class Placement(Protocol):
         """Replace tensors by their sums over ranks."""
         ...
 
-    def whole_lists(self, lists: Lists) -> Lists:
-        """Page lists [B, blocks, heads held here, budget] of layers and chunks, of all heads."""
+    def whole_lists(self, lists: Lists, copies: int) -> Lists:
+        """Page lists [B, blocks, heads held here, budget] of layers and chunks, of all heads.
+
+        Args:
+            copies: ranks that hold the same ones.
+        """
         ...
 
     def measure_with(self, stopwatch: Any) -> None:
@@ -147,14 +173,29 @@ class AllHere:
     def border(self) -> None:
         pass
 
-    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
+    def heads(self, query_heads: int, kv_heads: int) -> HeadShares:
+        return HeadShares(query_heads, kv_heads, 1)
+
+    def to_heads(self, tensors: Attended, slices: TokenSlices, shares: HeadShares) -> Attended:
         return tensors
 
-    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
         return o
 
-    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+    def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         return per_head
+
+    def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return q
+
+    def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return q
+
+    def whole_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return x
+
+    def of_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return x
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -165,7 +206,7 @@ class AllHere:
     def sum_(self, tensors: list[torch.Tensor]) -> None:
         pass
 
-    def whole_lists(self, lists: Lists) -> Lists:
+    def whole_lists(self, lists: Lists, copies: int) -> Lists:
         return lists
 
     def measure_with(self, stopwatch: Any) -> None:
@@ -219,16 +260,41 @@ class HeadsOverRanks:
     def border(self) -> None:
         self.group.border()
 
-    def to_heads(self, tensors: Attended, slices: TokenSlices) -> Attended:
-        exchanged: Attended = ToHeads.apply(self.group, slices, *tensors)  # type: ignore[no-untyped-call]
+    def heads(self, query_heads: int, kv_heads: int) -> HeadShares:
+        return HeadShares(query_heads, kv_heads, self.ranks)
+
+    def to_heads(self, tensors: Attended, slices: TokenSlices, shares: HeadShares) -> Attended:
+        exchanged: Attended = ToHeads.apply(self.group, slices, shares, *tensors)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def to_tokens(self, o: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
-        (exchanged,) = ToTokens.apply(self.group, slices, o)  # type: ignore[no-untyped-call]
+    def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
+        (exchanged,) = ToTokens.apply(self.group, slices, shares, o)  # type: ignore[no-untyped-call]
         return exchanged  # type: ignore[no-any-return]
 
-    def of_heads(self, per_head: torch.Tensor) -> torch.Tensor:
-        return per_head.chunk(self.ranks)[self.rank]
+    def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return shares.of_rank(per_head, self.rank)
+
+    def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        if shares.copies == 1:
+            return q
+        group = self.rank // shares.copies
+        sizes = [q.numel() * (rank // shares.copies == group) for rank in range(self.ranks)]
+        sent = q.contiguous().view(-1).repeat(shares.copies)
+        received = self.group.all_to_all(sent, sizes, sizes)
+        return shares.together(received.view(shares.copies, *q.shape))
+
+    def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        groups = self.group.all_gather(q).unflatten(0, (shares.groups, shares.copies))
+        return torch.cat([shares.together(of_group) for of_group in groups], dim=1)
+
+    def whole_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return torch.cat(list(self.group.all_gather(x)[:: shares.copies]), dim=2)
+
+    def of_keys(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        first = self.total(x if self.rank == 0 else torch.zeros_like(x))
+        if x.shape[2] != shares.kv_heads:
+            return first
+        return first.chunk(shares.groups, dim=2)[self.rank // shares.copies].contiguous()
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.sum(x)
@@ -239,8 +305,8 @@ class HeadsOverRanks:
     def sum_(self, tensors: list[torch.Tensor]) -> None:
         sum_in_rank_order(self.group, tensors)
 
-    def whole_lists(self, lists: Lists) -> Lists:
-        of_rank = self.group.collect(lambda: lists)
+    def whole_lists(self, lists: Lists, copies: int) -> Lists:
+        of_rank = self.group.collect(lambda: lists)[::copies]
         return [
             [
                 None if parts[0] is None else torch.cat(parts, dim=2)

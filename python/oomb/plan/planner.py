@@ -21,7 +21,7 @@ from oomb.engine.needs import (
     recomputes,
     spare_of,
 )
-from oomb.engine.ranks import expect_no_mixers, expect_rule_of_ranks, shapes_here
+from oomb.engine.ranks import expect_no_mixers, shapes_here
 from oomb.errors import OutOfMemoryError
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
@@ -193,7 +193,6 @@ class Planner:
         choices: Choices | None = None,
     ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
-        expect_rule_of_ranks(config, self.machine.ranks)
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
         return PageCall(
             chunks=chunks,

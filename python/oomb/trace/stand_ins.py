@@ -131,9 +131,7 @@ class TracedAttention(ChunkAttention):
         self._stored[layer] = weakref.ref(call.k), weakref.ref(call.v)
         return None
 
-    def begin(
-        self, run: ChunkRun, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def begin(self, run: ChunkRun, layer: int, *_: Any, **__: Any) -> None:
         if run.ends_with == "pages" and layer == self._last_filled:
             raise FillComplete
 

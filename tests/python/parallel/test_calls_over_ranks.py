@@ -283,7 +283,7 @@ def refused(rank: int, what: str) -> str:
     if what == "autocast":
         model = model.float()
     if what == "heads":
-        model = small(num_key_value_heads=1)
+        model = small(num_attention_heads=3, num_key_value_heads=3)
     if what == "names":
         mesh = DeviceMesh("cpu", list(range(4)), mesh_dim_names=("sp",))
     if what == "dimensions":
@@ -291,7 +291,8 @@ def refused(rank: int, what: str) -> str:
     if what == "no mesh":
         mesh = object()  # type: ignore[assignment]
     if what == "rule":
-        settings["attention"] = type("Mine", (oomb.TopKPages,), {})(budget=2)
+        wrong = {"choose": lambda rule, q, *_: torch.zeros(1)}
+        settings["attention"] = type("Mine", (oomb.TopKPages,), wrong)(budget=2)
     if what == "wrapped":
         model = nn.DataParallel(model) if odd else model
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast" and odd)
@@ -317,11 +318,12 @@ DIFFERENT = {
     "wrapped": "UnsupportedModelError: [rank 2] DataParallel: models wrapped for distributed",
 }
 EVERYWHERE = {
-    "heads": "mesh: expected ranks that divide the 1 key/value heads of the model, got 2 ranks",
+    "heads": "mesh: expected ranks that can share the 3/3 query/key heads of the model, got 2 "
+    "ranks, of which some would have no queries: share a sequence among 1",
     "names": "mesh: expected a dimension named 'cp', got ('sp',)",
     "dimensions": "mesh: expected the dimension 'cp' alone, got also dp",
     "no mesh": "mesh: expected a torch.distributed.device_mesh.DeviceMesh with a dimension 'cp'",
-    "rule": "attention: expected oomb.Dense() or oomb.TopKPages(…) where ranks share",
+    "rule": "Mine.choose: expected contiguous int32 [1, 1, 1, 2] on cpu, got float32 [1] on cpu",
 }
 
 

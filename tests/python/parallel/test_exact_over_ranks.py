@@ -5,6 +5,7 @@ Every case says how a model is called; it runs on 2, 3 and 4 ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,30 @@ class Case:
     call: str = "plain"  # how :func:`arguments` makes the rest of the call
     is_ordinary: bool = True  # equals ordinary training; else one process alone
     slots: int | None = None  # of the device tier, for each KV head of a rank
+    heads: tuple[int, int] | None = None  # query and key/value heads; None: what ranks divide
+
+
+@dataclass(frozen=True)
+class Widest(oomb.PageRule):
+    """A rule of the user's own, in which each list depends on all heads."""
+
+    share: Any = "all_heads"
+
+    @property
+    def max_pages(self) -> int:
+        return 2
+
+    def choose(self, q: torch.Tensor, summaries: torch.Tensor, past: oomb.Past) -> torch.Tensor:
+        group = q.shape[1] // summaries.shape[2]
+        keys = summaries[:, : past.num_pages].repeat_interleave(group, dim=2)
+        heads = torch.einsum("bhtd,bphd->bthp", q, keys).abs()
+        heads = heads.max(dim=2, keepdim=True).values - heads if self.share == "kv_head" else heads
+        blocks = torch.stack([part.sum(1) for part in heads.split(past.page_size, dim=1)], dim=1)
+        blocks = blocks.unflatten(2, (-1, group)).sum(3)
+        if self.share == "all_heads":
+            blocks = blocks.amax(dim=2, keepdim=True)
+        lists = blocks.topk(2, dim=-1).indices.sort(dim=-1).values
+        return lists.to(torch.int32).contiguous()
 
 
 CASES = {
@@ -81,6 +106,10 @@ CASES = {
         tokens=160,
         slots=26,
     ),
+    "own rule": Case(config={"attention": Widest()}, is_ordinary=False, tokens=120, batch=2),
+    "own rule per head": Case(
+        config={"attention": Widest(share="kv_head")}, is_ordinary=False, tokens=120
+    ),
     "sampled": Case(
         config={"backward": oomb.SampledChunks(keep=0.6, seed=3)}, is_ordinary=False, tokens=120
     ),
@@ -100,26 +129,71 @@ CASES = {
         model="llama",
     ),
 }
+# More ranks than key/value heads: ranks hold copies of them, and divide the queries of each.
+CASES |= {
+    "copies": Case(heads=(7, 1)),
+    "copies of two": Case(heads=(14, 2), batch=2, call="masked"),
+    "copies, recompute": Case(heads=(14, 2), config={"recompute": "layer"}),
+    "copies, documents": Case(heads=(8, 1), batch=2, call="documents"),
+    "copies, padding": Case(heads=(14, 2), batch=3, call="padded"),
+    "copies, window": Case(model="mistral", heads=(10, 2)),
+    "copies, sinks": Case(model="gpt-oss", heads=(14, 2)),
+    "copies, two tiers": Case(heads=(14, 2), slots=26, tokens=140),
+    "copies, kept outputs": Case(heads=(14, 2), config={"keep_outputs": "all"}),
+    "copies, 3 tokens": Case(heads=(7, 1), tokens=3),
+    "copies, shared keys": Case(model="gemma4-e2b", heads=(8, 2)),
+}
+CASES |= {
+    f"copies, {name}": Case(
+        heads=(14, 2),
+        config={"attention": rule},
+        is_ordinary=False,
+        tokens=120,
+        batch=2,
+    )
+    for name, rule in {
+        "pages": oomb.TopKPages(budget=2, score="token_softmax"),
+        "pages per head": oomb.TopKPages(budget=2, share="kv_head", chunk_budget=4),
+        "own rule": Widest(share="kv_head"),
+    }.items()
+}
+CASES |= {
+    "28 heads": Case(heads=(28, 4), batch=2, call="masked"),
+    "28 heads, recompute": Case(heads=(28, 4), config={"recompute": "layer"}),
+    "28 heads, 2 keys, pages": Case(
+        heads=(28, 2),
+        config={"attention": oomb.TopKPages(budget=2, share="kv_head")},
+        is_ordinary=False,
+        tokens=120,
+    ),
+    "28 heads, pages": Case(
+        heads=(28, 4),
+        config={"attention": oomb.TopKPages(budget=2)},
+        is_ordinary=False,
+        tokens=120,
+    ),
+}
 CASES |= {f"{n} tokens behind a border": Case(tokens=17 + n) for n in range(1, 10)}
 CASES |= {f"{n} tokens": Case(tokens=n) for n in (3, 4)}
 
 
-def heads(ranks: int) -> dict[str, int]:
-    """Heads that ``ranks`` can share: two queries a key."""
+def heads(ranks: int, case: Case | None = None) -> dict[str, int]:
+    """Heads of a case; or such that ``ranks`` divide: two queries a key."""
     kv_heads = 3 if ranks == 3 else 4
-    return {"num_key_value_heads": kv_heads, "num_attention_heads": 2 * kv_heads}
+    queries, keys = (2 * kv_heads, kv_heads) if case is None or case.heads is None else case.heads
+    return {"num_key_value_heads": keys, "num_attention_heads": queries}
 
 
 def model_of(case: Case, ranks: int) -> Any:
     if case.model in CLASSES:
-        return make_classes(case.model, **heads(ranks))
-    return make(case.model, **{**heads(ranks), "num_hidden_layers": 2, **case.sizes})
+        return make_classes(case.model, **heads(ranks, case))
+    return make(case.model, **{**heads(ranks, case), "num_hidden_layers": 2, **case.sizes})
 
 
 def config_of(case: Case, ranks: int, kv_heads: int) -> oomb.Config:
     memory: dict[str, Any] = {}
     if case.slots is not None:
-        memory["device_memory"] = case.slots * SLOT * kv_heads // ranks
+        memory["device_memory"] = case.slots * SLOT * kv_heads // math.gcd(ranks, kv_heads)
         memory["host_memory"] = 4 << 20
     settings = {"chunk_size": 16, "page_size": 8, "recompute": "none", "record_selection": True}
     return oomb.Config(**{**settings, **memory, **case.config})
@@ -177,7 +251,7 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
         return None
     model = model_of(case, ranks)
     given, _ = arguments(case)
-    config = config_of(case, ranks, heads(ranks)["num_key_value_heads"])
+    config = config_of(case, ranks, heads(ranks, case)["num_key_value_heads"])
 
     def call(engine: oomb.Engine) -> Result:
         engine.load_state_dict({**engine.state_dict(), "step": 0})
@@ -188,22 +262,50 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
         return call(engine), call(engine)
 
 
+EIGHT = [name for name in CASES if name.startswith("28 heads")]
+
 # Run each time on more than two ranks too; the others on 3 and 4 are slow.
 QUICK = ("dense", "recompute", "sinks", "documents", "pages", *(n for n in CASES if "border" in n))
+COPIES = {
+    *(("copies", ranks) for ranks in (2, 3, 4)),
+    *((f"copies, {name}", 4) for name in ("recompute", "sinks", "pages", "own rule")),
+    ("copies of two", 3),
+    ("copies, documents", 3),
+}
+
+
+def is_quick(name: str, ranks: int) -> bool:
+    if name.startswith("copies"):
+        return (name, ranks) in COPIES
+    return ranks == 2 or name in QUICK
+
+
 WHERE = [
-    pytest.param(name, ranks, marks=pytest.mark.slow if ranks > 2 and name not in QUICK else [])
+    pytest.param(name, ranks, marks=[] if is_quick(name, ranks) else pytest.mark.slow)
     for name in CASES
+    if name not in EIGHT
     for ranks in (2, 3, 4)
 ]
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
 def test_case(world: World, name: str, ranks: int) -> None:
+    compare(world, name, ranks)
+
+
+@pytest.mark.slow
+def test_eight_ranks() -> None:
+    with World(8) as world:
+        for name in EIGHT:
+            compare(world, name, 8)
+
+
+def compare(world: World, name: str, ranks: int) -> None:
     case = CASES[name]
     world.start(over_ranks, name, ranks)
     model = model_of(case, ranks)
     given, theirs = arguments(case)
-    config = config_of(case, 1, heads(ranks)["num_key_value_heads"])
+    config = config_of(case, 1, heads(ranks, case)["num_key_value_heads"])
     alone = chunked(model, config, **given)
     expected = ordinary(model, **theirs) if case.is_ordinary else alone
     results = [found for found in world.answers() if found is not None]

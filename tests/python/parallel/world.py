@@ -28,7 +28,7 @@ PRELOADED = [
 ]
 
 # Which of four ranks share a sequence; the rank in a group is not the rank in the job.
-MEMBERS = {2: [[0, 2], [1, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
+MEMBERS = {2: [[0, 2], [1, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]], 8: [list(range(8))]}
 
 
 class Died(AssertionError):
