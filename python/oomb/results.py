@@ -28,6 +28,8 @@ class Stats:
         kept_output_seconds: that the fill took to compute them; the sweep did not do it again.
         border_state_bytes: of the host's memory that states of recurrences and convolutions at the
             borders between chunks took, beside the pools.
+        image_feature_bytes: of the host's memory that features of images and their gradients took;
+            ``host_memory`` does not cap it.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
         exchange_seconds: that this rank spent in exchanges with the others, waiting included.
@@ -53,6 +55,7 @@ class Stats:
     kept_output_bytes: int = 0
     kept_output_seconds: float = 0.0
     border_state_bytes: int = 0
+    image_feature_bytes: int = 0
     reserved_ratio: float = 1.0
     exchange_seconds: float = 0.0
     gathered_weight_bytes: int = 0

@@ -13,6 +13,8 @@ import torch
 
 from oomb.config import Config
 from oomb.core.layout import Chunks
+from oomb.model.images import IMAGE_ARGUMENTS as IMAGE_ARGUMENTS
+from oomb.model.images import Images
 
 
 def expect(ok: bool, argument: str, expected: str, got: object) -> None:
@@ -104,6 +106,13 @@ def document_starts(
     return starts if bool(starts[:, 1:].any()) else None
 
 
+def text_positions(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, T] of what a model that sees images takes: of [4, B, T] the first, of [3, B, T] none."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 3:
+        return position_ids
+    return position_ids[0] if position_ids.shape[0] == 4 else None
+
+
 def document_start_of(starts: torch.Tensor) -> torch.Tensor:
     """[B, T] int32: index of the first token of each token's document."""
     index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
@@ -129,6 +138,7 @@ class CallInputs:
         largest_position: of the whole call, before cutting.
         num_given: tokens per sequence before cutting.
         own_chunks: where they are not those of a plain sequence.
+        images: what stands in place of tokens, or None.
     """
 
     input_ids: torch.Tensor
@@ -142,6 +152,7 @@ class CallInputs:
     largest_position: int
     num_given: int
     own_chunks: Chunks | None = None
+    images: Images | None = None
 
     def chunks(self, config: Config) -> Chunks:
         """The call's chunks."""
@@ -168,12 +179,14 @@ def check_inputs(
     vocab_size: int,
     device: torch.device,
     every_token: bool = False,
+    at_least: int = 0,
 ) -> CallInputs:
     """Check a call's arguments and derive targets, visibility and positions from them.
 
     Args:
         every_token: all tokens up to the longest sequence's padding are needed, and none has to be
             a target.
+        at_least: tokens that are needed in any case.
 
     Raises:
         ValueError: an argument does not fit; the text names it, what was expected and what came.
@@ -205,6 +218,7 @@ def check_inputs(
         needed = tokens if lengths is None else int(lengths.max())
     else:
         needed = int(counted.any(dim=0).nonzero().max()) + 1
+    needed = max(needed, at_least)
     first_key = None if starts is None else document_start_of(starts)[:, :needed].contiguous()
     num_keys = None
     if lengths is not None and int(lengths.min()) < needed:

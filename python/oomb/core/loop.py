@@ -13,6 +13,7 @@ from oomb.core.alternation import Alternation
 from oomb.core.attention import ChunkAttention, chunk_attention, expect_finite, with_sinks
 from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
+from oomb.core.images import ImageRows
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits
@@ -62,7 +63,8 @@ class ChunkLoop:
         self._on_progress = on_progress
         self._sums = sums
         self._borders = borders or BorderStates()
-        self._carries: tuple[Carry, ...] = (attention, self._borders)
+        self.images = ImageRows(inputs.images, chunks, model.device)
+        self._carries: tuple[Carry, ...] = (attention, self._borders, self.images)
         self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
@@ -82,6 +84,7 @@ class ChunkLoop:
             sums=self._sums,
         )
         swaps.also(session)
+        swaps.also(self.images.embedding(self._model.causal.get_input_embeddings()))
 
     def fill(self, num_chunks: int) -> float:
         """Keys and values of chunks [0, num_chunks). Returns seconds."""
@@ -162,6 +165,7 @@ class ChunkLoop:
                 begin, end = self._chunks.span(chunk)
                 done += end - begin
                 self._report("sweep", chunk, self._chunks.number, done)
+            self.images.propagate()
         return time.perf_counter() - began
 
     @contextmanager
@@ -186,10 +190,13 @@ class ChunkLoop:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
         begin, end = self._slices(chunk).run
+        positions = self.images.positions(begin, end)
+        if positions is None:
+            positions = self._inputs.position_ids[:, begin:end].long()
+        ids = self._inputs.input_ids[:, begin:end]
+        of_images = self.images.arguments(chunk, ids)
         try:
-            return self._model.hidden(
-                self._inputs.input_ids[:, begin:end], self._inputs.position_ids[:, begin:end].long()
-            )
+            return self._model.hidden(ids, positions, **of_images)
         except FillComplete:
             return None
 
@@ -218,6 +225,9 @@ class ChunkLoop:
             return o, lse
 
         o, lse = self._runner.attention(attend, q, k, v)
+        later = self.images.seen_both_ways(call, q, k, v)
+        if later is not None:
+            o, lse = later(o, lse)
         if call.sinks is not None:
             o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
         return _cut(self._to_tokens(o, shares), call.v.shape[-1]).to(call.q.dtype)

@@ -326,6 +326,7 @@ def tree_of(
         "backward=oomb.AllChunks() beside it",
         repr(rule),
     )
+    expect(rows.images is None, "share_prefixes", "rows of text alone", "images among them")
     plain = rows.first_key is None
     expect(plain, "share_prefixes", "rows of one document each", "packed documents")
     what = f"{mixers[0].name}, which hands a state from token to token" if mixers else ""
@@ -334,7 +335,8 @@ def tree_of(
 
 
 def _can_branch(rows: CallInputs, config: Config, mixers: Sequence[Mixer]) -> bool:
-    return isinstance(config.backward, AllChunks) and rows.first_key is None and not mixers
+    plain = rows.first_key is None and rows.images is None
+    return isinstance(config.backward, AllChunks) and plain and not mixers
 
 
 def _needed(rows: CallInputs, every_token: bool) -> list[int]:

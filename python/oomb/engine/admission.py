@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from oomb.config import Config
-from oomb.core.inputs import CallInputs, check_inputs, expect
+from oomb.core.inputs import CallInputs, expect
 from oomb.core.main_grad import check_sums
+from oomb.engine.images import inputs_with_images
 from oomb.engine.training import Training
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
@@ -46,19 +48,25 @@ class Admission:
         if self._model.host_weights is not None:
             self._model.host_weights.close()
 
-    def checked(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> CallInputs:
+    def checked(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        images: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> CallInputs:
         """A call's arguments as the chunk loop takes them.
+
+        Args:
+            images: the model's own arguments for images, as they were given.
 
         Raises:
             ValueError, Error: of :meth:`oomb.Engine.forward_backward`.
         """
         self.expect_usable()
-        inputs = check_inputs(
-            input_ids,
-            labels,
-            vocab_size=self._model.vocab_size,
-            device=self._model.device,
-            **others,
+        inputs = inputs_with_images(
+            self._model, self._config, self._placement.ranks, input_ids, labels, images, others
         )
         if self._config.rope_angles == "model" and not self._warned_of_far:
             self._warned_of_far = warn_of_far_positions(inputs.largest_position)

@@ -99,6 +99,7 @@ class Call:
                 kept_output_bytes=pages.outputs.num_bytes,
                 kept_output_seconds=self.attention.kept_seconds.total,
                 border_state_bytes=self.borders.kept_bytes,
+                image_feature_bytes=self.loop.images.num_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
                 exchange_seconds=self.exchanges.total,
                 gathered_weight_bytes=self.weights.gathered_bytes,
@@ -198,7 +199,7 @@ class Calls:
             loss = ChunkLoss.of_call(
                 model.head,
                 inputs,
-                spans_here(Chunks.of(config, inputs.tokens), self.placement),
+                spans_here(inputs.chunks(config), self.placement),
                 model.vocab_size,
                 return_logprobs,
                 None if swept is None else self._grads,

@@ -100,6 +100,7 @@ class Engine:
         token_loss: TokenLoss | None = None,
         token_metrics: bool = False,
         on_progress: OnProgress | None = None,
+        **images: torch.Tensor | None,
     ) -> Step:
         """Loss, and its gradient added to ``param.grad`` of every parameter that requires it.
 
@@ -121,6 +122,9 @@ class Engine:
                 tokens. What else it takes must be constant.
             token_metrics: give ``step.metrics``.
             on_progress: gets an :class:`oomb.Progress` at every chunk border; may end the call.
+            images: what the model's own forward takes for images and videos (``pixel_values``,
+                ``image_grid_thw``, ``mm_token_type_ids``, ``token_type_ids``, …), as a processor
+                gives it. ``position_ids`` may then be [3 or 4, batch, tokens].
 
         All tensors are on the model's device.
 
@@ -147,12 +151,12 @@ class Engine:
         }
 
         def prepare() -> tuple[CallInputs, list[int], list[nn.Parameter]]:
-            inputs = self._admission.checked(input_ids, labels, **given)
+            inputs = self._admission.checked(input_ids, labels, images=images, **given)
             check_callable("on_progress", on_progress)
             check_callable("token_loss", token_loss)
             if torch.is_inference_mode_enabled():
                 raise Error("forward_backward: expected no torch.inference_mode(), got one")
-            swept = training.drawn(Chunks.of(config, inputs.tokens).number)
+            swept = training.drawn(inputs.chunks(config).number)
             return inputs, swept, training.parameters()
 
         inputs, swept, parameters = self._placement.together(prepare)
@@ -211,6 +215,7 @@ class Engine:
         return_logprobs: bool = False,
         token_metrics: bool = False,
         on_logits: OnLogits | None = None,
+        **images: torch.Tensor | None,
     ) -> Step:
         """Loss without gradient; arguments as in :meth:`forward_backward`. Draws nothing.
 
@@ -239,7 +244,7 @@ class Engine:
         def prepare() -> CallInputs:
             check_callable("on_progress", on_progress)
             check_callable("on_logits", on_logits)
-            return self._admission.checked(input_ids, labels, **given)
+            return self._admission.checked(input_ids, labels, images=images, **given)
 
         wanted: dict[str, Any] = dict(return_logprobs=return_logprobs, token_metrics=token_metrics)
         inputs = self._placement.together(prepare)
@@ -271,6 +276,7 @@ class Engine:
         statistics: Sequence[str] = (),
         share_prefixes: bool | str = False,
         on_progress: OnProgress | None = None,
+        **images: torch.Tensor | None,
     ) -> TwoPass:
         """Any loss of per-token values, exactly; see :class:`oomb.TwoPass`.
 
@@ -305,6 +311,7 @@ class Engine:
             attention_mask=attention_mask,
             position_ids=position_ids,
             document_ids=document_ids,
+            images=images,
         )
 
     @property

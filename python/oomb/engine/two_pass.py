@@ -93,7 +93,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             check_callable("on_progress", on_progress)
             wanted.expect_logits(self._model)
             targets = all_labels(input_ids, given["attention_mask"]) if labels is None else labels
-            none = {"loss_weights": None, "num_items_in_batch": None, "every_token": wanted.hidden}
+            none: dict[str, Any] = {"loss_weights": None, "num_items_in_batch": None}
+            none["every_token"] = wanted.hidden
             rows = admission.checked(input_ids, targets, **given, **none)
             mixers = self._model.mixers
             self._tree = tree_of(share_prefixes, rows, training.config, mixers, wanted.hidden)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomb.core.inputs import document_starts
+from oomb.core.inputs import IMAGE_ARGUMENTS, document_starts, text_positions
 
 ENGINE_COLUMNS = (
     "input_ids",
@@ -35,14 +35,15 @@ def engine_arguments(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: ``labels`` are missing, or the model would need something else; names it.
     """
-    arguments = {name: inputs[name] for name in ENGINE_COLUMNS if inputs.get(name) is not None}
+    known = (*ENGINE_COLUMNS, *IMAGE_ARGUMENTS)
+    arguments = {name: inputs[name] for name in known if inputs.get(name) is not None}
     for name, value in inputs.items():
-        if name in ENGINE_COLUMNS or value is None or (name == "use_cache" and not value):
+        if name in known or value is None or (name == "use_cache" and not value):
             continue
         if name not in _FOLLOW_FROM_POSITIONS:
             raise ValueError(
-                f"batch: expected {', '.join(ENGINE_COLUMNS)}, got {name}, "
-                "which the engine cannot pass to the model"
+                f"batch: expected {', '.join(ENGINE_COLUMNS)} and arguments for images, got "
+                f"{name}, which the engine cannot pass to the model"
             )
         if "position_ids" not in arguments:
             raise ValueError(f"batch: expected position_ids beside {name}, got none")
@@ -59,7 +60,7 @@ def counted_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
     starts = torch.zeros_like(labels, dtype=torch.bool)
     starts[:, :1] = True
     of_documents = document_starts(
-        inputs.get("position_ids"),
+        text_positions(inputs.get("position_ids")),
         inputs.get("document_ids"),
         positions_tell=inputs.get("attention_mask") is None,
     )

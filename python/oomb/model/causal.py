@@ -148,13 +148,13 @@ class CausalModel:
         """Forwards of the layers, during which :meth:`layer_of` knows whose turn it is."""
         return {layer: _telling(index, layer.forward) for index, layer in enumerate(self.layers)}
 
-    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, **of_images: Any
+    ) -> torch.Tensor:
         """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`."""
+        arguments = {"attention_mask": placeholder_mask(input_ids.device), **of_images}
         output = self.decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=placeholder_mask(input_ids.device),
-            use_cache=False,
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
         )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
@@ -177,7 +177,7 @@ class CausalModel:
 
         def begin(swaps: Swaps) -> None:
             swaps.also(attention_handler(self.decoder, handler))
-            for module in self.causal.modules():
+            for module in self.decoder.modules():
                 # Hugging Face's own checkpointing would run every layer's attention again.
                 if getattr(module, "gradient_checkpointing", False):
                     swaps.replace(module, "gradient_checkpointing", False)

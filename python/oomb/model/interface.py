@@ -169,8 +169,14 @@ def attention_handler(swaps: Swaps, decoder: nn.Module, handler: Handler) -> Non
     if _handler is not None:
         raise Error("engine: expected one call at a time, got a call inside another")
     swaps.replace(_THIS, "_handler", handler)
+    swaps.also(named_attention(decoder))
+
+
+@swapping
+def named_attention(swaps: Swaps, decoder: nn.Module, *others: Any) -> None:
+    """The decoder's configs, and ``others``, name the engine's attention."""
     configs = {id(m.config): m.config for m in decoder.modules() if _names_attention(m)}
-    for config in configs.values():
+    for config in (configs | {id(other): other for other in others}).values():
         swaps.replace(config, "_attn_implementation_internal", NAME)
 
 
@@ -188,7 +194,13 @@ def observed_attention(swaps: Swaps, observer: Callable[[AttentionCall], None]) 
 @swapping
 def recorded_masks(swaps: Swaps) -> None:
     """Make each mask a [1, 1, 1, 1] tensor that holds its window: 0 unlimited, -1 unknown shape."""
-    swaps.replace(_THIS, "_mask_probe", _window_of_mask)
+    swaps.also(probed_masks(_window_of_mask))
+
+
+@swapping
+def probed_masks(swaps: Swaps, probe: Callable[..., torch.Tensor]) -> None:
+    """Make each mask what ``probe`` gives for its ``mask_function``."""
+    swaps.replace(_THIS, "_mask_probe", probe)
 
 
 def _window_of_mask(*_: Any, mask_function: Callable[..., Any], **keywords: Any) -> torch.Tensor:
