@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from oomb.nearest import nearest
 
@@ -316,6 +316,8 @@ class Config:
         main_grad_dtype: of the sums of parameter gradients over chunks: ``"float32"``, or
             ``"bfloat16"`` with stochastic rounding: half the memory. For bf16 parameters; others
             keep sums in fp32 (fp64).
+        main_grad_device: ``"device"``, or ``"host"``: sums of decoder layers stay in host memory,
+            and come to the device for their layer's backward. Changes no bit.
         recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
             attention, ``"auto"`` decides once for each size of a chunk by what fits. Changes no bit
             of the result.
@@ -342,6 +344,7 @@ class Config:
     host_memory: int | str | None = None
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     main_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    main_grad_device: Literal["device", "host"] = "device"
     recompute: Literal["auto", "none", "layer"] = "auto"
     keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     weights: Literal["device", "host"] = "device"
@@ -374,16 +377,13 @@ class Config:
         )
         object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))
         object.__setattr__(self, "host_memory", parse_size("host_memory", self.host_memory))
-        _expect_one_of("kv_grad_dtype", self.kv_grad_dtype, ("float32", "bfloat16"))
-        _expect_one_of("main_grad_dtype", self.main_grad_dtype, ("float32", "bfloat16"))
-        _expect_one_of("recompute", self.recompute, ("auto", "none", "layer"))
         keep = self.keep_outputs
         share = isinstance(keep, (int, float)) and not isinstance(keep, bool) and 0 <= keep <= 1
         known = share or (isinstance(keep, str) and keep in ("auto", "none", "all"))
         _expect(known, "keep_outputs", "'auto', 'none', 'all' or a share in [0, 1]", keep)
-        _expect_one_of("weights", self.weights, ("device", "host"))
-        _expect_one_of("sharded_weights", self.sharded_weights, ("zero1", "zero2", "zero3"))
-        _expect_one_of("rope_angles", self.rope_angles, ("model", "float64"))
+        for name, kind in get_type_hints(Config).items():
+            if get_origin(kind) is Literal:
+                _expect_one_of(name, getattr(self, name), get_args(kind))
         for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
             _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
 

@@ -77,6 +77,9 @@ def plan(
     main_grad_dtype: Annotated[
         str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
     ] = "float32",
+    main_grad_device: Annotated[
+        str, typer.Option(help="Where those of layers are kept: device or host.")
+    ] = "device",
     recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
     weights: Annotated[
@@ -112,6 +115,7 @@ def plan(
             attention=TopKPages(budget=budget) if budget else Dense(),
             backward=_backward(keep, window),
             main_grad_dtype=main_grad_dtype,  # type: ignore[arg-type]
+            main_grad_device=main_grad_device,  # type: ignore[arg-type]
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
             **chosen,
@@ -226,6 +230,9 @@ def show(console: Console, model: str, result: Recommendation) -> None:
         console.print("time: unknown; give --gpu or --gpu-tflops")
     if prediction.duration is not None and prediction.duration.weights_hidden_from:
         console.print(_weights(prediction.duration))
+    if prediction.duration is not None and prediction.duration.sums_hidden_from:
+        hidden = prediction.duration.sums_hidden_from
+        console.print(f"gradient sums on the host: the link hides them from chunks of {hidden:,}")
     if prediction.kept_output_bytes:
         console.print(_kept(prediction))
     if prediction.machine.host_assumed:
@@ -248,6 +255,7 @@ def _settings(prediction: Prediction) -> str:
         f"page_size={config.page_size}",
         f"kv_grad_dtype={config.kv_grad_dtype}",
         f"main_grad_dtype={config.main_grad_dtype}",
+        *(["main_grad_device=host"] if config.main_grad_device == "host" else []),
         f"recompute={config.recompute}",
         f"keep_outputs={config.keep_outputs}",
         f"weights={config.weights}",
@@ -269,7 +277,11 @@ def _memory(prediction: Prediction) -> Table:
         ("parameters", prediction.parameter_bytes, prediction.weight_host_bytes),
         ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
         ("kept gradients", prediction.kept_gradient_bytes, 0),
-        (f"gradient sums ({config.main_grad_dtype})", prediction.sum_bytes, 0),
+        (
+            f"gradient sums ({config.main_grad_dtype})",
+            prediction.sum_bytes,
+            prediction.sum_host_bytes,
+        ),
         ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
         ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
         ("page lists", 0, prediction.list_bytes),
@@ -330,6 +342,7 @@ def _time(prediction: Prediction) -> str:
     names = ["matrix", "attention", "elementwise", "copies", "starting"]
     names += ["exchange"] if duration.exchange else []
     names += ["weights"] if duration.weights_hidden_from else []
+    names += ["sums"] if duration.sums_hidden_from else []
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
     source, step = _SOURCES[duration.basis], prediction.optimizer_seconds
     speed = prediction.num_tokens * prediction.batch_size / duration.total

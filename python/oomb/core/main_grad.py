@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomb.core.host_sums import HostSums
 from oomb.core.rounded_sums import (
     add_rounded,
     add_rows_rounded,
@@ -16,6 +17,7 @@ from oomb.core.rounded_sums import (
     product,
     seed_of_addition,
     seed_of_parameter,
+    sum_dtype,
 )
 from oomb.errors import UnsupportedModelError
 from oomb.held_signals import with_signals_held
@@ -27,20 +29,6 @@ from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 
 _SCATTERED_BYTES = 256 * 2**20  # of weights whose sums are there as a whole and in parts
-
-
-def sum_dtype(parameter: torch.Tensor, main_grad_dtype: str) -> torch.dtype:
-    """Of the sum of a parameter's gradients: at least the parameter's precision.
-
-    Args:
-        main_grad_dtype: as in :class:`oomb.Config`. ``"bfloat16"`` is for bf16 parameters alone;
-            their gradient ends in bf16 anyway.
-    """
-    if parameter.dtype == torch.float64:
-        return torch.float64
-    if parameter.dtype == torch.bfloat16 and main_grad_dtype == "bfloat16":
-        return torch.bfloat16
-    return torch.float32
 
 
 def check_sums(parameters: Iterable[nn.Parameter], main_grad_dtype: str) -> None:
@@ -67,10 +55,12 @@ class MainGrads:
 
     Args:
         main_grad_dtype: as in :class:`oomb.Config`.
+        host: has the sums of some parameters in host memory.
     """
 
-    def __init__(self, main_grad_dtype: str = "float32") -> None:
+    def __init__(self, main_grad_dtype: str = "float32", host: HostSums | None = None) -> None:
         self._dtype = main_grad_dtype
+        self._host = host
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._seeds: dict[nn.Parameter, int] = {}
         self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
@@ -96,6 +86,9 @@ class MainGrads:
             for place, parameter in enumerate(parameters)
             if sum_dtype(parameter, self._dtype) == torch.bfloat16
         }
+        if self._host is not None:
+            swaps.afterwards(self._host.end)
+            self._host.begin()
         for parameter in parameters:
             swaps.afterwards(partial(self._let_go, parameter, parameter.grad))
         for parameter in parameters:
@@ -117,8 +110,10 @@ class MainGrads:
             raise UnsupportedModelError(
                 "sparse parameter gradients are not supported; use sparse=False"
             )
-        total = self._sums.get(parameter)
-        if total is None:
+        total = self.get(parameter)
+        if total is None and self._host is not None and parameter in self._host:
+            self._host.new(parameter).copy_(grad)
+        elif total is None:
             dtype = sum_dtype(parameter, self._dtype)
             # Rounded additions, and sums over ranks, go through it as it lies in memory.
             self._sums[parameter] = grad.to(dtype).contiguous()
@@ -164,7 +159,9 @@ class MainGrads:
 
     def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's sum so far; zeros at first."""
-        total = self._sums.get(parameter)
+        total = self.get(parameter)
+        if total is None and self._host is not None and parameter in self._host:
+            return self._host.new(parameter).zero_()
         if total is None:
             dtype = sum_dtype(parameter, self._dtype)
             total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -245,9 +242,12 @@ class MainGrads:
             return False
         while self._left:
             parameter = self._left[-1]
-            total = self._sums.get(parameter)
+            total = self.get(parameter)
+            on_host = self._host is not None and parameter in self._host
+            if total is not None and on_host:  # its memory is for the next call's sums
+                total = total.to(parameter.device, copy=True)
             addend = None if total is None else total.to(parameter.dtype)
-            if addend is not None and addend is total and self._keep:
+            if addend is not None and addend is total and self._keep and not on_host:
                 addend = addend.clone()
             elif addend is None and self._zeros and parameter.grad is None:
                 addend = torch.zeros_like(parameter)
@@ -260,10 +260,14 @@ class MainGrads:
                 self._left.pop().grad.add_(addend)
             if not self._keep:
                 self._sums.pop(parameter, None)
+                if self._host is not None:
+                    self._host.forget(parameter)
         return True
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum kept from the last call."""
+        """The sum so far, or the one kept from the last call."""
+        if self._host is not None and parameter in self._host:
+            return self._host.of(parameter)
         return self._sums.get(parameter)
 
     def clear(self) -> None:
@@ -272,6 +276,8 @@ class MainGrads:
 
     def _drop(self) -> None:
         self._sums, self._shards, self._met = {}, {}, set()
+        if self._host is not None:
+            self._host.drop()
 
 
 def _of_bytes(parameters: list[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:

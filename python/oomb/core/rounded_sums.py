@@ -21,6 +21,20 @@ _PIECE_BYTES = 2**28  # of a product in fp32 that exists beside its sum
 _PIECE_ROWS = 128
 
 
+def sum_dtype(parameter: torch.Tensor, main_grad_dtype: str) -> torch.dtype:
+    """Of the sum of a parameter's gradients: at least the parameter's precision.
+
+    Args:
+        main_grad_dtype: as in :class:`oomb.Config`. ``"bfloat16"`` is for bf16 parameters alone;
+            their gradient ends in bf16 anyway.
+    """
+    if parameter.dtype == torch.float64:
+        return torch.float64
+    if parameter.dtype == torch.bfloat16 and main_grad_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
+
+
 def seed_of_parameter(call_seed: int, place: int) -> int:
     """Of the parameter at ``place`` among those that train; 64 bits."""
     key = f"oomb sum {call_seed} {place}".encode()

@@ -11,6 +11,7 @@ from torch import nn
 
 from oomb.config import Config
 from oomb.core.border_states import expect_every_chunk
+from oomb.core.host_sums import HostSums, host_sums_of
 from oomb.core.inputs import CallInputs, check_callable, expect, kind_of
 from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
@@ -66,12 +67,17 @@ class Engine:
         self._weights = weights_of(model, self.config.sharded_weights, self._placement)
         self._model = self._placement.together(partial(admitted, model, self.config, self._weights))
         self._placement.expect_device(self._model.device)
-        self._grads = MainGrads(self.config.main_grad_dtype)
+        host = self._placement.together(self._host_sums)
+        self._grads = MainGrads(self.config.main_grad_dtype, host)
         self._pools = Pools(self._model.device, self._placement)
         self._training = Training(self._model, self.config, self._grads)
         self._admission = Admission(self._training, self._placement)
         with around_gathers(self._placement, self._weights):
             as_before_afterwards(partial(self._placement.together, self._check_model))
+
+    def _host_sums(self) -> HostSums | None:
+        model, ranks = self._model, self._placement.ranks
+        return host_sums_of(model.layers, self.config, model.device, ranks)
 
     def _check_model(self) -> None:
         with Swaps() as swaps:
@@ -348,7 +354,8 @@ class Engine:
             parameter: one of the model's.
 
         Returns:
-            A tensor of its shape, on its device; the engine's own, valid until the next call.
+            A tensor of its shape, on its device (with ``main_grad_device="host"`` on the host); the
+            engine's own, valid until the next call.
 
         Raises:
             ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.

@@ -11,9 +11,10 @@ from torch import nn
 
 from oomb.config import Config
 from oomb.core.copying import linear_flops
-from oomb.core.main_grad import sum_dtype
+from oomb.core.host_sums import layer_bytes, own_parameters, spared_bytes
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs
+from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import TIER_SHARE, free_memory
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
@@ -97,6 +98,9 @@ def needs_of(
     if demand.reach is None:
         return Needs()
     gradients = gradient_bytes(model.causal.parameters(), config, weights)
+    if config.main_grad_device == "host":
+        own = own_parameters(model.layers)
+        gradients -= spared_bytes(layer_bytes(own, config.main_grad_dtype))
     gradients += weights.to_come(begun=begun)
     estimate = _estimated(model, demand.batch, tokens, recompute)
     others = others_of(demand, estimate, gradients)

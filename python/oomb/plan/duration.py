@@ -33,6 +33,9 @@ class Duration:
         weights: time that the rest waits for weights from the host.
         weights_hidden_from: tokens of a chunk from which it never waits for them, whatever
             attention takes; 0: no weights are on the host.
+        sums: time that the rest waits for gradient sums that the host keeps.
+        sums_hidden_from: tokens of a chunk from which no chunk waits for them, whatever attention
+            takes; 0: none are on the host.
         fill: seconds of the fill, of the total.
         spared: of attention that kept outputs spare; no part of the total.
         basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
@@ -49,11 +52,14 @@ class Duration:
     exchange: float = 0.0
     weights: float = 0.0
     weights_hidden_from: int = 0
+    sums: float = 0.0
+    sums_hidden_from: int = 0
 
     @property
     def total(self) -> float:
         computing = self.matrix + self.elementwise + self.attention
-        return computing + self.copies + self.weights + self.starting + self.exchange
+        waiting = self.copies + self.weights + self.sums
+        return computing + waiting + self.starting + self.exchange
 
 
 def duration_of(

@@ -25,6 +25,7 @@ from oomb.engine.ranks import expect_no_mixers, shapes_here
 from oomb.errors import OutOfMemoryError
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
+from oomb.plan.host_sums import HostSumsUse, with_sums
 from oomb.plan.host_weights import HostWeightsUse, with_weights
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
@@ -121,16 +122,21 @@ class Planner:
             )
         kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
         weights = HostWeightsUse.of(config, tracer.movable_bytes)
+        sums = HostSumsUse.of(config, tracer, self.machine.ranks)
         parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
         free = self.machine.device_bytes - parameters - kept
         if self.machine.device_type == "cpu":  # one memory for both
-            free -= weights.host_bytes + (use.host_bytes if optimizer_states == "host" else 0)
+            free -= (
+                weights.host_bytes
+                + sums.host_bytes
+                + (use.host_bytes if optimizer_states == "host" else 0)
+            )
         call = self.pages(num_tokens, config, batch_size, step, choices)
         free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
         recompute = self._recompute(config, call, free)
 
         shortage, spills = "", False
-        room = self._room(config, call, recompute, free, use, weights, accumulates)
+        room = self._room(config, call, recompute, free, use, weights, sums, accumulates)
         try:
             found = fit(call, config.keep_outputs, room, linear_flops=tracer.linear_flops)
             call = replace(call, outputs=found.outputs)
@@ -155,6 +161,7 @@ class Planner:
                     exchange=exchange_seconds(call, trace, self.machine),
                 )
                 duration = with_weights(duration, call, trace, rates, weights)
+                duration = with_sums(duration, call, trace, rates, sums)
         return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
@@ -164,13 +171,14 @@ class Planner:
             parameter_bytes=parameters,
             weight_host_bytes=weights.host_bytes,
             movable_bytes=sum(tracer.movable_bytes) - weights.host_bytes,
-            sum_bytes=trace.sum_bytes,
+            sum_bytes=trace.sum_bytes - sums.spared_bytes,
+            sum_host_bytes=sums.host_bytes,
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
             optimizer_states=optimizer_states,
             optimizer_seconds=stepping,
             kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
-            call_bytes=_call_bytes(call, trace),
+            call_bytes=_call_bytes(call, trace, sums.spared_bytes),
             step_bytes=tracer.gradient_bytes + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
@@ -240,6 +248,7 @@ class Planner:
         free: int,
         use: OptimizerUse,
         weights: HostWeightsUse,
+        sums: HostSumsUse,
         accumulates: bool,
     ) -> Room:
         """Memory that the call may have, as the engine will find it.
@@ -250,7 +259,7 @@ class Planner:
         assert not isinstance(config.device_memory, str)
         assert not isinstance(config.host_memory, str)
         cap, machine = config.host_memory, self.machine
-        gradients = gradient_bytes(self.tracer.trainable, config)
+        gradients = gradient_bytes(self.tracer.trainable, config) - sums.spared_bytes
         on_cpu = machine.device_type == "cpu"
         kept = self.tracer.gradient_bytes if accumulates else 0
         return Room(
@@ -263,7 +272,7 @@ class Planner:
             host_others=call.list_bytes
             + call.border_bytes
             + use.host_bytes
-            + (0 if on_cpu else weights.host_bytes),
+            + (0 if on_cpu else weights.host_bytes + sums.host_bytes),
             host_spare=spare_of(self.tracer.trainable),
             stepping=self.tracer.gradient_bytes + use.step_bytes - kept,
         )
@@ -288,15 +297,16 @@ class Planner:
         )
 
 
-def _call_bytes(call: PageCall, trace: Trace) -> int:
+def _call_bytes(call: PageCall, trace: Trace, spared: int) -> int:
     """The most that a call takes of torch's memory on the device, with its arguments.
 
-    Mean keys are there until the sweep has begun; the sums of gradients grow with it.
+    Mean keys are there until the sweep has begun; the sums of gradients grow with it, but for
+    ``spared`` bytes of those that the host keeps.
     """
     inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
     lists = 0 if call.list_sizes is None else call.list_sizes.chunk_bytes
     fill = trace.fill_peak_bytes + call.choosing_bytes
-    return inputs + lists + max(fill, trace.sweep_peak_bytes)
+    return inputs + lists + max(fill, trace.sweep_peak_bytes - spared)
 
 
 def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ class Prediction:
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
             sums, logits, page summaries, inputs.
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
+        sum_host_bytes: sums that the host keeps.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
         kept_output_bytes: of the pools, attention's outputs that the fill keeps for the sweep.
@@ -57,6 +58,7 @@ class Prediction:
     kept_gradient_bytes: int
     call_bytes: int
     sum_bytes: int
+    sum_host_bytes: int
     step_bytes: int
     device_pool_bytes: int
     host_pool_bytes: int
@@ -98,7 +100,8 @@ class Prediction:
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
         lists = self.list_bytes + self.border_bytes
-        return self.host_pool_bytes + lists + self.optimizer_host_bytes + self.weight_host_bytes
+        kept = self.optimizer_host_bytes + self.weight_host_bytes + self.sum_host_bytes
+        return self.host_pool_bytes + lists + kept
 
     @property
     def seconds(self) -> float | None:
@@ -132,6 +135,8 @@ class Prediction:
             "backward": repr(config.backward),
             "kv_grad_dtype": config.kv_grad_dtype,
             "recompute": config.recompute,
+            "main_grad_dtype": config.main_grad_dtype,
+            "main_grad_device": config.main_grad_device,
             "weights": config.weights,
             "keep_outputs": config.keep_outputs,
             "device_memory": config.device_memory,

@@ -17,7 +17,7 @@ from oomb.plan.remedies import Remedy, remedies
 from oomb.units import bytes_text
 
 _CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
-_CHUNKS_OVER_LINK = (16384, 8192, *_CHUNKS)  # where weights come for every chunk
+_CHUNKS_OVER_LINK = (16384, 8192, *_CHUNKS)  # where weights or sums come for every chunk
 _LONGEST = 2**26  # tokens; beyond it nobody asks
 
 
@@ -170,9 +170,14 @@ def recommend(
     )
 
 
+def _over_link(config: Config) -> bool:
+    """Every chunk brings weights or sums from the host, so that long ones hide it."""
+    return "host" in (config.weights, config.main_grad_device)
+
+
 def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[list[Config]]:
     """Settings in order of preference, a list per dtype of gradient pages: exact sums first."""
-    sizes = _CHUNKS if base.weights == "device" else _CHUNKS_OVER_LINK
+    sizes = _CHUNKS_OVER_LINK if _over_link(base) else _CHUNKS
     chunks = [c for c in sizes if c % base.page_size == 0 and (c < 2 * context or c == 512)]
     chunks = [base.chunk_size] if "chunk_size" in keep or not chunks else chunks
     dtypes = [base.kv_grad_dtype] if "kv_grad_dtype" in keep else ["float32", "bfloat16"]
@@ -206,7 +211,7 @@ def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction
             found = roughly(candidate)
             if not found.fits:
                 continue
-            spills = found.host_pool_bytes > 0 and found.config.weights == "device"
+            spills = found.host_pool_bytes > 0 and not _over_link(found.config)
             if not spills or least.host_pool_bytes > 0:
                 return first or found
             first = first or found

@@ -17,6 +17,7 @@ _ALTERS = {
     "recompute=layer": _EXACT,
     "chunk_size=512": _EXACT,
     "weights=host": _EXACT,
+    "main_grad_device=host": _EXACT,
     "optimizer_states=host": _EXACT,
     "optimizer=paged_adamw_32bit": _EXACT,
     "optimizer=adafactor": _OTHER,
@@ -91,6 +92,9 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
         yield {"chunk_size": "512"}
     if config.main_grad_dtype == "float32" and asked.sum_bytes:
         yield {"main_grad_dtype": "bfloat16"}
+    on_gpu = asked.machine.device_type == "cuda"
+    if asked.sum_bytes and not asked.sum_host_bytes and on_gpu and asked.machine.ranks == 1:
+        yield {"main_grad_device": "host"}
     if config.kv_grad_dtype == "float32":
         yield {"kv_grad_dtype": "bfloat16"}
     if asked.movable_bytes > 0 and asked.machine.device_type == "cuda":
@@ -132,7 +136,8 @@ def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Reme
 
 
 def _on_host(prediction: Prediction) -> int:
-    return prediction.optimizer_host_bytes + prediction.weight_host_bytes
+    kept = prediction.optimizer_host_bytes + prediction.weight_host_bytes
+    return kept + prediction.sum_host_bytes
 
 
 def _beside_pages(prediction: Prediction) -> int:

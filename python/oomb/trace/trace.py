@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomb.core.copying import linear_flops
+from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
@@ -96,6 +97,7 @@ class Tracer:
         gradient_bytes: gradients of the trainable parameters, in their own dtype.
         trainable: trainable parameters, without values.
         embeddings: those of them that embed tokens.
+        trained_layers: of each layer those that are its own alone.
         largest_product: (in, out) sizes of the largest matrix of a layer.
         linear_flops: of a layer's matrix products per token, forward, at least.
         movable_bytes: of each layer, frozen weights that the host could keep.
@@ -125,6 +127,7 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
+        self.trained_layers = own_parameters(causal.layers)
         self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
         seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]

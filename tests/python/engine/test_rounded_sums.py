@@ -11,8 +11,13 @@ from transformers import PreTrainedModel
 
 import oomb
 from oomb.core import rounded_sums
-from oomb.core.main_grad import MainGrads, sum_dtype
-from oomb.core.rounded_sums import add_rounded, add_rows_rounded, seed_of_addition
+from oomb.core.main_grad import MainGrads
+from oomb.core.rounded_sums import (
+    add_rounded,
+    add_rows_rounded,
+    seed_of_addition,
+    sum_dtype,
+)
 
 from .models import make
 from .reference import chunked, random_ids, relative_error

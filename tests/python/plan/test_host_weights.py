@@ -50,7 +50,7 @@ def test_bytes_of_both_memories(planner: Planner) -> None:
     assert on_host.host_bytes == on_device.host_bytes + moved
     assert on_host.movable_bytes == 0 and on_device.weight_host_bytes == 0
 
-    def predict(config: oomb.Config, _: str | None) -> Prediction:
+    def predict(config: oomb.Config, *_: object) -> Prediction:
         return planner.predict(4096, config, optimizer=None, dry_run=False)
 
     remedy = next(one for one in remedies(on_device, predict) if str(one) == "weights=host")

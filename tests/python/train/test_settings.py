@@ -85,6 +85,7 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         "host_memory": 10**9,
         "kv_grad_dtype": "bfloat16",
         "main_grad_dtype": "bfloat16",
+        "main_grad_device": "host",
         "recompute": "layer",
         "keep_outputs": 0.5,
         "weights": "host",
