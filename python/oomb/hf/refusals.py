@@ -74,11 +74,6 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"{settings.world_size} that TrainingArguments joined; on CPUs they join with "
             "use_cpu=True"
         )
-    if settings.n_gpu > 1:
-        raise ValueError(
-            f"n_gpu: expected 1, got {settings.n_gpu}: one process drives one GPU; make one "
-            "visible with CUDA_VISIBLE_DEVICES"
-        )
 
 
 def refuse_ranks(reason: str) -> None:

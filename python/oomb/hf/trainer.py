@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from oomb.engine.engine import Engine
 from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
 from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
+from oomb.hf.one_gpu import use_one_gpu
 from oomb.hf.refusals import refuse_arguments, refuse_own_loss, refuse_sharded
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
@@ -68,14 +70,18 @@ class EngineTrainerMixin(EvaluatingTrainer):
             raise ValueError(
                 f"optimizer_states: expected 'device' or 'host', got {optimizer_states!r}"
             )
-        refuse_arguments(self._named(args, keywords))
+        named = self._named(args, keywords)
+        refuse_arguments(named)
         self._refuse_ranks()
+        self._use_one_gpu(named.get("args"))
         self.optimizer_states = optimizer_states
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         super().__init__(*args, **keywords)
         if self._keeps_weights_on_host:
             self.accelerator.device_placement = False  # it would move the model
         refuse_arguments(vars(self))
+        self._use_one_gpu(self.args)  # where it made them itself
+        self._train_batch_size = self.args.train_batch_size
         self._refuse_loss()
         self.observer = observer if self.job.is_first else None
         # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
@@ -84,6 +90,12 @@ class EngineTrainerMixin(EvaluatingTrainer):
         self._warned_of_no_target = False
         self._build_engine()
         self.add_callback(_Reports(self))
+
+    @staticmethod
+    def _use_one_gpu(settings: Any) -> None:
+        told = None if settings is None else use_one_gpu(settings)
+        if told is not None:
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
 
     def _refuse_loss(self) -> None:
         """Raises ValueError where the trainer's loss is not the one that is computed here."""

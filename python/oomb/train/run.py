@@ -28,6 +28,7 @@ from transformers import (
 from oomb.checkpoint import model_identity
 from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
+from oomb.hf.one_gpu import use_one_gpu
 from oomb.model.rope import positions
 from oomb.monitor import Display, RunMonitor
 from oomb.parallel.failure import raise_alike
@@ -143,7 +144,7 @@ def _carry_out(
     set_seed(settings.training.seed)
     weights = settings.engine.made().weights
     model = load_model(settings.model, settings.lora, ready.config, weights)
-    trainer = _build_trainer(settings, data, model, ready.tokenizer)
+    trainer = _build_trainer(settings, data, model, ready.tokenizer, console)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:
@@ -190,9 +191,13 @@ def _build_trainer(
     data: Data,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    console: Console,
 ) -> Trainer:
     evaluates = data.eval is not None
     arguments = training_arguments(settings, device_of(settings.model), evaluates)
+    told = use_one_gpu(arguments)
+    if told is not None:
+        _say(console, told)
     with _unmade_on_error(Path(settings.output_dir)):
         try:
             trainer = Trainer(

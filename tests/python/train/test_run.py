@@ -17,10 +17,11 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from tiny_runs import TEXT, prepare, run, tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 import oomb
 from oomb.hf import Trainer
+from oomb.train.arguments import training_arguments
 from oomb.train.reading import read_settings
 
 
@@ -48,6 +49,24 @@ def test_writes_what_the_docs_promise(done: tuple[str, Path]) -> None:
         "run.yaml", "data.sha256", "metrics.jsonl", "plan.json", "checkpoints", "model",
         "report.html",
     }  # fmt: skip
+
+
+def test_of_several_gpus_one_trains(
+    done: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = training_arguments
+
+    def of_a_machine_with_two(*arguments: Any) -> TrainingArguments:
+        settings = made(*arguments)
+        settings._n_gpu = 2
+        return settings
+
+    monkeypatch.setattr("oomb.train.run.training_arguments", of_a_machine_with_two)
+    file = prepare(tmp_path, evaluation={"every_steps": 2, "at_start": True})
+    result = run(file, "training.steps=2")
+    assert result.exit_code == 0, result.output
+    assert "2 GPUs are visible and one process drives one" in result.output
+    assert losses(tmp_path / "run") == losses(done[1])[:2]
 
 
 def test_learns(done: tuple[str, Path]) -> None:

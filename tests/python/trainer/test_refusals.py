@@ -50,11 +50,17 @@ def test_a_function_for_the_loss(tmp_path: Path) -> None:
         Trainer(model(), arguments(tmp_path), oomb_config=CONFIG, compute_loss_func=lambda *_: None)
 
 
-def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_gpus_one_trains(tmp_path: Path) -> None:
+    """Transformers would wrap the model, and multiply the batch by their number."""
     settings = arguments(tmp_path)
-    monkeypatch.setattr(type(settings), "n_gpu", property(lambda _: 4))
-    with pytest.raises(ValueError, match="^n_gpu: expected 1, got 4: "):
-        Trainer(model(), settings, oomb_config=CONFIG)
+    expected = settings.train_batch_size
+    settings._n_gpu = 4
+    assert settings.train_batch_size == 4 * expected
+    with pytest.warns(RuntimeWarning, match="^4 GPUs are visible .* torchrun --nproc-per-node 4 "):
+        trainer = Trainer(model(), settings, train_dataset=packed(), oomb_config=CONFIG)
+    assert trainer.args.n_gpu == 1
+    assert trainer.args.train_batch_size == trainer._train_batch_size == expected
+    assert trainer._wrap_model(trainer.model) is trainer.model
 
 
 def test_processes_that_have_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
