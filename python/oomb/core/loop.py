@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from oomb.core.recompute import LayerRunner
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
 from oomb.model.linear import WeightSums
+from oomb.model.mixers import of_tokens
 from oomb.model.swap import Swaps
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import AllHere, Placement
@@ -78,7 +80,7 @@ class ChunkLoop:
         session = self._model.session(
             self._attend,
             self._runner,
-            self._borders.run,
+            self._mix,
             largest_position=self._inputs.largest_position,
             rope_angles=self._rope_angles,
             sums=self._sums,
@@ -231,6 +233,29 @@ class ChunkLoop:
         if call.sinks is not None:
             o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
         return _cut(self._to_tokens(o, shares), call.v.shape[-1]).to(call.q.dtype)
+
+    def _mix(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """A mixer's output. Each rank runs it on all tokens of the chunk, and keeps its own.
+
+        So states are everywhere, and never travel. What a rank propagates back is the gradient of
+        its own tokens' outputs; the sums over ranks are the whole one's.
+        """
+        placement = self._placement
+        if placement.ranks == 1:
+            return self._borders.run(index, forward, args, keywords)
+        slices, mixer = self._slices(current_run().chunk), self._model.mixers[index]
+        own = mixer.given(args, keywords)
+        (whole,) = self._runner.once(lambda: (placement.to_whole(own, slices),), own)
+        args, keywords = mixer.giving(whole, args, keywords)
+        first, last = slices.run
+        output = self._borders.run(index, forward, args, keywords)
+        return of_tokens(output, first - slices.begin, last - slices.begin)
 
     def _to_heads(
         self, own: tuple[torch.Tensor, ...], shares: HeadShares

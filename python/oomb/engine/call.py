@@ -27,7 +27,7 @@ from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
 from oomb.engine.plan import Plan, plan_call
-from oomb.engine.ranks import spans_here
+from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
@@ -242,7 +242,7 @@ class Calls:
         """
         model, grads = self._model, None if swept is None else self._grads
         placement = self.placement
-        tokens = -(-counted_tokens(config, inputs.tokens) // placement.ranks)
+        tokens = self._counted(config, inputs.tokens)
         recompute = swept is not None and any(
             placement.collect(lambda: self.recomputes(config, inputs.batch, tokens))
         )
@@ -344,7 +344,7 @@ class Calls:
 
     def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
         chunks = Chunks.of(config, max(1, num_tokens - 1))  # the last predicts nothing
-        tokens = -(-counted_tokens(config, chunks.tokens) // self.placement.ranks)
+        tokens = self._counted(config, chunks.tokens)
         recompute = self.recomputes(config, batch, tokens)
         asks = not self.weights.is_sharded  # whose layers are not here
         layout = self.layout(config) if asks else self._layout_of(config, alike=False)
@@ -364,6 +364,10 @@ class Calls:
         plan = plan_call(self._model, config, self._pools, demand, needs, recompute)
         seconds, spared = self.measured.get((num_tokens, batch), (None, None))
         return replace(plan, seconds=seconds, kept_output_seconds=spared)
+
+    def _counted(self, config: Config, tokens: int) -> int:
+        longest, recurrent = counted_tokens(config, tokens), bool(self._model.mixers)
+        return tokens_here(longest, self.placement.ranks, recurrent=recurrent)
 
     def dropout_seed(self, swaps: Swaps) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""

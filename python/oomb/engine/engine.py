@@ -21,7 +21,7 @@ from oomb.core.pools import Pools
 from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls
 from oomb.engine.plan import Plan
-from oomb.engine.ranks import around_gathers, expect_no_mixers, shapes_here
+from oomb.engine.ranks import around_gathers, shapes_here
 from oomb.engine.surroundings import on_device
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass
@@ -84,7 +84,6 @@ class Engine:
             swaps.also(on_device(self._model))
             self._weights.gather(swaps.afterwards)
             self._shapes = shapes_here(checked_shapes(self._model), self._placement.ranks)
-            expect_no_mixers(self._model.mixers, self._placement.ranks)
             if self.config.rope_angles == "float64":
                 check_float64_angles(self._model.decoder)
             expect_every_chunk(self._model.mixers, self.config)

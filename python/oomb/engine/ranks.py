@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -36,17 +35,14 @@ def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
     ]
 
 
-def expect_no_mixers(mixers: Sized, ranks: int) -> None:
-    """Refuse layers that hand a state from token to token: ranks run tokens side by side.
+def tokens_here(tokens: int, ranks: int, *, recurrent: bool) -> int:
+    """Tokens of a chunk with which a rank's activations are counted.
 
-    Raises:
-        UnsupportedModelError: there are some, and several ranks.
+    Args:
+        recurrent: some layers hand on states: ranks run these on all of a chunk, and all layers are
+            counted so.
     """
-    if ranks > 1 and len(mixers) > 0:
-        raise UnsupportedModelError(
-            f"mesh: expected a model of attention layers alone, got {len(mixers)} recurrent "
-            "layers, whose states ranks do not hand on yet: train it on one GPU"
-        )
+    return tokens if recurrent else -(-tokens // ranks)
 
 
 def around_gathers(placement: Placement, weights: Weights) -> AbstractContextManager[None]:

@@ -54,6 +54,14 @@ class Mixer:
         hidden: torch.Tensor = self._bound(args, keywords).arguments[self._first]
         return hidden
 
+    def giving(
+        self, hidden: torch.Tensor, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments with other hidden states."""
+        bound = self._bound(args, keywords)
+        bound.arguments[self._first] = hidden
+        return bound.args[1:], bound.kwargs
+
     def trains(self, hidden: torch.Tensor) -> bool:
         """Whether gradient flows into it: its states then need one as well."""
         if not torch.is_grad_enabled():
@@ -83,7 +91,7 @@ class Mixer:
         bound.arguments[self._first] = hidden.repeat(1, 2, 1) if single else hidden
         bound.arguments[self._cache_argument] = cache
         output = forward(*bound.args[1:], **bound.kwargs)
-        return (_each(output, lambda x: x[:, :1]) if single else output), cache.left
+        return (of_tokens(output, 0, 1) if single else output), cache.left
 
     def _bound(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(self.module, *args, **keywords)
@@ -150,6 +158,11 @@ class StateCache(Cache):
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
+
+
+def of_tokens(output: Any, begin: int, end: int) -> Any:
+    """An output, tensors or tuples of them, for tokens [begin, end)."""
+    return _each(output, lambda x: x[:, begin:end])
 
 
 def joined(parts: Sequence[Any], dim: int) -> Any:

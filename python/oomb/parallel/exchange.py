@@ -55,6 +55,45 @@ class ToTokens(torch.autograd.Function):
         return None, None, None, *_to_heads(ctx.ranks, ctx.slices, ctx.shares, grads)
 
 
+class ToWhole(torch.autograd.Function):
+    """[B, own tokens, …] → [B, all tokens of the chunk, …]; the gradient is summed over ranks.
+
+    rank 0   [ x0    ]   all-gather   [ x0 x1 ]        [ g0 g1 ]   all-to-all   [ g0 + h0 ]
+    rank 1   [    x1 ]                [ x0 x1 ]        [ h0 h1 ]                [ g1 + h1 ]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, slices: TokenSlices, x: torch.Tensor) -> torch.Tensor:
+        ctx.ranks, ctx.slices = ranks, slices
+        sizes = slices.sizes
+        own = x.transpose(0, 1)[: sizes[slices.rank]]  # without a token that is nobody's
+        width = own[:1].numel() if own.shape[0] else x[:, :1].numel()
+        sent = own.contiguous().view(-1).repeat(ranks.size)
+        received = ranks.all_to_all(
+            sent, [own.numel()] * ranks.size, [size * width for size in sizes]
+        )
+        return received.view(sum(sizes), *own.shape[1:]).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ranks, slices = ctx.ranks, ctx.slices
+        sizes = slices.sizes
+        own, rows = sizes[slices.rank], grad.transpose(0, 1).contiguous()
+        width = rows[:1].numel()
+        received = ranks.all_to_all(
+            rows.view(-1), [size * width for size in sizes], [own * width] * ranks.size
+        )
+        parts = received.view(ranks.size, own, *rows.shape[1:])
+        wide = torch.float32 if grad.dtype.itemsize == 2 else grad.dtype
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        first, last = slices.run
+        result = grad.new_zeros(last - first, *rows.shape[1:])
+        result[:own] = total
+        return None, None, result.transpose(0, 1)
+
+
 def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
     sizes = slices.sizes
     own, total = sizes[slices.rank], sum(sizes)

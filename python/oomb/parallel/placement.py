@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from oomb.parallel.agreement import expect_same
-from oomb.parallel.exchange import ToHeads, ToTokens
+from oomb.parallel.exchange import ToHeads, ToTokens, ToWhole
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.slices import TokenSlices
@@ -90,6 +90,10 @@ class Placement(Protocol):
 
     def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
         """The way back."""
+        ...
+
+    def to_whole(self, x: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        """[B, tokens run here, …] → [B, tokens of the chunk, …]."""
         ...
 
     def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
@@ -182,6 +186,9 @@ class AllHere:
     def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
         return o
 
+    def to_whole(self, x: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        return x
+
     def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         return per_head
 
@@ -270,6 +277,10 @@ class HeadsOverRanks:
     def to_tokens(self, o: torch.Tensor, slices: TokenSlices, shares: HeadShares) -> torch.Tensor:
         (exchanged,) = ToTokens.apply(self.group, slices, shares, o)  # type: ignore[no-untyped-call]
         return exchanged  # type: ignore[no-any-return]
+
+    def to_whole(self, x: torch.Tensor, slices: TokenSlices) -> torch.Tensor:
+        whole: torch.Tensor = ToWhole.apply(self.group, slices, x)  # type: ignore[no-untyped-call]
+        return whole
 
     def of_heads(self, per_head: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         return shares.of_rank(per_head, self.rank)

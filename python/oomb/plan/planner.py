@@ -21,7 +21,7 @@ from oomb.engine.needs import (
     recomputes,
     spare_of,
 )
-from oomb.engine.ranks import expect_no_mixers, shapes_here
+from oomb.engine.ranks import shapes_here, tokens_here
 from oomb.errors import OutOfMemoryError
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
@@ -72,7 +72,6 @@ class Planner:
         bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
         self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
         self.shapes = shapes_here(self.tracer.shapes, ranks)
-        expect_no_mixers(["states"] if self.tracer.state_bytes else [], ranks)
 
     def predict(
         self,
@@ -224,10 +223,14 @@ class Planner:
     # Parts ----------------------------------------------------------------------------------------
 
     def _trace(self, config: Config, call: PageCall, recompute: bool, waves: bool) -> Trace:
-        tokens = -(-min(call.chunks.chunk_size, call.chunks.tokens) // self.machine.ranks)
+        tokens = self._here(min(call.chunks.chunk_size, call.chunks.tokens))
         return self.tracer.trace(
             Setting(tokens, call.batch, recompute, waves, config.main_grad_dtype)
         )
+
+    def _here(self, tokens: int) -> int:
+        recurrent = self.tracer.state_bytes > 0
+        return tokens_here(tokens, self.machine.ranks, recurrent=recurrent)
 
     def _recompute(self, config: Config, call: PageCall, free: int) -> bool:
         if config.recompute != "auto":
@@ -236,7 +239,7 @@ class Planner:
 
     def _activations(self, config: Config, call: PageCall, recompute: bool) -> int:
         """Of a chunk, as the engine counts them."""
-        tokens = -(-counted_tokens(config, call.chunks.tokens) // self.machine.ranks)
+        tokens = self._here(counted_tokens(config, call.chunks.tokens))
         setting = Setting(tokens, call.batch, recompute, True, config.main_grad_dtype)
         return activations_of(self.tracer.trace(setting))
 
