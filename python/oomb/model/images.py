@@ -198,7 +198,7 @@ def _taken(model: CausalModel, input_ids: torch.Tensor, arguments: Mapping[str, 
 
     def mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> torch.Tensor:
         stand_in = torch.zeros(1, 1, 1, 1, device=model.device)
-        masks.append(_Mask(stand_in, _blocks(name, mask_function, *input_ids.shape)))
+        masks.append(_Mask(stand_in, _blocks(name, mask_function, input_ids)))
         return stand_in
 
     with _standing_still(model, embed, decoder, mask):
@@ -237,7 +237,7 @@ def _width(model: CausalModel) -> int:
     return width
 
 
-def _blocks(name: str, mask_function: Callable[..., Any], batch: int, tokens: int) -> torch.Tensor:
+def _blocks(name: str, mask_function: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
     """[m, 3]: sequence, first token and last + 1 where a mask lets tokens see later ones.
 
     Raises:
@@ -245,9 +245,11 @@ def _blocks(name: str, mask_function: Callable[..., Any], batch: int, tokens: in
     """
 
     def visible(rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = mask_function(rows, torch.zeros_like(rows), queries, keys)
+        index = (x.to(ids.device) for x in (rows, torch.zeros_like(rows), queries, keys))
+        found: torch.Tensor = mask_function(*index)
         return found.cpu().expand(torch.broadcast_shapes(rows.shape, queries.shape))
 
+    batch, tokens = ids.shape
     if tokens < 2:
         return torch.zeros(0, 3, dtype=torch.int64)
     rows, queries = torch.arange(batch)[:, None], torch.arange(tokens - 1)[None]

@@ -173,6 +173,14 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             names = ", ".join(turn) if isinstance(turn, dict) else type(turn).__name__
             raise ValueError(f"expected messages with role and content, got {names}")
+        content = turn.get("content")
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text":
+                raise ValueError(
+                    f"expected messages of text, got a part of type {kind!r}: train on images with "
+                    "oomb.hf.Trainer and a processor's batches"
+                )
     return messages
 
 

@@ -52,10 +52,11 @@ _GEMMA: dict[str, Any] = {
 }
 
 FAMILIES = ("qwen3-vl", "qwen3.5", "gemma3", "gemma4")
+OTHERS = ("qwen2.5-vl", "qwen3-vl-moe")
 
 
 def make_with_images(family: str, **text: Any) -> Any:
-    """A model of ``FAMILIES`` in fp64 and eval mode, with weights that make errors show."""
+    """A model of either list in fp64 and eval mode, with weights that make errors show."""
     config: Any
     sizes = {**_TEXT, **text}
     if family == "qwen3-vl":
@@ -65,6 +66,23 @@ def make_with_images(family: str, **text: Any) -> Any:
             **_QWEN_TOKENS,
         )
         kind = transformers.Qwen3VLForConditionalGeneration
+    elif family == "qwen2.5-vl":
+        tower = {name: size for name, size in _QWEN_TOWER.items() if not name.startswith("num_pos")}
+        three = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        config = transformers.Qwen2_5_VLConfig(
+            text_config={**sizes, "num_attention_heads": 6, "rope_parameters": three},
+            vision_config={**tower, "fullatt_block_indexes": [0], "window_size": 16},
+            **_QWEN_TOKENS,
+        )
+        kind = transformers.Qwen2_5_VLForConditionalGeneration
+    elif family == "qwen3-vl-moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = transformers.Qwen3VLMoeConfig(
+            text_config={**sizes, **experts, "rope_parameters": _THREE_AXES},
+            vision_config={**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]},
+            **_QWEN_TOKENS,
+        )
+        kind = transformers.Qwen3VLMoeForConditionalGeneration
     elif family == "qwen3.5":
         delta = {f"linear_num_{x}_heads": n for x, n in (("key", 2), ("value", 4))}
         delta |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -108,6 +126,8 @@ def make_with_images(family: str, **text: Any) -> Any:
         kind = transformers.Gemma4ForConditionalGeneration
     model = kind(config)
     model.set_attn_implementation("sdpa")
+    if family == "qwen3-vl-moe":
+        model.set_experts_implementation("eager")
     spread_weights(model)
     for name, parameter in model.named_parameters():
         if name.endswith("mm_input_projection_weight"):

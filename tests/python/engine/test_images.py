@@ -11,7 +11,7 @@ import torch
 
 import oomb
 
-from .image_models import FAMILIES, IMAGE, Batch, batch_of, make_with_images
+from .image_models import FAMILIES, IMAGE, OTHERS, VIDEO, Batch, batch_of, make_with_images
 from .recurrent_models import nothing_rounds_to_float32
 from .reference import EXACT, Result, chunked, ordinary, take_gradients, worst_error
 
@@ -60,6 +60,22 @@ def test_tower_and_text_train_exactly(family: str, places: tuple[list[int], ...]
         config = replace(config, chunk_size=32, page_size=2)
     value = assert_as_ordinary(model, config, batch_of(family, rows, 70))
     assert any("vis" in name for name in value.gradients)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family: str) -> None:
+    batch = batch_of(family, [[(5, 2, 2), (30, 2, 2)], [(13, 3, 2)]], 60)
+    assert_as_ordinary(make_with_images(family), CONFIG, batch)
+
+
+def test_a_video_beside_an_image() -> None:
+    batch = batch_of("qwen3-vl", [[(30, 2, 2)]], 60)
+    for begin in (6, 14):  # frames, a time in text before each
+        batch.input_ids[0, begin : begin + 6] = VIDEO
+        batch.arguments["mm_token_type_ids"][0, begin : begin + 6] = 2
+    batch.arguments["pixel_values_videos"] = torch.randn(48, 96, dtype=torch.float64)
+    batch.arguments["video_grid_thw"] = torch.tensor([[2, 4, 6]])
+    assert_as_ordinary(make_with_images("qwen3-vl"), CONFIG, batch)
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])
@@ -120,7 +136,16 @@ def test_packed_documents(family: str) -> None:
     ids = torch.cat([part.input_ids for part in parts], dim=1)
     documents = torch.arange(2).repeat_interleave(torch.tensor(length))[None]
     arguments = {name: joined(name) for name in parts[0].arguments}
-    assert_exact(chunked(model, CONFIG, ids, ids, document_ids=documents, **arguments), expected)
+    furthest: list[int] = []
+
+    def note(_: Any, args: tuple[Any, ...]) -> None:
+        furthest.append(int(args[1].max()))
+
+    with oomb.Engine(model, CONFIG) as engine:
+        model.get_decoder().rotary_emb.register_forward_pre_hook(note)
+        step = engine.forward_backward(ids, ids, document_ids=documents, **arguments)
+    assert_exact(Result(step.loss, take_gradients(model)), expected)
+    assert max(furthest) < max(length)
 
 
 def test_positions_that_are_given() -> None:

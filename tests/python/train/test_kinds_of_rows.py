@@ -67,6 +67,14 @@ def test_completions_of_messages(tmp_path: Path) -> None:
         assert labels == [IGNORED] * begin + ids[begin:]
 
 
+def test_messages_with_images_are_refused(tmp_path: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "what is it"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}]
+    file = write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(BadInput, match="expected messages of text, got a part of type 'image'"):
+        items(data_of(tmp_path, chat_tokenizer(MARKED), file))
+
+
 def test_other_columns(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     rows = [{"instruction": "a b", "output": " c d"}]
