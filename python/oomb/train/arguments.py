@@ -16,6 +16,7 @@ from oomb.nearest import nearest
 from oomb.parallel.job import ranks_in_job
 from oomb.train.errors import BadInput
 from oomb.train.settings import RunSettings
+from oomb.train.tasks import arguments_kind, checked_options, task_of
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
 _NEVER = 1 << 40
@@ -24,16 +25,22 @@ _NEVER = 1 << 40
 def training_arguments(
     settings: RunSettings, device: torch.device, evaluates: bool
 ) -> TrainingArguments:
-    """Arguments of the run's Trainer. Writes nothing.
+    """Arguments of the run's trainer, TRL's for its tasks. Writes nothing.
 
     Raises:
-        BadInput: transformers refuses a combination; the text is its own.
+        BadInput: transformers or TRL refuses a combination; the text is its own.
     """
+    task, kind, of_task = task_of(settings), TrainingArguments, {}
+    if task is not None:
+        kind, of_task = arguments_kind(task), checked_options(settings, task)
+        # Examples that are longer have been left out, so TRL cuts none.
+        of_task |= {} if task.generates else {"max_length": settings.context}
+        of_task |= {"gradient_checkpointing": False}
     training, optimizer, schedule = settings.training, settings.optimizer, settings.schedule
     every = settings.evaluation.every_steps if evaluates else None
     named = ", ".join(f"{name}={value}" for name, value in optimizer.arguments.items())
     try:
-        return TrainingArguments(
+        return kind(
             output_dir=settings.output_dir,
             max_steps=training.steps if training.steps is not None else -1,
             num_train_epochs=training.epochs,
@@ -66,11 +73,11 @@ def training_arguments(
             use_cpu=device.type == "cpu",
             parallelism_config=sharing_ranks(settings),
             remove_unused_columns=False,
+            **of_task,
         )
-    except (ImportError, ValueError) as error:
-        raise BadInput(
-            f"training: expected settings that transformers takes, got: {error}"
-        ) from error
+    except (ImportError, TypeError, ValueError) as error:
+        library = "transformers takes" if task is None else "TRL takes"
+        raise BadInput(f"training: expected settings that {library}, got: {error}") from error
 
 
 def sharing_ranks(settings: RunSettings) -> Any:

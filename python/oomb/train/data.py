@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from oomb.train.chat import chat_template
 from oomb.train.documents import check_first_rows
 from oomb.train.errors import BadInput
+from oomb.train.examples import ExampleRule, Examples, examples_of
 from oomb.train.positions import SkippedPositions
 from oomb.train.rows import RowRule
 from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
@@ -36,13 +37,13 @@ class Sources:
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences of a run; ``eval`` is None where nothing is held out."""
+    """Sequences of a run, or a task's examples; ``eval`` is None where nothing is held out."""
 
-    train: SequenceDataset
-    eval: SequenceDataset | None
+    train: SequenceDataset | Examples
+    eval: SequenceDataset | Examples | None
 
     @property
-    def parts(self) -> list[SequenceDataset]:
+    def parts(self) -> list[SequenceDataset | Examples]:
         return [self.train] if self.eval is None else [self.train, self.eval]
 
 
@@ -57,15 +58,21 @@ def find_data(settings: DataSettings) -> Sources:
     return Sources(train, find_sources("data.eval", held_out, settings.format) if held_out else [])
 
 
-def prepare_data(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
+def prepare_data(
+    settings: RunSettings, sources: Sources, rule: Rule, examples: ExampleRule | None = None
+) -> Data:
     """Tokenise and arrange; what was tokenised before comes from the cache.
+
+    Args:
+        examples: of a task of TRL, which tokenises itself; None: there is none.
 
     Raises:
         BadInput: files that are not what they should be, or too little text.
     """
-    data = _all_sequences(settings, sources, rule)
+    data = _all_sequences(settings, sources, rule if examples is None else examples)
     span, seed = settings.data.simulated_context, settings.training.seed
-    if span is not None:  # evaluation keeps the positions there are
+    if span is not None and isinstance(data.train, SequenceDataset):
+        # Evaluation keeps the positions there are.
         skipped = SkippedPositions(span, settings.data.simulated_pieces, seed)
         data = Data(data.train.spread(skipped), data.eval)
     most = settings.evaluation.max_sequences
@@ -74,10 +81,15 @@ def prepare_data(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
     return Data(data.train, data.eval.subset(range(min(most, len(data.eval)))))
 
 
-def _all_sequences(settings: RunSettings, sources: Sources, rule: Rule) -> Data:
-    train = _sequences(settings, "data.train", sources.train, rule)
+def _all_sequences(settings: RunSettings, sources: Sources, rule: Rule | ExampleRule) -> Data:
+    def of(field: str, files: list[Source]) -> SequenceDataset | Examples:
+        if isinstance(rule, Rule):
+            return _sequences(settings, field, files, rule)
+        return examples_of(field, files, rule, settings.data.cache_dir)
+
+    train = of("data.train", sources.train)
     if sources.eval:
-        return Data(train, _sequences(settings, "data.eval", sources.eval, rule))
+        return Data(train, of("data.eval", sources.eval))
     if settings.data.eval_fraction > 0:
         return _hold_out(train, settings.data.eval_fraction, settings.training.seed)
     return Data(train, None)
@@ -138,7 +150,7 @@ def _sequences(
     return SequenceDataset(tokens, sequences)
 
 
-def _hold_out(data: SequenceDataset, fraction: float, seed: int) -> Data:
+def _hold_out(data: SequenceDataset | Examples, fraction: float, seed: int) -> Data:
     """Some sequences for evaluation, at least one, drawn by the run's seed."""
     if len(data) < 2:
         raise BadInput(

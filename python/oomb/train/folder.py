@@ -16,6 +16,9 @@ MODEL_FOLDER = "model"
 
 # Where these change, the checkpoint is another run's, or its place in the data means nothing.
 _FIXED = (
+    "task",
+    "trl",
+    "rewards",
     "model.name",
     "model.revision",
     "model.tokenizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -92,10 +94,13 @@ def load_model(
     lora: LoraSettings | None,
     config: PreTrainedConfig,
     weights: str = "device",
+    *,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Weights from safetensors, on the run's device; with adapters where asked for.
 
     Args:
+        scores: with a head that gives a sequence one number, drawn anew where none is saved.
         weights: as in :class:`oomb.Config`; with ``"host"`` all are left on the CPU, from where
             the engine takes them.
 
@@ -103,9 +108,12 @@ def load_model(
         BadInput: weights that are missing, damaged, or not the config's.
     """
     device = device_of(settings) if weights == "device" else torch.device("cpu")
+    kind: Any = AutoModelForCausalLM
+    if scores:
+        kind, config = AutoModelForSequenceClassification, with_one_label(config)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = kind.from_pretrained(
             settings.name,
             config=config,
             dtype=dtype,
@@ -117,14 +125,25 @@ def load_model(
     except Exception as error:  # safetensors raises an Exception of its own
         raise BadInput(_unloadable("model.name", "weights", settings, error)) from error
     model, loaded = found
-    missing = sorted(loaded["missing_keys"])
+    missing = sorted(
+        name
+        for name in loaded["missing_keys"]
+        if not (scores and "." in name and name.split(".")[0] == "score")
+    )
     if missing:
         raise BadInput(
             f"model.name: expected weights for every parameter, got none for {len(missing)} of "
             f"them, {missing[0]} for one, in {settings.name}"
         )
     keep_training_layout(model)
-    return model if lora is None else with_adapters(model, lora)
+    return model if lora is None else with_adapters(model, lora, scores=scores)
+
+
+def with_one_label(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a config for a head that gives a sequence one number."""
+    copied = copy.deepcopy(config)
+    copied.num_labels = 1
+    return copied
 
 
 def _placement(
@@ -169,8 +188,8 @@ def device_of(settings: ModelSettings) -> torch.device:
     return torch.device("cuda" if own is None else f"cuda:{own}")
 
 
-def adapter_config(lora: LoraSettings) -> Any:
-    """The ``lora`` section as peft's config.
+def adapter_config(lora: LoraSettings, *, scores: bool = False) -> Any:
+    """The ``lora`` section as peft's config, for a model that scores or for one that writes.
 
     Raises:
         BadInput: peft is not installed.
@@ -186,18 +205,20 @@ def adapter_config(lora: LoraSettings) -> Any:
         target_modules=lora.target_modules,
         modules_to_save=lora.modules_to_save,
         use_rslora=lora.use_rslora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
     )
 
 
-def with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PreTrainedModel:
+def with_adapters(
+    model: PreTrainedModel, lora: LoraSettings, *, scores: bool = False
+) -> PreTrainedModel:
     """A model with the ``lora`` section's adapters.
 
     Raises:
         BadInput: peft is not installed.
         ValueError: the model has no such layers; the text is peft's.
     """
-    config = adapter_config(lora)
+    config = adapter_config(lora, scores=scores)
     from peft import get_peft_model  # optional
 
     adapted: Any = get_peft_model(model, config)

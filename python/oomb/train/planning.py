@@ -21,6 +21,7 @@ from oomb.train.arguments import sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
+from oomb.train.tasks import task_of
 from oomb.units import bytes_text, seconds_text
 
 
@@ -34,7 +35,7 @@ def plan_run(
     """
     engine = settings.engine.made()
     asked: dict[str, Any] = {
-        "batch_size": settings.training.batch_size,
+        "batch_size": settings.training.batch_size * _sequences_per_example(settings),
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
         "optimizer_states": settings.optimizer.states,
         "accumulates": settings.training.accumulation_steps > 1,
@@ -80,6 +81,11 @@ def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: 
         if expected is not None and found is not None:
             table.add_row(label, text(expected), text(found))
     console.print(table)
+
+
+def _sequences_per_example(settings: RunSettings) -> int:
+    task = task_of(settings)
+    return 1 if task is None else task.rows_per_example
 
 
 def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Module:

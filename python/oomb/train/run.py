@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import transformers
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import (
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 
-from oomb.checkpoint import model_identity
 from oomb.errors import Error
 from oomb.hf import Interrupted, Trainer
 from oomb.hf.one_gpu import use_one_gpu
+from oomb.hf.refusals import refuse_arguments
 from oomb.model.rope import positions
 from oomb.monitor import Display, RunMonitor
 from oomb.parallel.failure import raise_alike
@@ -36,16 +26,20 @@ from oomb.parallel.job import Job, begun, is_first
 from oomb.plan import Prediction, write_plan
 from oomb.report import write_report
 from oomb.train.arguments import check_schedule, check_trackers, sharing_ranks, training_arguments
+from oomb.train.chat import ChatTemplate
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
+from oomb.train.examples import ExampleRule, Examples, check_first_examples
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
 from oomb.train.model import device_of, load_config, load_model, load_tokenizer
 from oomb.train.planning import finish, plan_run
 from oomb.train.publish import check_hub, publish
 from oomb.train.rope import check_positions
 from oomb.train.samples import Samples, prompts_as_tokens
-from oomb.train.sequences import collate
+from oomb.train.sequences import SequenceDataset
 from oomb.train.settings import RunSettings
+from oomb.train.tasks import Task, reward_functions, task_of
+from oomb.train.trainers import build_trainer, load_finished
 
 raise_alike(BadInput, BadInput)
 
@@ -104,7 +98,9 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
     sources = find_data(settings.data)
     config = load_config(settings.model)
     tokenizer = load_tokenizer(settings.model, config)
-    rule = tokenising_rule(settings.data, tokenizer, config.get_text_config().vocab_size)
+    task = task_of(settings)
+    told = settings.data if task is None else settings.data.model_copy(update={"add_eos": False})
+    rule = tokenising_rule(told, tokenizer, config.get_text_config().vocab_size)
     written = settings.evaluation.generate
     if written and settings.engine.made().weights == "host":
         raise BadInput(
@@ -115,15 +111,42 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
         prompts_as_tokens(written, tokenizer, rule.rows.chat, positions(config)) if written else []
     )
     check_hub(settings.saving)
+    examples = None if task is None else _examples(settings, task, tokenizer, rule.rows.chat)
     data: Data | None = None
     if dry_run:
-        sources.check_first_rows(rule)
+        if examples is None:
+            sources.check_first_rows(rule)
+        else:
+            check_first_examples([*sources.train, *sources.eval], examples)
         check_positions(config, settings.context)
     else:
-        data = prepare_data(settings, sources, rule)
+        data = prepare_data(settings, sources, rule, examples)
         check_data(settings, data.train.identity())
         check_positions(config, max(part.longest_document for part in data.parts))
     return _Ready(config=config, tokenizer=tokenizer, prompts=prompts, data=data)
+
+
+def _examples(
+    settings: RunSettings,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatTemplate | None,
+) -> ExampleRule:
+    """The rule of a task's examples; options and reward functions are looked at too."""
+    arguments = training_arguments(settings, device_of(settings.model), evaluates=False)
+    use_one_gpu(arguments)
+    try:
+        refuse_arguments({"args": arguments})
+    except ValueError as error:
+        raise BadInput(f"trl.{error}") from error
+    reward_functions(settings)
+    if chat is not None:
+        tokenizer.chat_template = chat.template
+    if tokenizer.pad_token is None:  # padding is masked, so any token will do
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    if tokenizer.eos_token is None and task.generates:  # TRL's generation must end with one
+        tokenizer.eos_token = tokenizer.pad_token
+    return ExampleRule(task, settings, tokenizer)
 
 
 def _carry_out(
@@ -143,8 +166,13 @@ def _carry_out(
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
     weights = settings.engine.made().weights
-    model = load_model(settings.model, settings.lora, ready.config, weights)
-    trainer = _build_trainer(settings, data, model, ready.tokenizer, console)
+    scores = settings.task == "reward"
+    model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
+    arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
+    told = use_one_gpu(arguments)
+    if told is not None:
+        _say(console, told)
+    trainer = build_trainer(settings, arguments, data, ready.config, model, ready.tokenizer)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:
@@ -157,7 +185,7 @@ def _carry_out(
             samples = Samples(written, ready.prompts, ready.tokenizer, run, console)
             trainer.add_callback(samples)
     try:
-        if resume and _load_finished(trainer, settings, len(data.train)):
+        if resume and load_finished(trainer, settings, len(data.train)):
             _say(console, "All steps are done already.")
         else:
             saved = job.by_first(lambda: bool(trainer.checkpoint_store().steps()))
@@ -184,88 +212,6 @@ def _leave_behind(
     address = publish(settings.saving, run / MODEL_FOLDER)
     if address is not None:
         _say(console, f"Hub:    {address}")
-
-
-def _build_trainer(
-    settings: RunSettings,
-    data: Data,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    console: Console,
-) -> Trainer:
-    evaluates = data.eval is not None
-    arguments = training_arguments(settings, device_of(settings.model), evaluates)
-    told = use_one_gpu(arguments)
-    if told is not None:
-        _say(console, told)
-    with _unmade_on_error(Path(settings.output_dir)):
-        try:
-            trainer = Trainer(
-                model=model,
-                args=arguments,
-                data_collator=collate,
-                train_dataset=data.train,
-                eval_dataset=data.eval,
-                processing_class=tokenizer,
-                callbacks=[_EvaluateAtEnd()] if evaluates else [],
-                oomb_config=settings.engine.made(),
-                optimizer_states=settings.optimizer.states,
-            )
-        except ValueError as error:  # names an argument that the engine cannot honour
-            raise BadInput(str(error)) from error
-        except OSError as error:  # the stock trainer makes the folder
-            raise BadInput(
-                f"output_dir: expected a folder that can be made, got {settings.output_dir}: "
-                f"{error.strerror}"
-            ) from error
-        try:
-            trainer.create_optimizer()
-        except (ImportError, TypeError, ValueError) as error:
-            name = settings.optimizer.name
-            raise BadInput(
-                f"optimizer.name: expected one that works here, got {name!r}: {error}"
-            ) from error
-    trainer.context = settings.context
-    # The run's own display says what this would print between its lines.
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -> bool:
-    """Load the last step's weights if that step is saved; the stock trainer would take one more."""
-    training = settings.training
-    calls = math.ceil(num_sequences / training.batch_size / trainer.replicas.number)
-    per_epoch = math.ceil(calls / training.accumulation_steps)
-    last = training.steps or math.ceil(training.epochs * per_epoch)
-    store, identity = trainer.checkpoint_store(), model_identity(trainer.model)
-    newest = trainer.job.by_first(lambda: store.newest_intact(identity))
-    if newest is None or newest.step < last:
-        return False
-    trainer._load_from_checkpoint(str(newest.path))
-    return True
-
-
-class _EvaluateAtEnd(TrainerCallback):
-    """The last step is evaluated, whether or not it is one of every so many."""
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if state.global_step >= state.max_steps:
-            control.should_evaluate = True
-
-
-@contextmanager
-def _unmade_on_error(folder: Path) -> Iterator[None]:
-    """A Trainer makes its folder before the engine has accepted the model."""
-    existed = folder.exists()
-    try:
-        yield
-    except BaseException:
-        if not existed:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def _save_model(trainer: Trainer, folder: Path) -> None:
@@ -296,8 +242,14 @@ def _describe(console: Console, data: Data) -> None:
                 console,
                 f"{name}: {part.num_tokens:,} tokens in {number:,} "
                 f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most"
-                + ("" if part.num_targets is None else f", {part.num_targets:,} of them predicted"),
+                + ("" if part.num_targets is None else f", {part.num_targets:,} of them predicted")
+                + _left_out(part),
             )
+
+
+def _left_out(part: SequenceDataset | Examples) -> str:
+    number = part.left_out if isinstance(part, Examples) else 0
+    return f"; {number:,} examples longer than the context are left out" if number else ""
 
 
 def _say_last(text: str) -> None:

@@ -301,9 +301,20 @@ class LoggingSettings(Section):
     """Steps between two whose chunks and page choices are recorded; the first always is."""
 
 
+# Fields of `data` that mean nothing to TRL's trainers.
+_OF_SFT = ("kind", "arrange", "simulated_context", "text_field", "messages_field", "add_bos")
+
+
 class RunSettings(Section):
     output_dir: PathText
     """Folder of the run; new or empty, unless `--resume` is given."""
+    task: Literal["sft", "dpo", "kto", "grpo", "rloo", "reward"] = "sft"
+    """What is learnt: `sft`, the next token; the others through TRL's trainers, see \
+[Preferences and policies](#preferences-and-policies)."""
+    trl: dict[str, Any] = Field(default_factory=dict)
+    """Options of TRL's configuration of the task, by TRL's names, such as `beta`."""
+    rewards: Names = Field(default_factory=list)
+    """Of `grpo` and `rloo`: functions of `trl.rewards` by name, or `package.module.function`."""
     model: ModelSettings
     lora: LoraSettings | None = None
     """Train adapters through peft. null: train every weight."""
@@ -326,6 +337,33 @@ class RunSettings(Section):
                 "model.quantization: expected the section lora beside it, got none; weights in 4 "
                 "bits cannot be trained themselves"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _task_has_what_it_needs(self) -> RunSettings:
+        if bool(self.rewards) != (self.task in ("grpo", "rloo")):
+            raise ValueError(
+                "rewards: expected functions for task grpo and rloo, none for others, got "
+                f"{self.rewards} for {self.task}"
+            )
+        if self.task == "sft":
+            if self.trl:
+                raise ValueError("trl: expected a task of TRL beside it, got 'sft'")
+            return self
+        if self.task in ("grpo", "rloo") and self.lora is None and self.trl.get("beta") != 0:
+            for name in ("rope", "revision", "max_position_embeddings"):
+                if getattr(self.model, name) is not None:
+                    raise ValueError(
+                        f"model.{name}: expected null for task {self.task} without lora and with a "
+                        "reference (trl.beta is not 0), which TRL loads as it was saved"
+                    )
+        for name in _OF_SFT:
+            default = DataSettings.model_fields[name].default
+            if getattr(self.data, name) != default:
+                raise ValueError(
+                    f"data.{name}: expected {default!r} for task {self.task}, got "
+                    f"{getattr(self.data, name)!r}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -175,7 +175,7 @@ def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "oomb-demo" / "text").mkdir(exist_ok=True)
         (tmp_path / "oomb-demo" / "text" / f"{name}.txt").write_text(text)
     (tmp_path / "examples").mkdir()
-    for name in ("chat.jsonl", "chat.jinja"):
+    for name in ("chat.jsonl", "chat.jinja", "pairs.jsonl", "rewards.py"):
         shutil.copy(EXAMPLES / name, tmp_path / "examples" / name)
     (tmp_path / "python" / "oomb").mkdir(parents=True)
     for number in range(20):
@@ -183,9 +183,13 @@ def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["train_full", "train_lora", "train_chat"])
+@pytest.mark.parametrize(
+    "name", ["train_full", "train_lora", "train_chat", "train_dpo", "train_grpo"]
+)
 def test_yaml(name: str, demo_folder: Path) -> None:
     pytest.importorskip("datasets")
+    if name in ("train_dpo", "train_grpo"):
+        pytest.importorskip("trl")
     if name != "train_full":
         pytest.importorskip("peft")
     shorter = ["context=1024", "training.steps=2", "engine.chunk_size=256", "data.num_proc=1"]
@@ -202,5 +206,5 @@ def test_yaml(name: str, demo_folder: Path) -> None:
 
 def test_every_yaml_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {
-        "train_full", "train_lora", "train_chat",
+        "train_full", "train_lora", "train_chat", "train_dpo", "train_grpo",
     }  # fmt: skip
