@@ -282,10 +282,11 @@ class Planner:
 
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
         machine, tracer = self.machine, self.tracer
+        rows = min(call.chunks.chunk_size, call.chunks.tokens)
         if not machine.local:
             if machine.gpu is None:
                 return None
-            return datasheet_rates(machine.gpu, self.shapes[0], call.selection)
+            return datasheet_rates(machine.gpu, self.shapes[0], call.selection, rows * call.batch)
         outer, inner = tracer.largest_product
         return measured_rates(
             machine,
@@ -294,7 +295,7 @@ class Planner:
             hidden=outer,
             inner=inner,
             dtype=tracer.dtype,
-            chunk=min(call.chunks.chunk_size, call.chunks.tokens),
+            chunk=rows,
             batch=call.batch,
             selection=call.selection,
         )

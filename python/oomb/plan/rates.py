@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from oomb.config import PageRule
@@ -56,14 +57,29 @@ _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
 _WIDE_FORWARD = 1.2  # dense, with heads of 256
+# Attention over pages, forward and backward, by rows of a chunk in all sequences; 1: with 4,096
+# (bench/results/attention-*-grid-h200-2026-11-21.json, behind 131,072 tokens).
+_ROWS = (2048, 4096, 8192, 16384)
+_DENSE_BY_ROWS = {"past_forward": (0.96, 1.0, 1.01, 0.97), "past_backward": (0.99, 1.0, 0.99, 0.87)}
+_SPARSE_BY_ROWS = {
+    "past_forward": (0.78, 1.0, 1.02, 1.06),
+    "past_backward": (0.83, 1.0, 1.11, 1.01),
+}
 _CUDA_OPERATION, _CUDA_LATENCY = 3e-5, 1.2e-4
 _PAST = 16  # chunks of past that a GPU attends to while it is measured
 _QUEUED = 8  # runs between two waits for a GPU
 
 
-def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None) -> Rates:
-    """Rates of a GPU that is not here: the shares of its figures that an H200 reaches."""
+def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None, rows: int) -> Rates:
+    """Rates of a GPU that is not here: the shares of its figures that an H200 reaches.
+
+    Args:
+        rows: of a chunk, in all sequences.
+    """
     shares = (_DENSE if selection is None else _SPARSE) | _OWN
+    by_rows = _DENSE_BY_ROWS if selection is None else _SPARSE_BY_ROWS
+    for name, factors in by_rows.items():  # between those measured, and flat beyond them
+        shares[name] *= float(np.interp(math.log2(rows), np.log2(_ROWS), factors))
     if selection is None and shape.head_dim == 256:
         shares["past_forward"] *= _WIDE_FORWARD
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)

@@ -1,0 +1,72 @@
+"""Steps that one H200 took, beside what the plan foretells of them: within 5 %.
+
+The plan's constants are older than these rows, so they are foretold, not fitted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import oomb
+from oomb.plan import Machine, Planner
+from oomb.plan.gpus import gpu_of_device
+from oomb.plan.rates import datasheet_rates
+
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
+STEPS = {
+    "exact 128K, nothing kept": ("kept-128k", 0),
+    "exact 128K, all kept": ("kept-against-128k", 0),
+    "exact 512K, bf16 dKV, all kept, two tiers": ("kept-512k", 0),
+    "exact 128K, chunks of 2048, bf16 sums, half kept": ("kept-50gib-aligned-128k", 0),
+    "sparse 256K, nothing kept, two tiers": ("kept-sparse-8gib", 0),
+    "sparse 256K, kept, two tiers": ("kept-sparse-8gib", -1),
+}
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner("qwen2.5-7b", Machine.described(gpu="h200", host_memory="128GiB"))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_seconds_are_foretold(planner: Planner, name: str) -> None:
+    file, place = STEPS[name]
+    path = RESULTS / f"step-qwen2.5-7b-{file}-h200-2026-11-23.json"
+    row = json.loads(path.read_text())["rows"][place]
+    config = oomb.Config(
+        attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
+        kv_grad_dtype=row["kv_grad_dtype"],
+        main_grad_dtype=row.get("main_grad_dtype", "float32"),
+        chunk_size=row.get("chunk_size", 4096),
+        device_memory=row["device_peak_bytes"],
+        keep_outputs=row["kept_output_share"],
+    )
+    prediction = planner.predict(row["tokens"], config, optimizer=None)
+    assert prediction.seconds == pytest.approx(row["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize("rule", [None, oomb.TopKPages()], ids=["dense", "sparse"])
+def test_rates_follow_the_chunk(planner: Planner, rule: oomb.TopKPages | None) -> None:
+    """The measured sizes and between them; beyond them nothing is known, so nothing changes."""
+    gpu = gpu_of_device("NVIDIA H200")
+    assert gpu is not None
+    forward = {
+        rows: datasheet_rates(gpu, planner.shapes[0], rule, rows).past_forward
+        for rows in (64, 2048, 3000, 4096, 16384, 2**20)
+    }
+    assert forward[64] == forward[2048] < forward[3000] < forward[4096]
+    assert forward[16384] == forward[2**20]
+    grid = json.loads((RESULTS / "attention-forward-grid-h200-2026-11-21.json").read_text())["rows"]
+    budget = None if rule is None else 64
+    heads = {"query_heads": 28, "head_dim": 128, "page_size": 128, "past": 131072, "budget": budget}
+    measured = {
+        row["chunk"]: row["oomb_tflops"]
+        for row in grid
+        if all(row[key] == value for key, value in heads.items())
+    }
+    for rows in (2048, 16384):
+        ratio = measured[rows] / measured[4096]
+        assert forward[rows] / forward[4096] == pytest.approx(ratio, abs=0.01)
