@@ -53,6 +53,9 @@ def main(
     # peft imports bitsandbytes where it is installed. On a CPU with bf16 products that warns of a
     # kernel for inference which it would have to fetch.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # transformers imports torchao likewise, which warns of kernels for GPUs that are not there.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 app.command()(audit)

@@ -1,4 +1,4 @@
-"""Quantised linear layers of bitsandbytes: which of them compute a chunk as they do the whole."""
+"""Quantised layers of bitsandbytes and torchao: which compute a chunk as they do the whole."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def check_quantized(model: nn.Module) -> None:
                 "so a chunk would get others than the whole sequence; load the model with "
                 "llm_int8_threshold=0.0, or in 4 bits (load_in_4bit=True)"
             )
+        if "Float8Linear" in kinds and _scales_of_all(module):
+            raise UnsupportedModelError(
+                f"{name}: torchao's tensorwise float8 makes one scale of all tokens that a layer "
+                "is given, so a chunk would get another than the whole sequence; convert it by "
+                "the recipe 'rowwise' (Float8LinearConfig.from_recipe_name)"
+            )
         weight = getattr(module, "weight", None)
         quantized = kinds & {"Linear4bit", "Linear8bitLt"} and hasattr(weight, "requires_grad")
         if quantized and weight.requires_grad:  # type: ignore[union-attr]
@@ -32,6 +38,15 @@ def check_quantized(model: nn.Module) -> None:
                 f"{name}: a quantised weight gets no gradient, but it requires one; freeze it "
                 "(requires_grad_(False)) and train adapters of peft, or load the model unquantised"
             )
+
+
+def _scales_of_all(module: Any) -> bool:
+    """Whether a layer in float8 casts tokens or their gradients with one scale for all of them."""
+    casts = (module.config.cast_config_input, module.config.cast_config_grad_output)
+    return any(
+        cast.scaling_type.name == "DYNAMIC" and cast.scaling_granularity.name == "TENSORWISE"
+        for cast in casts
+    )
 
 
 def keep_training_layout(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.parallel.job import expect_gpu_for_each, ranks_in_job
 from oomb.train.errors import BadInput
+from oomb.train.float8 import with_float8
 from oomb.train.rope import extend_positions
 from oomb.train.settings import LoraSettings, ModelSettings
 
@@ -136,6 +137,8 @@ def load_model(
             f"them, {missing[0]} for one, in {settings.name}"
         )
     keep_training_layout(model)
+    if settings.float8 is not None:
+        with_float8(model, settings.float8)
     return model if lora is None else with_adapters(model, lora, scores=scores)
 
 

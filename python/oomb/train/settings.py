@@ -86,6 +86,8 @@ class ModelSettings(Section):
     """Of the weights; `auto`: as they were saved."""
     quantization: Literal["nf4", "fp4"] | None = None
     """Linear layers in 4 bits through bitsandbytes, with double quantisation, under `lora`."""
+    float8: Literal["rowwise"] | None = None
+    """Products of linear layers in float8 through torchao, a scale a row; not under `lora`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: the GPU where there is one."""
     rope: RopeSettings | None = None
@@ -364,6 +366,14 @@ class RunSettings(Section):
                     f"data.{name}: expected {default!r} for task {self.task}, got "
                     f"{getattr(self.data, name)!r}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_trains_whole(self) -> RunSettings:
+        float8, lora = self.model.float8, self.lora is not None
+        if float8 is not None and (lora or self.task != "sft"):
+            beside = "the section lora" if lora else f"task {self.task}"
+            raise ValueError(f"model.float8: expected null beside {beside}, got {float8!r}")
         return self
 
     @model_validator(mode="after")
