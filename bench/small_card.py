@@ -1,7 +1,9 @@
-"""A step under a cap of GPU memory: what it takes, beside what oomb plan says.
+r"""A step under a cap of GPU memory: what it takes, beside what oomb plan says.
 
     python bench/small_card.py --model llama-3.1-8b --tokens 65536 --cap 24
     python bench/small_card.py --model qwen2.5-7b --full --main-grad-dtype bfloat16 --cap 0
+    python bench/small_card.py --model qwen2.5-7b --full --optimizer adamw --optimizer-states host \
+        --cap 80 --tokens 131072 --device-memory 12GiB --chunk-size 4096
     python bench/small_card.py --model qwen2.5-32b --weights host --chunk-size 8192 --tokens 65536
 
 Random weights of a named shape. Without --full the linear layers are in NF4 (bitsandbytes, double
@@ -23,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import oomb
+from oomb.optim import HostStates
 from oomb.plan import Machine, Planner
 from oomb.trace.shapes import SHAPES, random_model
 
@@ -72,6 +75,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--main-grad-dtype", default="float32")
+    parser.add_argument("--main-grad-device", choices=("device", "host"), default="device")
+    parser.add_argument("--optimizer", choices=("none", "adamw"), default="none")
+    parser.add_argument("--optimizer-states", choices=("device", "host"), default="device")
+    parser.add_argument("--budget", type=int, default=0, help="pages (TopKPages); 0: exact")
+    parser.add_argument("--kv-grad-dtype", default="float32")
+    parser.add_argument("--float8", action="store_true", help="torchao's, rowwise; with --full")
+    parser.add_argument("--compile-float8", action="store_true", help="its layers, by torch")
     parser.add_argument("--steps", type=int, default=2, help="the last is quoted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -94,6 +104,9 @@ def main() -> None:
         chunk_size=options.chunk_size,
         device_memory=options.device_memory,
         main_grad_dtype=options.main_grad_dtype,
+        main_grad_device=options.main_grad_device,
+        kv_grad_dtype=options.kv_grad_dtype,
+        attention=oomb.TopKPages(budget=options.budget) if options.budget else oomb.Dense(),
         weights=options.weights,
     )
     machine = Machine.described(
@@ -106,7 +119,27 @@ def main() -> None:
         adapter=adapter,
         quantization=None if options.full or on_host else "nf4",
     )
-    plan = planner.predict(options.tokens, config, optimizer=None)
+    steps_it = options.optimizer == "adamw"
+    plan = planner.predict(
+        options.tokens,
+        config,
+        optimizer="adamw_torch_fused" if steps_it else None,
+        optimizer_states=options.optimizer_states,
+    )
+    if options.float8:
+        from oomb.train.float8 import with_float8  # torchao, optional
+
+        with_float8(model, "rowwise")
+        if options.compile_float8:
+            for module in model.modules():
+                if type(module).__name__ == "Float8Linear":
+                    module.compile()
+    optimizer: Any = None
+    if steps_it:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        if options.optimizer_states == "host":
+            optimizer = HostStates(optimizer, free_gradients=True)
     ids = torch.randint(1, 30000, (1, options.tokens), device="cuda")
     peak = 0
 
@@ -128,6 +161,13 @@ def main() -> None:
             step = engine.forward_backward(ids, ids, on_progress=watch)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
+            stepping = 0.0
+            if optimizer is not None:
+                begin = time.perf_counter()
+                optimizer.step()
+                torch.cuda.synchronize()
+                stepping = time.perf_counter() - begin
+                watch(None)
     base = "nf4" if not on_host else "bf16 on the host"
     record = {
         "model": options.model,
@@ -138,6 +178,11 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "loss": float(step.loss),
         "seconds": seconds,
+        "optimizer_seconds": stepping,
+        "main_grad_device": options.main_grad_device,
+        "optimizer_states": options.optimizer_states,
+        "float8": options.float8,
+        "budget": options.budget,
         "driver_peak_gib": (peak - before) / GIB,
         "torch_peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "torch_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
@@ -147,6 +192,8 @@ def main() -> None:
             "fits": plan.fits,
             "seconds": plan.seconds,
             "torch_and_pages_gib": plan.device_bytes / GIB,
+            "optimizer_seconds": plan.optimizer_seconds,
+            "sums_wait_seconds": plan.duration.sums if plan.duration else None,
             "weights_wait_seconds": plan.duration.weights if plan.duration else None,
             "parameters_gib": plan.parameter_bytes / GIB,
             "pages_gib": plan.device_pool_bytes / GIB,
