@@ -34,7 +34,7 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     _reference: Engine | None = None
 
     def _refuse_ranks(self) -> None:
-        refuse_ranks("ranks do not share the sequences of a loss in two passes yet")
+        refuse_ranks("this trainer runs in one process; engine.two_pass works on several ranks")
 
     def _refuse_loss(self) -> None:
         refuse_of_two_passes(self)

@@ -26,6 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two tiers": {"device_memory": 80 * SLOT, "host_memory": "64MiB"},
     "kept": {"keep_outputs": "all"},
     "pages": {"attention": oomb.TopKPages(budget=4), "record_selection": True},
+    "copies": {},
+    "copies, pages": {"attention": oomb.TopKPages(budget=4, share="kv_head")},
     "pages that spill": {
         "attention": oomb.TopKPages(budget=4),
         "device_memory": 80 * SLOT,
@@ -34,15 +36,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
+def make_model(dtype: torch.dtype, *, copies: bool = False) -> Qwen2ForCausalLM:
+    """
+    Args:
+        copies: one key/value head, which all ranks hold; ranks have unequal numbers of queries.
+    """
     torch.manual_seed(0)
+    queries, keys = (4 * RANKS - 1, 1) if copies else (4 * RANKS, 2 * RANKS)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=512,
         intermediate_size=512,
         num_hidden_layers=3,
-        num_attention_heads=4 * RANKS,
-        num_key_value_heads=2 * RANKS,
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
         head_dim=HEAD_DIM,
         max_position_embeddings=4096,
     )
@@ -72,7 +79,7 @@ def compare(mesh: Any, say: Any) -> None:
         )
         exact = None
         for dtype in (torch.float32, torch.bfloat16):
-            model = make_model(dtype)
+            model = make_model(dtype, copies="copies" in name)
             alone, one = train(model, ids, None, own)
             step, ours = train(model, ids, mesh, settings)
             again, repeated = train(model, ids, mesh, settings)
@@ -89,6 +96,28 @@ def compare(mesh: Any, say: Any) -> None:
                 say(mine <= 1.2 * theirs, f"{where}: error {mine:.1e}, of one GPU {theirs:.1e}")
                 apart = abs(float(step.loss) - float(alone.loss))
                 say(apart <= 1e-3 * float(alone.loss), f"{where}: losses {apart:.1e} apart")
+
+
+def two_passes(mesh: Any, say: Any) -> None:
+    """Any loss of values, on ranks and on one GPU."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=generator).cuda()
+    ids[1, : TOKENS // 2] = ids[0, : TOKENS // 2]
+    for share in (False, True):
+        found = []
+        for place in (None, mesh):
+            model = make_model(torch.float32)
+            config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+            arguments: dict[str, Any] = {"entropies": True, "share_prefixes": share}
+            with (
+                oomb.Engine(model, config, mesh=place) as engine,
+                engine.two_pass(ids, **arguments) as call,
+            ):
+                (call.logprobs.mean(1).sigmoid().sum() + call.entropies.square().mean()).backward()
+                call.sweep()
+            found.append([p.grad for p in model.parameters()])
+        away = error(found[1], found[0])
+        say(away <= 2e-3, f"two passes, tree: {share}: {away:.1e} from one GPU")
 
 
 def fail_once(mesh: Any, say: Any) -> None:
@@ -138,6 +167,7 @@ def main() -> int:
             wrong.append(text)
 
     compare(mesh, say)
+    two_passes(mesh, say)
     fail_once(mesh, say)
     dist.destroy_process_group()
     return len(wrong)

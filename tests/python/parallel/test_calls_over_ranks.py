@@ -54,17 +54,19 @@ def with_adapters(dropout: float = 0.0) -> Any:
     return model.double()
 
 
-def train_adapters(rank: int, recompute: str) -> Result:
+def train_adapters(rank: int, recompute: str, weights: Any) -> Result:
     model, ids = with_adapters(), random_ids(2, 75)
-    config = oomb.Config(**CONFIG, recompute=recompute)
+    config = oomb.Config(**CONFIG, recompute=recompute, weights=weights)
     with oomb.Engine(model, config, mesh=meshes[2]) as engine:
         step = engine.forward_backward(ids, ids)
     return Result(step.loss, take_gradients(model), step)
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_adapters(world: World, recompute: str) -> None:
-    world.start(train_adapters, recompute)
+@pytest.mark.parametrize(
+    ("recompute", "weights"), [("none", "device"), ("layer", "device"), ("layer", "host")]
+)
+def test_adapters(world: World, recompute: str, weights: str) -> None:
+    world.start(train_adapters, recompute, weights)
     ids = random_ids(2, 75)
     alone = chunked(with_adapters(), oomb.Config(**CONFIG), ids, ids)
     for found in world.answers():
