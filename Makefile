@@ -46,13 +46,18 @@ test: test-cpp test-py ## every test that needs no GPU and no patience
 test-cpp: dev ## GoogleTest
 	$(BIN)/ctest --test-dir build/dev --output-on-failure --parallel 2 --no-tests=error
 
+# Tests of tiny models use one core each, so a process for each core of four at most takes a share of
+# them, and helps another out when it is done. WORKERS=0 runs them in one process.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test-py: dev ## pytest
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 # One of them runs the extension of the preset asan, which test-asan has compiled where it ran before.
 test-slow: dev ## the long property and mutation tests
 	$(call sanitized_build,asan,--target _C)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 # $(call sanitized_build,preset,options of the build)
 define sanitized_build
