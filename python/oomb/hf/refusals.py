@@ -141,11 +141,6 @@ def refuse_of_two_passes(trainer: Trainer) -> None:
         raise ValueError(
             "cast_lm_head_to_fp32: expected False, got True: the engine runs the model's own head"
         )
-    if getattr(trainer, "precompute_ref_logps", False):
-        raise ValueError(
-            "precompute_ref_log_probs: expected False, got True: TRL computes them outside of "
-            "steps, whole sequences at a time"
-        )
     _refuse_router_loss(trainer)
 
 

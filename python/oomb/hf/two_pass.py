@@ -19,7 +19,7 @@ from oomb.hf.last_token import LastToken
 from oomb.hf.refusals import refuse_of_two_passes, refuse_ranks
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.trainer import EngineTrainerMixin
-from oomb.results import Step
+from oomb.results import Progress, Step
 
 
 class TwoPassTrainerMixin(EngineTrainerMixin):
@@ -100,6 +100,10 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
             )
 
 
+def _unheard(progress: Progress) -> None:
+    """No step is under way that an observer could be told of."""
+
+
 class _ReferenceFirst(TwoPassTrainerMixin):
     """Asks the reference before the model that trains, whose pages then stay for its sweep.
 
@@ -108,8 +112,38 @@ class _ReferenceFirst(TwoPassTrainerMixin):
 
     _reference_columns: tuple[str, str]
 
+    def _precompute_ref_logps(self, *args: Any, **keywords: Any) -> Any:
+        """TRL's own, answered by an engine that is there for its length: TRL does this while
+        the trainer is made, before the engine of training.
+
+        Raises:
+            ValueError: weights are kept on the host, which one engine at a time can do.
+        """
+        if self._keeps_weights_on_host:
+            raise ValueError(
+                "precompute_ref_log_probs: expected False beside weights='host', got True: an "
+                "engine of its own computes them"
+            )
+        stock: Any = super()
+        reference = getattr(self, "ref_model", None)
+        asked = self.model if reference is None else reference
+        model: Any = self.accelerator.unwrap_model(asked, keep_fp32_wrapper=False)
+        with ExitStack() as stack:
+            if hasattr(self, "_heads"):
+                head = self._heads[0 if reference is None else 1]
+            else:
+                engine = Engine(model, self.oomb_config)
+                stack.callback(engine.close)
+                causal = model.get_base_model() if hasattr(model, "peft_config") else model
+                head = FusedHead(causal, engine, 1.0, (), self.accelerator.autocast, _unheard)
+            stack.enter_context(head.answering())
+            return stock._precompute_ref_logps(*args, **keywords)
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         trainer: Any = self
+        if trainer.precompute_ref_logps:
+            computed: Any = super()
+            return computed._compute_loss(model, inputs, return_outputs)
         reference = self.model if trainer.ref_model is None else trainer.ref_model
         found = trainer.compute_ref_log_probs(reference, inputs)
         inputs = {**inputs, **dict(zip(self._reference_columns, found, strict=True))}

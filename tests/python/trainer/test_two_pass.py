@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
@@ -212,6 +213,42 @@ def test_kto(loss_type: str, adapted: bool, tmp_path: Path) -> None:
     compare(stock, ours, args, judged(16), adapted, with_reference=not adapted)
 
 
+@pytest.fixture
+def nothing_cached() -> Iterator[None]:
+    """Otherwise the second trainer would read what the first has computed."""
+    datasets.disable_caching()
+    yield
+    datasets.enable_caching()
+
+
+@pytest.mark.usefixtures("nothing_cached")
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_references_computed_ahead_of_training(
+    task: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours, kind, data = {
+        "dpo": (trl.DPOTrainer, oomb.hf.DPOTrainer, trl.DPOConfig, preferences()),
+        "kto": (trl.KTOTrainer, oomb.hf.KTOTrainer, trl.KTOConfig, judged()),
+    }[task]
+    asked: list[bool] = []
+    values = fused_head.FusedHead._values
+
+    def seen(self: Any, keywords: Any) -> Any:
+        asked.append(torch.is_grad_enabled())
+        return values(self, keywords)
+
+    monkeypatch.setattr(fused_head.FusedHead, "_values", seen)
+
+    def args() -> Any:
+        size = settings(tmp_path, per_device_train_batch_size=2)
+        return kind(**size, max_length=64, precompute_ref_log_probs=True)
+
+    compare(stock, ours, args, data, adapted, with_reference=not adapted)
+    first_step = asked.index(True)
+    assert first_step >= 4 and not any(asked[:first_step])  # all batches, before training
+
+
 # Two prompts of unlike length in a batch: the shorter one is padded on the left.
 GENERATION: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -372,7 +409,6 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs: expected False"),
         ({"activation_offloading": True}, "activation_offloading: expected False"),
         ({"use_liger_kernel": True}, "use_liger_kernel: expected False"),
     ],
