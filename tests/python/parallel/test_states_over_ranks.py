@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import oomb
-from engine.recurrent_models import RECURRENT, make_recurrent, nothing_rounds_to_float32
+from engine.recurrent_models import make_recurrent, nothing_rounds_to_float32
 from engine.reference import (
     Result,
     assert_equal,
@@ -67,17 +67,13 @@ def compare(
         assert_identical(again, found[0][0])
 
 
-# Families: their number of ranks when they are run each time.
-QUICK = {"qwen3.5": 2, "nemotron-h": 3, "lfm2": 4}
+# Ranks and families; one of each kind of state or place in a layer.
+QUICK = [("qwen3.5", 2), ("nemotron-h", 3), ("lfm2", 4)]
+SLOW = [("falcon-h1", 2), ("kimi-linear", 4), ("zamba2", 2), ("zaya", 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=[] if QUICK.get(name) == ranks else pytest.mark.slow)
-        for name in RECURRENT
-        for ranks in ((2, 3, 4) if name in QUICK else (2,))
-    ],
+    ("name", "ranks"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 )
 def test_families(world: World, name: str, ranks: int) -> None:
     """A tail of three tokens, of which the last predicts nothing; four ranks have two for it."""
