@@ -5,8 +5,9 @@
 
 One run of a tiny model is killed again and again: a rank drawn at random gets SIGKILL after a
 random number of steps, torchrun ends the others, and ``--resume`` goes on with two ranks, two, one,
-two, two, one … Told are the seconds from each kill until every rank has ended, and the largest
-relative difference of a step's loss from the run without a break.
+two, two, one … With ``--weights zero3`` those that are two share weights. Told are the seconds from
+each kill until every rank has ended, and the largest relative difference of a step's loss from the
+run without a break.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_SECONDS = 300.0
 POLL_SECONDS = 0.02
 
 
-def prepare(folder: Path, device: str, steps: int) -> Path:
+def prepare(folder: Path, device: str, weights: str, steps: int) -> Path:
     """Model, text and settings; the path of the settings."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -65,6 +66,7 @@ def prepare(folder: Path, device: str, steps: int) -> Path:
         },
         "context": 256,
         "engine": {"chunk_size": 128, "page_size": 64},
+        "parallel": {"weights": weights},
         "schedule": {"name": "constant"},
         "training": {"steps": steps},
         "saving": {"every_steps": 2},
@@ -142,9 +144,10 @@ def kill_once(
     return seconds, max(losses(run))
 
 
-def measured(kills: int, device: str, seed: int, folder: Path) -> dict[str, Any]:
+def measured(kills: int, device: str, seed: int, weights: str, folder: Path) -> dict[str, Any]:
     """The kills of one run, and how far its losses are from those of another."""
-    file, log = prepare(folder, device, STEPS_A_KILL * (kills + 1)), folder / "log.txt"
+    file = prepare(folder, device, weights, STEPS_A_KILL * (kills + 1))
+    log = folder / "log.txt"
     alone = started(file, 1, f"output_dir={folder / 'whole'}", log=log)
     if alone.wait(MOST_SECONDS) != 0:
         raise SystemExit(f"the run without a kill failed:\n{log.read_text()[-2000:]}")
@@ -166,6 +169,7 @@ def measured(kills: int, device: str, seed: int, folder: Path) -> dict[str, Any]
         raise SystemExit(f"expected steps {sorted(whole)}, got {sorted(resumed)}")
     return {
         "device": device,
+        "weights": weights,
         "kills": found,
         "steps": len(whole),
         "longest_seconds": max(one["seconds"] for one in found) if found else None,
@@ -177,11 +181,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--weights", choices=["replicated", "zero1", "zero2", "zero3"], default="replicated"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measured(arguments.kills, arguments.device, arguments.seed, Path(folder))
+        result = measured(
+            arguments.kills, arguments.device, arguments.seed, arguments.weights, Path(folder)
+        )
     print(
         f"{len(result['kills'])} kills: all ranks ended within {result['longest_seconds']} s; "
         f"losses differ by {result['largest_difference']:.1e} at most"

@@ -43,7 +43,7 @@ PYTHON_LAYERS = {
     "optim": {"model", "core"},
     "report": {"monitor"},
     "rivals": {"model", "trace"},
-    "plan": {"_C", "ops", "model", "core", "trace", "engine", "optim"},
+    "plan": {"_C", "ops", "model", "core", "trace", "engine", "optim", "parallel"},
     "hf": {"checkpoint", "monitor", "parallel", "core", "engine", "optim"},
     "audit": {"model", "core", "engine"},
     "train": {"checkpoint", "monitor", "report", "parallel", "model", "trace", "plan", "hf"},

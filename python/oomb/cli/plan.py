@@ -25,6 +25,7 @@ from oomb.config import (
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS, gpu_of_figures
+from oomb.plan.machine import HELD
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.trace.shapes import SHAPES
 from oomb.units import bytes_text, count_text, seconds_text
@@ -66,6 +67,9 @@ def plan(
     gpus: Annotated[
         int, typer.Option(help="GPUs of one host that share each sequence; the plan is of one.")
     ] = 1,
+    sharded_weights: Annotated[
+        str, typer.Option(help="GPUs share weights: zero1, zero2 or zero3; '': each has all.")
+    ] = "",
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
@@ -131,6 +135,10 @@ def plan(
         _expect_one_of("dtype", dtype, _DTYPES)
         _expect_one_of("optimizer", optimizer, OPTIMIZERS)
         _expect_one_of("optimizer_states", optimizer_states, ("device", "host"))
+        _expect_one_of("sharded_weights", sharded_weights, HELD[1:])
+        if sharded_weights and (gpus == 1 or quantization):
+            got = "--quantization" if quantization else "one GPU"
+            raise ValueError(f"sharded_weights: expected --gpus above 1 and no 4 bits, got {got}")
         _expect_one_of("quantization", quantization, ("nf4", "fp4"))
         if quantization and not lora_rank:
             raise ValueError(
@@ -156,7 +164,7 @@ def plan(
             link=gpu_link,
         )
         if gpus > 1:
-            machine = machine.of_rank(gpus)
+            machine = machine.of_rank(gpus, weights=sharded_weights or "replicated")
         result = recommend(
             model,
             tokens,
@@ -259,6 +267,11 @@ def _settings(prediction: Prediction) -> str:
         f"recompute={config.recompute}",
         f"keep_outputs={config.keep_outputs}",
         f"weights={config.weights}",
+        *(
+            []
+            if prediction.machine.weights == "replicated"
+            else [f"sharded_weights={prediction.machine.weights}"]
+        ),
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",
@@ -282,7 +295,12 @@ def _memory(prediction: Prediction) -> Table:
             prediction.sum_bytes,
             prediction.sum_host_bytes,
         ),
-        ("a chunk's activations, logits", prediction.call_bytes - prediction.sum_bytes, 0),
+        ("gathered weights", prediction.gathered_bytes, 0),
+        (
+            "a chunk's activations, logits",
+            prediction.call_bytes - prediction.sum_bytes - prediction.gathered_bytes,
+            0,
+        ),
         ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
         ("page lists", 0, prediction.list_bytes),
         ("states between chunks", 0, prediction.border_bytes),

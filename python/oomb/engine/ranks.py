@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import LayerShape
+from oomb.model.causal import CausalModel, LayerShape
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
+from oomb.parallel.whole import shard
 
 
 def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
@@ -43,6 +45,15 @@ def tokens_here(tokens: int, ranks: int, *, recurrent: bool) -> int:
             counted so.
     """
     return tokens if recurrent else -(-tokens // ranks)
+
+
+def shard_model(model: Any, mesh: Any) -> None:
+    """Shard a causal model over the ranks of a sequence: each decoder layer, then the rest.
+
+    Raises:
+        UnsupportedModelError: it is none, or its layers are not found.
+    """
+    shard(model, CausalModel(model).layers, mesh)
 
 
 def around_gathers(placement: Placement, weights: Weights) -> AbstractContextManager[None]:

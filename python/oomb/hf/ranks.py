@@ -12,15 +12,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from oomb.parallel.job import Job, ranks_in_job
 from oomb.parallel.replicas import Replicas
+from oomb.parallel.whole import clip_shards
 
 _IN_ENVIRONMENT = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_FSDP_IN_ENVIRONMENT = "ACCELERATE_USE_FSDP"
 
 
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
@@ -45,6 +49,20 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         """Of a tensor, or of each in a structure of them, a part of each replica."""
         return recursively_apply(self.replicas.one_of_each, super().gather(tensor))
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Likewise of objects: one rank of each replica gives its own."""
+        if use_gather_object and self.replicas.place > 0:
+            input_data = []
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Of gradients that may be shards; the norm is that of all ranks."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(isinstance(p.grad, DTensor) for p in parameters):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_shards(parameters, max_norm, norm_type)
+
 
 class RanksTrainer(transformers.Trainer):
     """A Trainer that one process runs, or the ranks of a job together.
@@ -63,6 +81,7 @@ class RanksTrainer(transformers.Trainer):
         self.job = Job()
         sharing = sharing_of(self.args)
         before, self.args.parallelism_config = self.args.parallelism_config, None
+        _refuse_fsdp_environment()
         in_environment = os.environ.pop(_IN_ENVIRONMENT, None)
         try:
             super().create_accelerator_and_postprocess()
@@ -81,6 +100,17 @@ class RanksTrainer(transformers.Trainer):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of an optimizer step, of all replicas."""
         return super().get_total_train_batch_size(args) // self.replicas.sharing
+
+
+def _refuse_fsdp_environment() -> None:
+    if os.environ.get(_FSDP_IN_ENVIRONMENT, "").lower() in ("true", "1", "yes"):
+        raise ValueError(
+            f"{_FSDP_IN_ENVIRONMENT}: expected unset, got "
+            f"{os.environ[_FSDP_IN_ENVIRONMENT]!r} (use_fsdp of accelerate's configuration, and "
+            "FSDP_… beside it): accelerate would wrap the model. Choose MULTI_GPU in accelerate "
+            "config and pass shard_weights=True: the ranks of a sequence shard weights by FSDP2 "
+            "as Config(sharded_weights=…) says"
+        )
 
 
 def sharing_of(args: TrainingArguments) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from oomb.config import Config
@@ -87,19 +85,6 @@ def refuse_ranks(reason: str) -> None:
         raise ValueError(
             f"world_size: expected 1, got {processes}: {reason}; start the script without torchrun "
             "or accelerate launch"
-        )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse weights of which each rank has a part; rank 0 alone could not save them.
-
-    Raises:
-        ValueError: there are such weights.
-    """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "model: expected whole weights on each rank, got some that are sharded: a trainer "
-            "cannot save those yet; train them in a loop of your own"
         )
 
 

@@ -23,8 +23,8 @@ from oomb.checkpoint import (
 from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
-from oomb.hf.ranks import RanksTrainer
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
+from oomb.hf.sharded import ShardedTrainer
 
 _log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
@@ -65,7 +65,7 @@ class _RemembersSteps(TrainerCallback):
         self._trainer._remember()
 
 
-class ResumableTrainer(RanksTrainer):
+class ResumableTrainer(ShardedTrainer):
     """A Trainer whose checkpoints are those of :class:`oomb.checkpoint.CheckpointStore`.
 
     They stand in ``output_dir/checkpoints`` and hold no pickle. A resumed run takes the same steps
@@ -111,11 +111,12 @@ class ResumableTrainer(RanksTrainer):
             Interrupted: SIGTERM or SIGINT came.
         """
         store = self.checkpoint_store(trial)
+        identity = model_identity(self.model)
         checkpoint = self.job.by_first(
             lambda: checkpoint_to_resume(
                 resume_from_checkpoint,
                 store,
-                model_identity(self.model),
+                identity,
                 saves=self.args.save_strategy != SaveStrategy.NO,
             )
         )
@@ -165,6 +166,7 @@ class ResumableTrainer(RanksTrainer):
                 f"replicas: expected {before} groups of processes that share sequences, as the "
                 f"run began, got {self.replicas.number}: a step would take other sequences"
             )
+        self._resumed["optimizer"] = self._optimizer_state_here(self._resumed["optimizer"])
         changed = ChangedSettings(Path(checkpoint), self.args)
         changed.load(self.optimizer, self.lr_scheduler, self._resumed)
         del self._resumed["optimizer"]
@@ -248,38 +250,42 @@ class ResumableTrainer(RanksTrainer):
             return path
         began = time.perf_counter()
         self.store_flos()
-        best = self.state.best_global_step
+        best, identity = self.state.best_global_step, model_identity(self.model)
+        optimizer = None if self.args.save_only_model else self._optimizer_state()
 
         def write() -> int:
             if best and (best == step or store.path_of(best).exists()):
                 self.state.best_model_checkpoint = str(store.path_of(best))
             store.save(
                 step,
-                self._write_checkpoint,
-                identity=model_identity(self.model),
+                lambda folder: self._write_checkpoint(folder, optimizer),
+                identity=identity,
                 keep=[store.path_of(best)] if best else [],
             )
             return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
-        num_bytes, of_best = self.job.by_first(lambda: (write(), self.state.best_model_checkpoint))
+        with self.whole_weights():
+            num_bytes, of_best = self.job.by_first(
+                lambda: (write(), self.state.best_model_checkpoint)
+            )
         self.state.best_model_checkpoint = of_best
         self._saved_step = step
         self._checkpoint_saved(path, time.perf_counter() - began, num_bytes)
         return path
 
-    def _write_checkpoint(self, folder: Path) -> None:
+    def _write_checkpoint(self, folder: Path, optimizer: dict[str, Any] | None) -> None:
         self.save_model(str(folder), _internal_call=True)
         stateful: Any = self.state.stateful_callbacks
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 stateful[type(callback).__name__] = callback.state()
         self.state.save_to_json(str(folder / _TRAINER_STATE))
-        if self.args.save_only_model:
+        if optimizer is None:
             return
         assert self._finished is not None
         scaler = getattr(self.accelerator, "scaler", None)
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": self._finished.random,
@@ -297,7 +303,8 @@ class ResumableTrainer(RanksTrainer):
         folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(str(folder), state_dict=state_dict)
+        whole = state_dict if state_dict is not None else self._whole_weights
+        model.save_pretrained(str(folder), state_dict=whole)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))

@@ -21,12 +21,13 @@ from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_
 from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
 from oomb.hf.one_gpu import use_one_gpu
-from oomb.hf.refusals import refuse_arguments, refuse_own_loss, refuse_sharded
+from oomb.hf.refusals import refuse_arguments, refuse_own_loss
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.step_record import StepRecord
 from oomb.monitor import RunObserver
 from oomb.monitor.metrics import in_json
 from oomb.optim import HostStates
+from oomb.parallel.whole import is_sharded
 from oomb.results import Progress, Step
 
 _log = transformers.logging.get_logger("oomb.hf")
@@ -46,6 +47,9 @@ class EngineTrainerMixin(EvaluatingTrainer):
         observer: receives the run's events (see :mod:`oomb.monitor`), on rank 0.
         optimizer_states: ``"device"``, or ``"host"``: the optimizer, whichever ``optim=`` names,
             keeps its states in host memory (:class:`oomb.optim.HostStates`).
+        shard_weights: the ranks of a sequence share weights, gradients and optimizer states, as
+            ``oomb_config.sharded_weights`` says; a model on the CPU is never whole on a GPU. A
+            model that is sharded over these ranks already is taken as it is.
 
     Everything else is as in the trainer it stands before.
 
@@ -60,6 +64,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         oomb_config: Config | None = None,
         observer: RunObserver | None = None,
         optimizer_states: str = "device",
+        shard_weights: bool = False,
         **keywords: Any,
     ) -> None:
         if oomb_config is not None and not isinstance(oomb_config, Config):
@@ -75,9 +80,10 @@ class EngineTrainerMixin(EvaluatingTrainer):
         self._refuse_ranks()
         self._use_one_gpu(named.get("args"))
         self.optimizer_states = optimizer_states
+        self.shard_weights = shard_weights
         self.oomb_config = oomb_config if oomb_config is not None else Config()
         super().__init__(*args, **keywords)
-        if self._keeps_weights_on_host:
+        if self._keeps_weights_on_host or self._has_shards:
             self.accelerator.device_placement = False  # it would move the model
         refuse_arguments(vars(self))
         self._use_one_gpu(self.args)  # where it made them itself
@@ -120,7 +126,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Not where the engine moves a part of it."""
-        if not self._keeps_weights_on_host:
+        if not (self._keeps_weights_on_host or self._will_shard or is_sharded(model)):
             super()._move_model_to_device(model, device)
 
     def _build_engine(self) -> None:
@@ -129,7 +135,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 "model: expected one on a single device, got a device map of several: "
                 "one process drives one GPU"
             )
-        refuse_sharded(self.model)
+        self._shard()
         # accelerate's autocast around the forward would tell the engine's check another result.
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.engine = Engine(model, self.oomb_config, mesh=self.replicas.mesh)
@@ -191,6 +197,9 @@ class EngineTrainerMixin(EvaluatingTrainer):
         targets, replicas = num_targets(arguments), self.replicas.number
         if targets == 0:  # no loss and no gradient
             self._warn_of_no_target()
+            state = self.engine.state_dict()
+            # Replicas draw alike: one without targets draws too.
+            self.engine.load_state_dict({**state, "step": state["step"] + 1})
             return None
         if num_items_in_batch is None:
             num_items_in_batch = targets * self.current_gradient_accumulation_steps * replicas

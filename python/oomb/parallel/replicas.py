@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from oomb.parallel.group import Ranks
 from oomb.parallel.mesh import DIMENSION
 from oomb.parallel.sums import sum_in_rank_order
+from oomb.parallel.whole import own_rows
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class Replicas:
     Attributes:
         number: of replicas.
         own: this rank's among them.
+        place: of this rank among those that share its sequence.
         mesh: of those that share this rank's sequence, for the engine; None: it is alone.
 
     Raises:
@@ -48,7 +50,7 @@ class Replicas:
             )
         self.sharing = sharing
         self.number = ranks // sharing
-        self.own = dist.get_rank() // sharing if ranks > 1 else 0
+        self.own, self.place = divmod(dist.get_rank() if ranks > 1 else 0, sharing)
         self.mesh: DeviceMesh | None = None
         self._others: Ranks | None = None
         if ranks > 1:
@@ -57,8 +59,7 @@ class Replicas:
             )
             self.mesh = both[DIMENSION] if sharing > 1 else None
         if self.number > 1:
-            place = dist.get_rank() % sharing
-            self._others = Ranks(list(range(place, ranks, sharing)), device)
+            self._others = Ranks(list(range(self.place, ranks, sharing)), device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -83,7 +84,8 @@ class Replicas:
         for parameter in reached:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = grad.contiguous()
-        sum_in_rank_order(self._others, [p.grad for p in reached if p.grad is not None])
+        grads = [own_rows(p.grad) for p in reached if p.grad is not None]
+        sum_in_rank_order(self._others, [grad for grad in grads if grad.numel() > 0])
 
     def collect(self, work: Callable[[], T]) -> list[T]:
         """What ``work`` returned on each replica."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from oomb.plan.gpus import gpu_of_device
 from oomb.plan.machine import Machine
 from oomb.plan.pages import PageCall
+from oomb.plan.sharded_weights import ShardedWeightsUse
 from oomb.trace.trace import Trace
 
 
-def exchange_seconds(call: PageCall, trace: Trace, machine: Machine) -> float:
+def exchange_seconds(
+    call: PageCall, trace: Trace, machine: Machine, shards: ShardedWeightsUse | None = None
+) -> float:
     """Of a rank, if nothing overlaps them; 0 where nothing is known of what links the ranks.
 
     Queries, keys, values and outputs travel in the fill, and both ways in the sweep; at the end the
-    sums of gradients do.
+    sums of gradients do. Shared weights are gathered, and their sums scattered, besides.
     """
     ranks, gpu = machine.ranks, machine.gpu or gpu_of_device(machine.name)
     if ranks == 1 or gpu is None:
@@ -23,5 +26,6 @@ def exchange_seconds(call: PageCall, trace: Trace, machine: Machine) -> float:
     begin, end = call.chunks.span(0)
     tokens = call.batch * (end - begin) / ranks
     passes = call.filled + 2 * len(call.swept)
-    received = others * (of_token * tokens * passes + 2 * trace.sum_bytes)
+    received = others * of_token * tokens * passes
+    received += others * 2 * trace.sum_bytes if shards is None else shards.received_bytes(call)
     return received / (gpu.peer_bytes_per_second or gpu.link_bytes_per_second)

@@ -15,6 +15,9 @@ from oomb.plan.gpus import HOST_BYTES, Gpu, gpu_of_figures
 _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' work space
 
 
+HELD = ("replicated", "zero1", "zero2", "zero3")  # weights, by the ranks of a sequence
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Memory that a run can have, and the device that does the work.
@@ -32,6 +35,8 @@ class Machine:
         host_assumed: nobody has said what the host's memory is: it is that of ``gpu.host_bytes``.
         ranks: that share each sequence, a device each.
         neighbours: that share the host's memory.
+        weights: how ranks hold a model's: ``"replicated"``, or shared as ``"zero1"``,
+            ``"zero2"`` or ``"zero3"``, see ``Config.sharded_weights``.
     """
 
     device_type: Literal["cuda", "cpu"]
@@ -44,6 +49,7 @@ class Machine:
     host_assumed: bool = False
     ranks: int = 1
     neighbours: int = 1
+    weights: str = "replicated"
 
     @staticmethod
     def here(device_type: str | None = None) -> Machine:
@@ -106,7 +112,9 @@ class Machine:
             base = replace(base, host_bytes=host_bytes, host_assumed=False)
         return base
 
-    def of_rank(self, ranks: int, neighbours: int | None = None) -> Machine:
+    def of_rank(
+        self, ranks: int, neighbours: int | None = None, weights: str = "replicated"
+    ) -> Machine:
         """What one of several ranks has of this machine.
 
         A host that is assumed has as much memory for each GPU.
@@ -114,13 +122,22 @@ class Machine:
         Args:
             ranks: that share each sequence, a device each.
             neighbours: that share the host's memory; None: all of them.
+            weights: how the ranks hold a model's, as of the attribute.
+
+        Raises:
+            ValueError: weights that are held otherwise.
         """
+        if weights not in HELD:
+            raise ValueError(
+                f"sharded_weights: expected one of {', '.join(HELD[1:])}, got {weights!r}"
+            )
         here = ranks if neighbours is None else neighbours
         on_cpu = self.device_type == "cpu"
         return replace(
             self,
             ranks=ranks,
             neighbours=here,
+            weights=weights,
             device_bytes=self.device_bytes // here if on_cpu else self.device_bytes,
             host_bytes=self.host_bytes if self.host_assumed else self.host_bytes // here,
         )

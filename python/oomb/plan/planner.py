@@ -33,6 +33,7 @@ from oomb.plan.pages import PageCall
 from oomb.plan.pools import least_pools, pool_use
 from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
+from oomb.plan.sharded_weights import ShardedWeightsUse
 from oomb.trace.bare import bare_model
 from oomb.trace.trace import Setting, Trace, Tracer
 
@@ -119,10 +120,17 @@ class Planner:
             use = optimizer_use(
                 optimizer, tracer.trainable, optimizer_states, embeddings=tracer.embeddings
             )
-        kept = use.device_bytes + (tracer.gradient_bytes if accumulates else 0)
+        shards = ShardedWeightsUse.of(tracer, config, self.machine)
+        gradients = tracer.gradient_bytes
+        if shards is not None:
+            use, gradients = shards.optimizer(use), shards.own_gradients(gradients)
+        kept = use.device_bytes + (gradients if accumulates else 0)
         weights = HostWeightsUse.of(config, tracer.movable_bytes)
         sums = HostSumsUse.of(config, tracer, self.machine.ranks)
         parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
+        gathered = 0
+        if shards is not None:
+            parameters, gathered = shards.parameter_bytes, shards.gathered_bytes
         free = self.machine.device_bytes - parameters - kept
         if self.machine.device_type == "cpu":  # one memory for both
             free -= (
@@ -132,10 +140,10 @@ class Planner:
             )
         call = self.pages(num_tokens, config, batch_size, step, choices)
         free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
-        recompute = self._recompute(config, call, free)
+        recompute = self._recompute(config, call, free - gathered)
 
         shortage, spills = "", False
-        room = self._room(config, call, recompute, free, use, weights, sums, accumulates)
+        room = self._room(config, call, recompute, free, use, weights, sums, shards, accumulates)
         try:
             found = fit(call, config.keep_outputs, room, linear_flops=tracer.linear_flops)
             call = replace(call, outputs=found.outputs)
@@ -157,7 +165,7 @@ class Planner:
                     pools,
                     rates,
                     recompute=recompute,
-                    exchange=exchange_seconds(call, trace, self.machine),
+                    exchange=exchange_seconds(call, trace, self.machine, shards),
                 )
                 duration = with_weights(duration, call, trace, rates, weights)
                 duration = with_sums(duration, call, trace, rates, sums)
@@ -169,16 +177,18 @@ class Planner:
             optimizer=optimizer,
             parameter_bytes=parameters,
             weight_host_bytes=weights.host_bytes,
-            movable_bytes=sum(tracer.movable_bytes) - weights.host_bytes,
-            sum_bytes=trace.sum_bytes - sums.spared_bytes,
+            # Sharded ones stay on the devices.
+            movable_bytes=0 if shards else sum(tracer.movable_bytes) - weights.host_bytes,
+            sum_bytes=shards.sum_bytes if shards else trace.sum_bytes - sums.spared_bytes,
             sum_host_bytes=sums.host_bytes,
             optimizer_bytes=use.device_bytes,
             optimizer_host_bytes=use.host_bytes,
             optimizer_states=optimizer_states,
             optimizer_seconds=stepping,
-            kept_gradient_bytes=tracer.gradient_bytes if accumulates else 0,
-            call_bytes=_call_bytes(call, trace, sums.spared_bytes),
-            step_bytes=tracer.gradient_bytes + use.step_bytes,
+            kept_gradient_bytes=gradients if accumulates else 0,
+            call_bytes=_call_bytes(call, trace, sums.spared_bytes, shards),
+            gathered_bytes=gathered,
+            step_bytes=gradients + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=call.list_bytes,
@@ -252,6 +262,7 @@ class Planner:
         use: OptimizerUse,
         weights: HostWeightsUse,
         sums: HostSumsUse,
+        shards: ShardedWeightsUse | None,
         accumulates: bool,
     ) -> Room:
         """Memory that the call may have, as the engine will find it.
@@ -263,8 +274,12 @@ class Planner:
         assert not isinstance(config.host_memory, str)
         cap, machine = config.host_memory, self.machine
         gradients = gradient_bytes(self.tracer.trainable, config) - sums.spared_bytes
+        own, spare = self.tracer.gradient_bytes, spare_of(self.tracer.trainable)
+        if shards is not None:
+            gradients = shards.sum_bytes + shards.gathered_bytes
+            own, spare = shards.own_gradients(own), spare // shards.ranks
         on_cpu = machine.device_type == "cpu"
-        kept = self.tracer.gradient_bytes if accumulates else 0
+        kept = own if accumulates else 0
         return Room(
             one_memory=on_cpu,
             device_free=free,
@@ -276,8 +291,8 @@ class Planner:
             + call.border_bytes
             + use.host_bytes
             + (0 if on_cpu else weights.host_bytes + sums.host_bytes),
-            host_spare=spare_of(self.tracer.trainable),
-            stepping=self.tracer.gradient_bytes + use.step_bytes - kept,
+            host_spare=spare,
+            stepping=own + use.step_bytes - kept,
         )
 
     def _rates(self, config: Config, call: PageCall) -> Rates | None:
@@ -301,7 +316,7 @@ class Planner:
         )
 
 
-def _call_bytes(call: PageCall, trace: Trace, spared: int) -> int:
+def _call_bytes(call: PageCall, trace: Trace, spared: int, shards: ShardedWeightsUse | None) -> int:
     """The most that a call takes of torch's memory on the device, with its arguments.
 
     Mean keys are there until the sweep has begun; the sums of gradients grow with it, but for
@@ -310,7 +325,10 @@ def _call_bytes(call: PageCall, trace: Trace, spared: int) -> int:
     inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
     lists = 0 if call.list_sizes is None else call.list_sizes.chunk_bytes
     fill = trace.fill_peak_bytes + call.choosing_bytes
-    return inputs + lists + max(fill, trace.sweep_peak_bytes - spared)
+    if shards is None:
+        return inputs + lists + max(fill, trace.sweep_peak_bytes - spared)
+    sweep = trace.sweep_peak_bytes + shards.sum_bytes - trace.sum_bytes
+    return inputs + lists + shards.gathered_bytes + max(fill, sweep)
 
 
 def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Prediction:
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
             sums, logits, page summaries, inputs.
+        gathered_bytes: other ranks' weights, at most; part of ``call_bytes``.
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         sum_host_bytes: sums that the host keeps.
         step_bytes: gradients, and what the optimizer takes while it steps.
@@ -57,6 +58,7 @@ class Prediction:
     optimizer_seconds: float | None
     kept_gradient_bytes: int
     call_bytes: int
+    gathered_bytes: int
     sum_bytes: int
     sum_host_bytes: int
     step_bytes: int
@@ -124,6 +126,7 @@ class Prediction:
         config = self.config
         own["machine"] = self.machine.name
         own["ranks"] = self.machine.ranks
+        own["sharded_weights"] = self.machine.weights
         own["machine_device_bytes"] = self.machine.device_bytes
         own["machine_host_bytes"] = self.machine.host_bytes
         own["host_assumed"] = self.machine.host_assumed

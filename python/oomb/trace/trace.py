@@ -100,6 +100,7 @@ class Tracer:
         trained_layers: of each layer those that are its own alone.
         largest_product: (in, out) sizes of the largest matrix of a layer.
         linear_flops: of a layer's matrix products per token, forward, at least.
+        parameters: all, without values, and those of each decoder layer as ``layers``.
         movable_bytes: of each layer, frozen weights that the host could keep.
     """
 
@@ -118,7 +119,9 @@ class Tracer:
             causal.causal.set_experts_implementation("grouped_mm")  # others look at values
         own = [*causal.causal.parameters(), *causal.causal.buffers()]
         config: Any = causal.decoder.config
-        self.trainable = [p for p in causal.causal.parameters() if p.requires_grad]
+        self.parameters = list(causal.causal.parameters())
+        self.layers = [list(layer.parameters()) for layer in causal.layers]
+        self.trainable = [p for p in self.parameters if p.requires_grad]
         embeddings = [m for m in causal.causal.modules() if isinstance(m, nn.Embedding)]
         self.embeddings = frozenset(p for m in embeddings for p in m.parameters())
         self.parameter_bytes = _bytes(own)

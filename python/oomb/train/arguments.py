@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,14 +85,15 @@ def sharing_ranks(settings: RunSettings) -> Any:
     """An accelerate ParallelismConfig: how many processes share a sequence; None: there is one.
 
     Raises:
-        BadInput: not so many as asked for, or weights are to be sharded.
+        BadInput: not so many as asked for, or weights are to be sharded by another field.
     """
     policy = settings.engine.made().sharded_weights
     if policy != Config().sharded_weights:
         raise BadInput(
-            f"engine.sharded_weights: expected none, got '{policy}': oomb train has whole weights "
-            "in every process; docs/scale-out.md shows a loop that shards them"
+            f"engine.sharded_weights: expected none, got '{policy}': say parallel.weights="
+            f"{policy}, which shards the model too"
         )
+    _expect_no_other_place(settings)
     ranks, asked = ranks_in_job(), settings.parallel.cp
     sharing = ranks if asked is None else asked
     if ranks % sharing:
@@ -104,6 +106,38 @@ def sharing_ranks(settings: RunSettings) -> Any:
     from accelerate.parallelism_config import ParallelismConfig  # not in every accelerate
 
     return ParallelismConfig(cp_size=sharing, dp_shard_size=ranks // sharing)
+
+
+def _expect_no_other_place(settings: RunSettings) -> None:
+    policy, engine = settings.parallel.weights, settings.engine.made()
+    if policy == "replicated":
+        return
+    for name, value, expected in (
+        ("engine.weights", engine.weights, "device"),
+        ("engine.main_grad_device", engine.main_grad_device, "device"),
+        ("optimizer.states", settings.optimizer.states, "device"),
+        ("model.quantization", settings.model.quantization, None),
+        ("evaluation.generate", settings.evaluation.generate, None),
+        ("task", settings.task, "sft"),
+    ):
+        if value != expected:
+            wanted = "none" if expected is None else repr(expected)
+            got = repr(value) if isinstance(value, str) else "some"
+            raise BadInput(
+                f"{name}: expected {wanted} beside parallel.weights {policy!r}, got {got}"
+            )
+
+
+def shards_weights(settings: RunSettings) -> bool:
+    """Whether several processes share weights."""
+    sharing = sharing_ranks(settings)
+    return settings.parallel.weights != "replicated" and sharing is not None and sharing.cp_size > 1
+
+
+def engine_config(settings: RunSettings) -> Config:
+    """The engine's settings, with how weights are shared."""
+    config, policy = settings.engine.made(), settings.parallel.weights
+    return config if policy == "replicated" else replace(config, sharded_weights=policy)
 
 
 def check_schedule(settings: RunSettings) -> None:

@@ -17,7 +17,7 @@ from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
-from oomb.train.arguments import sharing_ranks
+from oomb.train.arguments import engine_config, sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
@@ -33,7 +33,7 @@ def plan_run(
     Raises:
         BadInput: more than there is; the text names the nearest settings that would fit.
     """
-    engine = settings.engine.made()
+    engine = engine_config(settings)
     asked: dict[str, Any] = {
         "batch_size": settings.training.batch_size * _sequences_per_example(settings),
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
@@ -44,7 +44,8 @@ def plan_run(
     machine = Machine.here(device_of(settings.model).type)
     sharing = sharing_ranks(settings)
     if sharing is not None:
-        machine = machine.of_rank(sharing.cp_size, ranks_of_host())
+        policy = settings.parallel.weights
+        machine = machine.of_rank(sharing.cp_size, ranks_of_host(), policy)
     prediction = predict(model, num_tokens, engine, machine=machine, **asked)
     _print_plan(console, prediction)
     if not prediction.fits:

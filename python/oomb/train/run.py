@@ -25,7 +25,13 @@ from oomb.parallel.failure import raise_alike
 from oomb.parallel.job import Job, begun, is_first
 from oomb.plan import Prediction, write_plan
 from oomb.report import write_report
-from oomb.train.arguments import check_schedule, check_trackers, sharing_ranks, training_arguments
+from oomb.train.arguments import (
+    check_schedule,
+    check_trackers,
+    shards_weights,
+    sharing_ranks,
+    training_arguments,
+)
 from oomb.train.chat import ChatTemplate
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
@@ -165,7 +171,8 @@ def _carry_out(
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
-    weights = settings.engine.made().weights
+    # What is sharded comes to a device a layer at a time.
+    weights = "host" if shards_weights(settings) else settings.engine.made().weights
     scores = settings.task == "reward"
     model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
     arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
@@ -195,7 +202,8 @@ def _carry_out(
         return
     finally:
         trainer.engine.close()
-    job.by_first(lambda: _leave_behind(settings, trainer, run, prediction, console))
+    with trainer.whole_weights():
+        job.by_first(lambda: _leave_behind(settings, trainer, run, prediction, console))
 
 
 def _leave_behind(

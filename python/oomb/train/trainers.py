@@ -22,6 +22,7 @@ from transformers import (
 import oomb.hf
 from oomb.checkpoint import model_identity
 from oomb.hf import Trainer
+from oomb.train.arguments import engine_config, shards_weights
 from oomb.train.data import Data
 from oomb.train.errors import BadInput
 from oomb.train.examples import Examples
@@ -52,8 +53,9 @@ def build_trainer(
                 "args": arguments,
                 "processing_class": tokenizer,
                 "callbacks": [_EvaluateAtEnd()] if data.eval is not None else [],
-                "oomb_config": settings.engine.made(),
+                "oomb_config": engine_config(settings),
                 "optimizer_states": settings.optimizer.states,
+                "shard_weights": shards_weights(settings),
             }
             if task is None:
                 sequences: dict[str, Any] = {"train_dataset": data.train, "eval_dataset": data.eval}

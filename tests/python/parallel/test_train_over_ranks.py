@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 import oomb
 from oomb.core.attention import ChunkAttention
@@ -175,3 +178,40 @@ def test_bad_input(world: World, folder: Path, setting: str, text: str) -> None:
     assert text in found[0][1]
     assert [output for _, output in found[1:]] == [""] * (RANKS - 1)
     assert not (folder / "bad").exists()
+
+
+# Sharded weights ----------------------------------------------------------------------------------
+
+NO_SHARDS = "parallel.weights=replicated"
+
+
+def start(world: World, folder: Path, name: str, *arguments: str) -> None:
+    found = world.run(trained, folder, name, *arguments)
+    assert [code for code, _ in found] == [0] * RANKS, found
+
+
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_goes_on_with_other_shards(world: World, folder: Path, alone: Path, policy: str) -> None:
+    """Shards on four ranks, one process, shards again, whole weights on four ranks."""
+    name, sharded = f"sharded-{policy}", f"parallel.weights={policy}"
+    start(world, folder, name, "training.steps=2", sharded)
+    assert trained(-1, folder, name, "training.steps=4", sharded, "--resume")[0] == 0
+    start(world, folder, name, "training.steps=5", sharded, "--resume")
+    start(world, folder, name, "training.steps=6", NO_SHARDS, "--resume")
+    assert losses(folder / name) == pytest.approx(losses(alone), rel=1e-6)
+    mine = load_file(folder / name / "model" / "model.safetensors")
+    theirs = load_file(alone / "model" / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    for key, weight in theirs.items():
+        assert torch.allclose(mine[key], weight, rtol=1e-3, atol=1e-5), key
+
+
+def test_pairs_that_share_weights(world: World, folder: Path, alone: Path) -> None:
+    """Groups add the gradients of their shards; the model is saved whole."""
+    arguments = ["training.steps=3", "training.accumulation_steps=2"]
+    assert trained(-1, folder, "two-calls", *arguments)[0] == 0
+    sharded = ["training.steps=3", "parallel.cp=2", "parallel.weights=zero2"]
+    start(world, folder, "sharded-pairs", *sharded)
+    assert_same(folder / "sharded-pairs", folder / "two-calls")
+    config = AutoConfig.from_pretrained(folder / "sharded-pairs" / "model")
+    assert config.architectures == ["Qwen2ForCausalLM"]

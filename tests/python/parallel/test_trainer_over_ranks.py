@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from engine.models import make
 from engine.reference import relative_error
@@ -61,7 +62,14 @@ def tiny() -> Any:
     return make("llama", num_key_value_heads=4, num_attention_heads=4, num_hidden_layers=2)
 
 
-def trained(rank: int, folder: Path, replicas: int, examples: Any, **settings: Any) -> Found:
+def sharded_by_hand() -> Any:
+    model = tiny()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=meshes[RANKS])
+    return fully_shard(model, mesh=meshes[RANKS])
+
+
+def trained(rank: int, folder: Path, replicas: int, examples: Any, shards: str = "") -> Found:
     """A run of four sequences a step; ``rank`` -1: in one process."""
     with as_started(rank, RANKS):
         layout = {}
@@ -78,34 +86,52 @@ def trained(rank: int, folder: Path, replicas: int, examples: Any, **settings: A
             "eval_steps": 2,
             "include_num_input_tokens_seen": "all",
             **layout,
-            **settings,
         }
         observer: Any = Observer()
         trainer = Trainer(
-            tiny(),
+            sharded_by_hand() if shards == "given" and rank >= 0 else tiny(),
             arguments(folder, **values),
             train_dataset=examples(8),
             eval_dataset=examples(5, seed=8),
             oomb_config=CONFIG,
             observer=observer,
+            shard_weights=shards == "asked",
         )
         trainer.train()
         trainer.engine.close()
+        parameters = dict(trainer.model.named_parameters())
+        has_shards = any(isinstance(x, DTensor) for x in parameters.values())
+        assert has_shards == (rank >= 0 and bool(shards))
+        weights = {
+            name: x.full_tensor().detach() if isinstance(x, DTensor) else x.detach().clone()
+            for name, x in parameters.items()
+        }
     return Found(
         logged(trainer, "loss"),
         logged(trainer, "grad_norm"),
         logged(trainer, "eval_loss"),
-        {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()},
+        weights,
         trainer.state.num_input_tokens_seen,
         observer.records,
     )
 
 
 @pytest.mark.parametrize(
-    ("replicas", "examples"), [(1, packed), (2, packed), (2, masked), (4, masked)]
+    ("replicas", "examples", "shards"),
+    [
+        (1, packed, ""),
+        (2, packed, ""),
+        (2, masked, ""),
+        (4, masked, ""),
+        (1, packed, "given"),
+        (2, masked, "asked"),
+    ],
 )
-def test_as_in_one_process(world: World, tmp_path: Path, replicas: int, examples: Any) -> None:
-    world.start(trained, tmp_path / "ranks", replicas, examples)
+def test_as_in_one_process(
+    world: World, tmp_path: Path, replicas: int, examples: Any, shards: str
+) -> None:
+    """With whole weights, and with weights that the ranks of a sequence share."""
+    world.start(trained, tmp_path / "ranks", replicas, examples, shards)
     alone = trained(-1, tmp_path / "alone", 1, examples)
     found = world.answers()
     first = found[0]
@@ -137,17 +163,38 @@ def test_a_part_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named["second"].tolist() == [0, 2, 4, 6]
 
 
-def with_shards(rank: int, folder: Path) -> str:
-    """What a trainer says of a model that FSDP2 has sharded."""
-    with as_started(rank, RANKS), pytest.raises(ValueError) as refused:
-        Trainer(fully_shard(tiny(), mesh=meshes[RANKS]), arguments(folder), oomb_config=CONFIG)
+def in_fsdp_environment(rank: int, folder: Path) -> str:
+    """What a trainer says where accelerate would wrap the model."""
+    with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
+        settings = arguments(folder)
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(ValueError) as refused:
+            Trainer(tiny(), settings, oomb_config=CONFIG)
     return str(refused.value)
 
 
-def test_shards_are_refused(world: World, tmp_path: Path) -> None:
-    """Before a step, not at the first checkpoint."""
-    found = world.run(with_shards, tmp_path)
-    assert all("got some that are sharded" in text for text in found), found
+def test_fsdp_of_accelerate_is_refused(world: World, tmp_path: Path) -> None:
+    found = world.run(in_fsdp_environment, tmp_path)
+    assert all("ACCELERATE_USE_FSDP: expected unset" in text for text in found), found
+
+
+def objects_of(rank: int) -> list[list[int]]:
+    """What ranks gather as objects, where two share a sequence."""
+    with as_started(rank, RANKS):
+        accelerator: Any = Accelerator(cpu=True)
+        accelerator.__class__ = ReplicaAccelerator
+        accelerator.replicas = Replicas(RANKS, 2, torch.device("cpu"))
+        own = accelerator.replicas.own
+        try:
+            tensors = accelerator.gather_for_metrics(torch.tensor([own, own + 2]), True)
+            return [[int(x) for x in tensors], accelerator.gather_for_metrics([own], True)]
+        finally:
+            accelerator.replicas.close()
+
+
+def test_objects_of_each_replica(world: World) -> None:
+    """``eval_use_gather_object=True``."""
+    assert world.run(objects_of) == [[[0, 2, 1, 3], [0, 1]]] * RANKS
 
 
 def fine_tuned(rank: int, folder: Path) -> tuple[list[float], list[float], list[float]]:

@@ -176,7 +176,9 @@ def test_incomplete_scaling(folder: Path, rope: str, message: str) -> None:
 
 def test_weights_are_not_sharded(folder: Path) -> None:
     message = refused(folder, "engine.sharded_weights=zero1")
-    assert "engine.sharded_weights: expected none, got 'zero1'" in message
+    assert (
+        "engine.sharded_weights: expected none, got 'zero1': say parallel.weights=zero1" in message
+    )
 
 
 # Data ---------------------------------------------------------------------------------------------

@@ -1,0 +1,173 @@
+"""Shards of FSDP2 and the whole tensors they are of: made, gathered, loaded, measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank has a part of some of a model's weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Shard a model over ranks: each layer, then the rest; what is left goes to the mesh's device.
+
+    A layer goes to the device as a whole and leaves its rows there, so no rank's device ever holds
+    more than its shards and one layer. FSDP2 wants one dtype in a group: parameters of another
+    than most values have, such as adapters in fp32, stay whole.
+
+    Args:
+        model: on the CPU, or on the mesh's device.
+        mesh: one dimension.
+    """
+    from torch.distributed.fsdp import fully_shard  # FSDP2 is for those who use it
+
+    groups = [list(layer.parameters()) for layer in layers]
+    inside = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p not in inside])
+    whole = {p for group in groups for p in of_other_dtypes(group)}
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    for parameter in whole:
+        parameter.data = parameter.data.to(mesh.device_type)
+
+
+def of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of a group whose dtype is not that of most of its values: FSDP2 wants one."""
+    values = Counter[torch.dtype]()
+    for parameter in parameters:
+        values[parameter.dtype] += parameter.numel()
+    most = max(values, key=lambda dtype: values[dtype], default=None)
+    return [p for p in parameters if p.dtype != most]
+
+
+def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: its memory, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# To whole tensors ---------------------------------------------------------------------------------
+
+
+def gathered(state: Any, *, keep: bool) -> Any:
+    """A nested state in which shards are whole tensors on the CPU; every rank calls it.
+
+    One tensor at a time is whole on the device. Tensors that share memory do so afterwards.
+
+    Args:
+        state: dicts, lists and tuples of tensors and other values.
+        keep: False: this rank only helps, and gets None where others get whole tensors.
+    """
+    return _gathered(state, keep, {})
+
+
+def _gathered(state: Any, keep: bool, known: dict[object, torch.Tensor]) -> Any:
+    if isinstance(state, DTensor):
+        local = state.to_local()
+        key = (local.data_ptr(), local.dtype, tuple(state.shape)) if local.numel() else None
+        # A rank without rows cannot tell which are shared, so all ranks gather each.
+        whole = state.full_tensor()
+        if not keep:
+            return None
+        found = known.get(key) if key is not None else None
+        if found is None:
+            found = whole.detach().to("cpu", copy=True)
+            if key is not None:
+                known[key] = found
+        return found
+    if isinstance(state, dict):
+        return {name: _gathered(value, keep, known) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_gathered(value, keep, known) for value in state)
+    return state
+
+
+# From whole tensors -------------------------------------------------------------------------------
+
+
+def sharded_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
+    """This rank's rows of a whole tensor, which every rank has, as those of a parameter."""
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@contextmanager
+def loading_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, ``load_state_dict`` of a sharded model takes whole tensors."""
+
+    def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+                continue
+            if value is not None and value.shape == parameter.shape:
+                state[prefix + name] = sharded_like(parameter, value.to(parameter.dtype))
+
+    hooks = [module.register_load_state_dict_pre_hook(cut) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def optimizer_shards(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's whole state, as ``load_state_dict`` of one over shards takes it.
+
+    Args:
+        state: of ``state_dict()``.
+        groups: ``param_groups`` of the optimizer.
+    """
+    of_number = {
+        number: parameter
+        for saved, group in zip(state["param_groups"], groups, strict=True)
+        for number, parameter in zip(saved["params"], group["params"], strict=True)
+    }
+
+    def cut(number: int, value: Any) -> Any:
+        parameter = of_number[number]
+        fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        if not isinstance(parameter, DTensor) or not fits or value.ndim == 0:
+            return value
+        return sharded_like(parameter, value)
+
+    values = {
+        number: {name: cut(number, value) for name, value in of.items()}
+        for number, of in state["state"].items()
+    }
+    return {**state, "state": values}
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def clip_shards(
+    parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip gradients, shards and whole ones, to a norm of them all.
+
+    Returns:
+        The norm before, 0-d, the same on every rank.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    shards = [grad for grad in grads if isinstance(grad, DTensor)]
+    others = [grad for grad in grads if not isinstance(grad, DTensor)]
+    norms = []
+    for some in (shards, others):
+        if some:
+            norm: Any = torch.nn.utils.get_total_norm(some, norm_type)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        own_rows(grad).mul_(factor)
+    return total

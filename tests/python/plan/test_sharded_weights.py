@@ -1,0 +1,45 @@
+"""What ranks that share weights take, in a plan: by hand, and as the engine counts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import oomb
+from engine.models import make
+from oomb.plan import Machine, predict
+
+RANKS = 2
+GIB = 2**30
+
+
+def predicted(weights: str, model: Any) -> Any:
+    machine = Machine.described(device_memory=GIB, host_memory=GIB).of_rank(RANKS, weights=weights)
+    config = oomb.Config(chunk_size=16, page_size=8, recompute="none")
+    return predict(model, 64, config, machine=machine, optimizer="adamw_torch_fused", timed=False)
+
+
+@pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
+def test_bytes_of_a_rank(policy: str) -> None:
+    model = make("qwen2", torch.float32, num_hidden_layers=5)
+    values = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    everything = sum(p.numel() for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    others = everything - sum(values)
+    whole, found = predicted("replicated", model), predicted(policy, model)
+    assert found.parameter_bytes == pytest.approx(buffers + 4 * everything / RANKS, abs=4)
+    assert found.optimizer_bytes == pytest.approx(8 * everything / RANKS, rel=1e-3)
+    sums = {"zero1": 4 * everything}.get(policy, 4 * (others + sum(values) / RANKS + 3 * values[0]))
+    assert found.sum_bytes == pytest.approx(sums, abs=4)
+    gathered = 4 * (3 * values[0] + others) if policy == "zero3" else 4 * everything
+    assert found.gathered_bytes == gathered
+    beside = whole.call_bytes - whole.sum_bytes
+    assert found.call_bytes - found.sum_bytes - gathered == beside
+    assert found.as_dict()["sharded_weights"] == policy
+
+
+def test_unknown_weights() -> None:
+    with pytest.raises(ValueError, match=r"sharded_weights: expected one of zero1, .*got 'zero4'"):
+        Machine.described(device_memory=GIB).of_rank(RANKS, weights="zero4")
