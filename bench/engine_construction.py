@@ -23,9 +23,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
+from oomb.model.fused import fused_forwards
 
 _SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -61,6 +63,8 @@ def main() -> None:
                 square @ square
         with timed("import of the engine", device):
             _ = oomb.Engine
+        with timed("import of fused kernels", device):  # Liger imports peft, with all it finds
+            fused_forwards(nn.Module(), device)
         for which in ("first", "second"):
             with timed(f"the model's own forward, {which}", device), torch.no_grad():
                 model(torch.ones(1, _TOKENS, dtype=torch.int64, device=device), use_cache=False)

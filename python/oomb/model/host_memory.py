@@ -17,10 +17,12 @@ def host_block(num_bytes: int, device: torch.device) -> torch.Tensor:
     Raises:
         RuntimeError: the driver does not register it.
     """
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)  # it has no address that could be registered
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)
-    block = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    block = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":
         block.zero_()  # its pages exist before they are locked
         runtime = torch.cuda.cudart()

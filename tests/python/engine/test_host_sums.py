@@ -15,6 +15,7 @@ import oomb
 from oomb.core import host_sums, rounded_sums
 from oomb.core.host_sums import HostSums, SumCopies, SumCopiesAtOnce
 from oomb.core.main_grad import MainGrads
+from oomb.model.host_memory import host_block
 from oomb.plan import Machine, Planner
 
 from .models import make
@@ -249,3 +250,9 @@ def test_ranks_are_refused() -> None:
     machine = Machine.described(gpu="h200").of_rank(2)
     with pytest.raises(ValueError, match="main_grad_device: expected 'device' where ranks"):
         Planner("qwen2.5-0.5b", machine).predict(2**14, oomb.Config(main_grad_device="host"))
+
+
+def test_a_block_of_no_bytes_is_not_registered() -> None:
+    """Layers that are frozen, and parameters with small states alone, have none."""
+    block = host_block(0, torch.device("cuda"))
+    assert block.shape == (0,) and block.dtype == torch.uint8

@@ -75,6 +75,6 @@ def test_as_near_as_ordinary_training(family: str, dtype: torch.dtype) -> None:
     for name, value in reference.items():
         error, theirs = (float((x[name] - value).norm() / value.norm()) for x in (ours, usual))
         assert error <= 2 * theirs + 1e-5, (name, error, theirs)
-    small = replace(CONFIG, device_memory=2**20, host_memory=2**28)
+    small = replace(CONFIG, device_memory=2**19 * dtype.itemsize, host_memory=2**28)
     again = chunked(model, given, small)
     assert all(torch.equal(again[name], x) for name, x in ours.items())
