@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -25,7 +25,6 @@ from oomb.config import (
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS, gpu_of_figures
-from oomb.plan.machine import HELD
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.trace.shapes import SHAPES
 from oomb.units import bytes_text, count_text, seconds_text
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
+_SHARDED = get_args(get_type_hints(Config)["sharded_weights"])
 _SOURCES = {
     "measured": "rates measured here",
     "datasheet": "from its datasheet",
@@ -135,7 +135,7 @@ def plan(
         _expect_one_of("dtype", dtype, _DTYPES)
         _expect_one_of("optimizer", optimizer, OPTIMIZERS)
         _expect_one_of("optimizer_states", optimizer_states, ("device", "host"))
-        _expect_one_of("sharded_weights", sharded_weights, HELD[1:])
+        _expect_one_of("sharded_weights", sharded_weights, _SHARDED)
         if sharded_weights and (gpus == 1 or quantization):
             got = "--quantization" if quantization else "one GPU"
             raise ValueError(f"sharded_weights: expected --gpus above 1 and no 4 bits, got {got}")

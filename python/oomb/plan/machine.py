@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 
-from oomb.config import parse_size
+from oomb.config import Config, parse_size
 from oomb.core.tiers import free_memory
 from oomb.plan.gpus import HOST_BYTES, Gpu, gpu_of_figures
 
 _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' work space
 
 
-HELD = ("replicated", "zero1", "zero2", "zero3")  # weights, by the ranks of a sequence
+# Weights, by the ranks of a sequence.
+HELD = ("replicated", *get_args(get_type_hints(Config)["sharded_weights"]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,9 +56,17 @@ def test_every_example_is_tested() -> None:
         "lora.py",
         "page_rule.py",
         "paged_attention.py",
+        "rewards.py",
         "trainer.py",
         "trl_sft.py",
     }
+
+
+def test_rewards() -> None:
+    short_words = runpy.run_path(str(EXAMPLES / "rewards.py"))["short_words"]
+    told = [[{"role": "assistant", "content": text}] for text in ("a word", "an afternoon", "")]
+    assert short_words(completions=["a word", "an afternoon", ""], prompt=[]) == [1.0, 0.5, 0.0]
+    assert short_words(completions=told) == [1.0, 0.5, 0.0]
 
 
 def test_page_rule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
