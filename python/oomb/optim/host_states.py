@@ -11,7 +11,7 @@ three parts have states on the device at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -147,6 +147,9 @@ class HostStates(torch.optim.Optimizer):
         self._device = devices.pop() if devices else torch.device("cpu")
         on_gpu = self._device.type == "cuda"
         self._lanes: Lanes = LanesBeside(self._device) if on_gpu else LanesAtOnce()
+        for name in ("pre", "post"):  # around all parts; the optimizer's own are around each
+            setattr(self, f"_optimizer_step_{name}_hooks", OrderedDict())
+        self._patch_step_function()
         if optimizer.state:
             self._keep_all_on_host()
 
@@ -213,6 +216,7 @@ class HostStates(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure: expected None, got one: parameters step one after another")
+        self._begin_first_step()
         grads = {p: p.grad for p in self._parameters() if p.grad is not None}
         parts = list(parts_of(grads))
         stepped: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -244,6 +248,13 @@ class HostStates(torch.optim.Optimizer):
             self._lanes.finish()
             for parameter, grad in (grads | stepped).items():
                 parameter.grad = grad
+
+    def _begin_first_step(self) -> None:
+        """bitsandbytes' own would bring all loaded states to the device at once."""
+        optimizer: Any = self.optimizer
+        if not getattr(optimizer, "initialized", True):
+            optimizer.check_overrides()
+            optimizer.initialized = True
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:

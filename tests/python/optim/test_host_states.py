@@ -243,3 +243,41 @@ def test_a_closure_is_refused() -> None:
     optimizer = HostStates(_made("AdamW", _parameters()))
     with pytest.raises(ValueError, match="closure: expected None"):
         optimizer.step(lambda: 1.0)
+
+
+def test_hooks_of_a_step_run_once_around_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_states, "_PART_BYTES", 20_000)
+    parameters = _parameters()
+    optimizer = HostStates(_made("AdamW", parameters))
+    seen: list[str] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def of_step(given: torch.optim.Optimizer, *_: Any) -> None:
+            assert given is optimizer and all(p.grad is not None for p in parameters)
+            seen.append(name)
+
+        return of_step
+
+    optimizer.register_step_pre_hook(hook("before"))
+    optimizer.register_step_post_hook(hook("after"))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_resumed_bitsandbytes_leaves_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step would move all of them at once."""
+    first, second = _parameters(), _parameters()
+    before = HostStates(_made("AdamW8bit of bitsandbytes", first))
+    _steps(before, first, range(1))
+    inner: Any = _made("AdamW8bit of bitsandbytes", second)
+    resumed = HostStates(inner)
+    resumed.load_state_dict(before.state_dict())
+
+    def moves_all() -> None:
+        raise AssertionError("to_gpu")
+
+    monkeypatch.setattr(inner, "to_gpu", moves_all)
+    _steps(resumed, second, range(1, 2))
+    assert inner.initialized
