@@ -56,6 +56,7 @@ def _faster(x: torch.Tensor, weight: torch.Tensor, rows: int) -> bool:
 def _one_dnn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[rows, out] of x [rows, in] and weight [out, in], of any strides."""
     product: Any = torch.ops.mkldnn._linear_pointwise
+    bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were
     y: torch.Tensor = product(x, weight, bias, "none", [], "")
     return y
 

@@ -51,7 +51,8 @@ def test_each_product_is_that_of_fp64(
     x = _matrix(*rows, inputs, seed=1, transposed=transposed and not several)
     weight = _matrix(outputs, inputs, seed=2, transposed=transposed)
     d_y = _matrix(*rows, outputs, seed=3, transposed=transposed and not several)
-    bias, total = _matrix(outputs, seed=4), _matrix(outputs, inputs, seed=5)
+    total = _matrix(outputs, inputs, seed=5)
+    bias = _matrix(2 * outputs, seed=4)[::2] if transposed else _matrix(outputs, seed=4)
     wide = [t.double() for t in (x, weight, d_y, bias, total)]
     pairs = [
         (products.linear(x, weight, bias), wide[0] @ wide[1].T + wide[3]),
