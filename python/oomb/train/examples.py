@@ -78,6 +78,7 @@ class ExampleRule:
         self, task: Task, settings: RunSettings, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.task, self._data, self._tokenizer = task, settings.data, tokenizer
+        self._trl = settings.trl
         self.context = settings.context
         # Tokens that are generated behind each prompt at most.
         self._completion = 0
@@ -93,8 +94,7 @@ class ExampleRule:
             BadInput: a column is missing or holds something else.
         """
         place = f"row {number} of {source.name}"
-        own = {self._data.prompt_field: "prompt", self._data.completion_field: "completion"}
-        row = {own.get(name, name): value for name, value in values.items()}
+        row = self._by_meaning(values, source)
         for name in self.task.needed:
             if name not in row:
                 near = nearest(name, list(values)) or f" (columns: {', '.join(values)})"
@@ -114,6 +114,22 @@ class ExampleRule:
             return row
         kept = {*texts, "label"} & {*_TEXTS, *self.task.needed} | {*_BESIDE}
         return {name: value for name, value in row.items() if name in kept}
+
+    def _by_meaning(self, values: dict[str, Any], source: Source) -> dict[str, Any]:
+        """Columns by the names that TRL knows; one that settings name before one called so."""
+        own = {}
+        for field, meaning in (("prompt_field", "prompt"), ("completion_field", "completion")):
+            name = getattr(self._data, field)
+            if not self._reads(meaning):
+                continue
+            if name != meaning and name not in values:
+                near = nearest(name, list(values)) or f" (columns: {', '.join(values)})"
+                raise BadInput(
+                    f"data.{field}: expected a column of {source.name}, got {name!r}{near}"
+                )
+            own[name] = meaning
+        hidden = set(own.values()) - set(own)
+        return {own.get(name, name): value for name, value in values.items() if name not in hidden}
 
     def _reads(self, name: str) -> bool:
         return name in self.task.needed or name == "prompt"
@@ -158,6 +174,9 @@ class ExampleRule:
     def _longest(self, row: dict[str, Any]) -> int:
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
+        told = self._trl if self.task.generates else row  # where TRL looks
+        of_template = told.get("chat_template_kwargs") or {}
+        of_template = json.loads(of_template) if isinstance(of_template, str) else of_template
         answers = [row[name] for name in self.task.needed if name in _ANSWERS]
         prompt = row.get("prompt")
         longest = 0
@@ -171,6 +190,7 @@ class ExampleRule:
                     tokenize=True,
                     return_dict=True,
                     add_generation_prompt=answer is None,
+                    **of_template,
                 )
                 longest = max(longest, len(ids["input_ids"]))
             else:

@@ -20,7 +20,11 @@ from transformers import (
     set_seed,
 )
 
+from oomb.train.errors import BadInput
+from oomb.train.examples import ExampleRule
 from oomb.train.reading import read_settings
+from oomb.train.sources import Source
+from oomb.train.tasks import TASKS
 
 trl = pytest.importorskip("trl")
 
@@ -253,3 +257,28 @@ def test_a_dry_run_reads_the_rows(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "expected true or false in column 'label'" in " ".join(
         result.output.split()
     )
+
+
+def read(tmp_path: Path, task: str, row: dict[str, Any], **data: Any) -> tuple[Any, int]:
+    """What a task makes of a row, and the tokens it counts."""
+    settings = read_settings(prepare(tmp_path, task, data=data))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = CHAT + "{{ 'more' if more }}"
+    rule = ExampleRule(TASKS[task], settings, tokenizer)
+    example = rule.example(row, 0, Source("rows.jsonl", "jsonl", "1"))
+    return example, rule.tokens(example)
+
+
+def test_columns_that_settings_name_come_first(tmp_path: Path) -> None:
+    row = {"question": "a", "prompt": "of no interest", "number": 1}
+    found, _ = read(tmp_path, "grpo", row, prompt_field="question")
+    assert found == {"prompt": "a", "number": 1}
+    with pytest.raises(BadInput, match="data.prompt_field: expected a column of rows.jsonl"):
+        read(tmp_path, "dpo", pairs(1)[0], prompt_field="question")
+
+
+def test_tokens_of_what_the_template_is_told(tmp_path: Path) -> None:
+    """Otherwise an example could be longer than the context, and TRL would cut it."""
+    row = pairs(1)[0]
+    plain = read(tmp_path, "dpo", row)[1]
+    assert read(tmp_path, "dpo", {**row, "chat_template_kwargs": {"more": True}})[1] == plain + 4
