@@ -14,13 +14,14 @@ _SMALLEST_GPU = (8, 9)  # compute capability of the first with products in float
 _MULTIPLE = 16  # of both sizes of a layer: what these products take
 
 
-def with_float8(model: Any, recipe: str) -> None:
+def with_float8(model: Any, recipe: str, device: torch.device) -> None:
     """Put torchao's layers in place of the decoder's linear ones; the head stays as it is.
 
     Weights keep their dtype and names. On a CPU the products are emulated, which is slow.
 
     Args:
         recipe: of torchao: ``"rowwise"``.
+        device: where products will run; weights may still be on the CPU.
 
     Raises:
         BadInput: torchao is not installed, or the GPU or the weights' dtype has no such products.
@@ -31,7 +32,6 @@ def with_float8(model: Any, recipe: str) -> None:
         raise BadInput(
             "model.float8: expected torchao to be installed; pip install 'oomb[torchao]'"
         ) from error
-    device = model.get_input_embeddings().weight.device
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _SMALLEST_GPU:

@@ -138,7 +138,7 @@ def load_model(
         )
     keep_training_layout(model)
     if settings.float8 is not None:
-        with_float8(model, settings.float8)
+        with_float8(model, settings.float8, device_of(settings))
     return model if lora is None else with_adapters(model, lora, scores=scores)
 
 

@@ -27,7 +27,7 @@ IDS = random_ids(2, 75)
 
 def _converted(recipe: str) -> Any:
     model = make("llama", torch.float32)
-    with_float8(model, recipe)
+    with_float8(model, recipe, torch.device("cpu"))
     return model
 
 
@@ -98,18 +98,18 @@ def test_beside_adapters_it_is_refused(tmp_path: Path) -> None:
 def test_gpus_and_dtypes_without_it(
     capability: tuple[int, int], dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Embedding:
-        class weight:
-            device = torch.device("cuda")
-
-    class Model:
-        def __init__(self) -> None:
-            self.dtype = dtype
-
-        def get_input_embeddings(self) -> type[Embedding]:
-            return Embedding
-
+    """Also where weights are on the CPU until the engine or shards bring them to the GPU."""
+    model = make("llama", dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     with pytest.raises(BadInput, match=words):
-        with_float8(Model(), "rowwise")
+        with_float8(model, "rowwise", torch.device("cuda"))
+
+
+def test_products_for_a_gpu_are_not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are on the CPU there, for ``engine.weights: host`` and for shards."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = make("llama", torch.bfloat16)
+    with_float8(model, "rowwise", torch.device("cuda"))
+    config = model.model.layers[0].mlp.up_proj.config
+    assert config.pad_inner_dim and not config.emulate
