@@ -42,9 +42,7 @@ class ShardedTrainer(RanksTrainer):
         Raises:
             ValueError: settings that shards do not allow.
         """
-        if self._will_shard and not self._has_shards:
-            shard_model(self.model, self.replicas.mesh)
-        if not self._has_shards:
+        if not (self._will_shard or self._has_shards):
             return
         if getattr(self, "optimizer_states", "device") == "host":
             raise ValueError(
@@ -61,6 +59,15 @@ class ShardedTrainer(RanksTrainer):
                 f"optim: expected one of {', '.join(ELEMENTWISE)} beside sharded weights, got "
                 f"{optimizer!r}, which looks at more than a rank's shard"
             )
+        if self._has_shards:
+            return
+        if self.optimizer is not None:  # shards are parameters of their own
+            raise ValueError(
+                "optimizers: expected no optimizer beside shard_weights=True, got "
+                f"{type(self.optimizer).__name__} of the whole weights, which would train nothing; "
+                "make one by optim or optimizer_cls_and_kwargs, or pass a model that is sharded"
+            )
+        shard_model(self.model, self.replicas.mesh)
 
     def _has_mixed_mesh_grads(self, *_: Any, **__: Any) -> bool:
         """False: the accelerator's clipping knows shards and whole gradients."""

@@ -178,6 +178,24 @@ def test_fsdp_of_accelerate_is_refused(world: World, tmp_path: Path) -> None:
     assert all("ACCELERATE_USE_FSDP: expected unset" in text for text in found), found
 
 
+def with_optimizer(rank: int, folder: Path) -> str:
+    """What a trainer says that is to shard weights of which an optimizer is there already."""
+    with as_started(rank, RANKS):
+        model = tiny()
+        optimizers = (torch.optim.SGD(model.parameters()), None)
+        settings = {"optimizers": optimizers, "shard_weights": True, "oomb_config": CONFIG}
+        with pytest.raises(ValueError) as refused:
+            Trainer(model, arguments(folder), **settings)
+        assert not any(isinstance(x, DTensor) for x in model.parameters())
+    return str(refused.value)
+
+
+def test_an_optimizer_of_whole_weights_is_refused(world: World, tmp_path: Path) -> None:
+    """It would step on parameters that the shards have replaced."""
+    found = world.run(with_optimizer, tmp_path)
+    assert all("optimizers: expected no optimizer beside" in text for text in found), found
+
+
 def objects_of(rank: int) -> list[list[int]]:
     """What ranks gather as objects, where two share a sequence."""
     with as_started(rank, RANKS):
