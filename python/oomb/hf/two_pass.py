@@ -13,6 +13,7 @@ from trl.trainer.kto_trainer import KTOTrainer as StockKTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer as StockRewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 
+from oomb.config import Dense
 from oomb.engine.engine import Engine
 from oomb.hf.fused_head import FusedHead
 from oomb.hf.last_token import LastToken
@@ -125,6 +126,13 @@ class _ReferenceFirst(TwoPassTrainerMixin):
                 "engine of its own computes them"
             )
         stock: Any = super()
+        trainer: Any = self
+        of_model, told = trainer._precompute_model_hash, self.args
+        # TRL finds values by data and weights alone, in a cache that outlives the process.
+        config = self.oomb_config
+        pages = None if config.attention == Dense() else (config.chunk_size, config.page_size)
+        ld_alpha = getattr(told, "ld_alpha", None)
+        depends = (config.attention, pages, told.bf16, told.max_length, ld_alpha)
         reference = getattr(self, "ref_model", None)
         asked = self.model if reference is None else reference
         model: Any = self.accelerator.unwrap_model(asked, keep_fp32_wrapper=False)
@@ -137,6 +145,8 @@ class _ReferenceFirst(TwoPassTrainerMixin):
                 causal = model.get_base_model() if hasattr(model, "peft_config") else model
                 head = FusedHead(causal, engine, 1.0, (), self.accelerator.autocast, _unheard)
             stack.enter_context(head.answering())
+            stack.callback(setattr, self, "_precompute_model_hash", of_model)
+            trainer._precompute_model_hash = f"{of_model} {depends!r}"
             return stock._precompute_ref_logps(*args, **keywords)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:

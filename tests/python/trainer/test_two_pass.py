@@ -249,6 +249,28 @@ def test_references_computed_ahead_of_training(
     assert first_step >= 4 and not any(asked[:first_step])  # all batches, before training
 
 
+def test_references_of_other_settings_are_not_those_of_the_cache(tmp_path: Path) -> None:
+    """TRL finds them by rows and weights; pages that are chosen, for one, change them too."""
+    preferences(2).save_to_disk(str(tmp_path / "rows"))
+    sparse = oomb.Config(chunk_size=8, page_size=4, attention=oomb.TopKPages(budget=1))
+
+    def computed(config: oomb.Config, **options: Any) -> list[float]:
+        args = trl.DPOConfig(**settings(tmp_path), precompute_ref_log_probs=True, **options)
+        trainer = oomb.hf.DPOTrainer(
+            model(False),
+            args=args,
+            train_dataset=datasets.load_from_disk(str(tmp_path / "rows")),
+            processing_class=tokenizer(),
+            oomb_config=config,
+        )
+        trainer.engine.close()
+        return list(trainer.train_dataset["ref_chosen_logps"])
+
+    dense = computed(CONFIG)
+    assert computed(sparse) != dense
+    assert computed(CONFIG, ld_alpha=0.5) != dense
+
+
 # Two prompts of unlike length in a batch: the shorter one is padded on the left.
 GENERATION: dict[str, Any] = {
     "per_device_train_batch_size": 4,
