@@ -127,7 +127,7 @@ class _ReferenceFirst(TwoPassTrainerMixin):
             )
         stock: Any = super()
         trainer: Any = self
-        of_model, told = trainer._precompute_model_hash, self.args
+        of_model, told = trainer._precompute_model_hash, trainer.args
         # TRL finds values by data and weights alone, in a cache that outlives the process.
         config = self.oomb_config
         pages = None if config.attention == Dense() else (config.chunk_size, config.page_size)
