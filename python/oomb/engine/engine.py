@@ -43,8 +43,7 @@ class Engine:
     Args:
         model: a transformers causal language model, or one with peft adapters. It is patched for
             the length of a call; afterwards it is as it was.
-        config: settings; None: the defaults, which are exact. They mean the same on any number of
-            ranks.
+        config: settings, the same on any number of ranks; None: the defaults, which are exact.
         mesh: ranks that share each sequence: a DeviceMesh with the dimension ``"cp"``, one GPU a
             rank, the same model on each. Every rank makes the same calls with the same whole batch,
             and gets the whole loss and gradient. None: this process alone.
