@@ -277,11 +277,13 @@ class Ranks:
         alarm = self._alarm
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         while True:
+            # Asked before the wait: a collective may end just after a wait for it has run out.
+            is_over = work.is_completed()
             try:
                 work.wait(_LOOK)
                 break
             except RuntimeError as error:
-                if work.is_completed():
+                if is_over:
                     self._explain(error)
             if alarm is not None:
                 alarm.expect_none()

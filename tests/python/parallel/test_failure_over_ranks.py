@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,12 +21,14 @@ from engine.models import make
 from engine.reference import random_ids
 from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
+from oomb.parallel.group import Ranks
 
 from .world import Died, World, meshes
 
 LAYERS, CHUNKS = 2, 3
 TOKENS = 16 * CHUNKS
 LONGEST_SECONDS = 25.0  # far more than it takes on a busy machine, far less than a timeout
+LONGEST = timedelta(seconds=LONGEST_SECONDS)
 
 
 class Place(NamedTuple):
@@ -183,6 +186,41 @@ def test_an_error_of_one_rank_is_raised_by_all(pair: World, place: Place) -> Non
 def test_errors_anywhere(pair: World) -> None:
     for place in places(60, list(TEXTS), seed=2):
         raised_by_both(pair, place)
+
+
+class EndsAfterTheWait:
+    """A collective that ends between the end of a wait for it and the next look at it."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.has_ended = work, False
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+    def wait(self, timeout: timedelta) -> None:
+        self.work.wait(LONGEST)
+        if not self.has_ended:
+            self.has_ended = True
+            raise RuntimeError("Operation timed out!")
+
+
+def with_waits_that_run_out(rank: int) -> bool:
+    model = make("qwen2", num_hidden_layers=LAYERS)
+    ids = random_ids(1, TOKENS + 1)
+    engine = oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8), mesh=meshes[2])
+    expected = gradients(engine, model, ids)
+    wait = Ranks._wait_on_host
+    Ranks._wait_on_host = lambda self, work: wait(self, EndsAfterTheWait(work))  # type: ignore[method-assign]
+    try:
+        found = gradients(engine, model, ids)
+    finally:
+        Ranks._wait_on_host = wait  # type: ignore[method-assign]
+    engine.close()
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_wait_that_runs_out_is_no_failure(pair: World) -> None:
+    assert pair.run(with_waits_that_run_out) == [True, True]
 
 
 def left_behind(place: Place) -> None:
