@@ -6,178 +6,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import PreTrainedModel, Qwen3ForSequenceClassification, TrainerCallback
-from trl.trainer import utils as trl_utils
 
 import oomb
 import oomb.hf
-from engine.models import keep_norms_in_float64, make, spread_weights
-from engine.reference import EXACT
 from oomb.engine.two_pass import TwoPass
 from oomb.hf import fused_head
 from oomb.hf.left_padding import left_padding
 
 from .runs import CONFIG, prompts, tokenizer
-
-
-def settings(folder: Path, **others: Any) -> dict[str, Any]:
-    """fp64 on the CPU; a step is two micro-batches."""
-    return {
-        "output_dir": str(folder),
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "disable_dropout": True,
-        **others,
-    }
-
+from .two_pass_runs import classifier, compare, judged, model, preferences, reward, settings
+from .two_pass_runs import plain_log_softmax as plain_log_softmax
 
 pytestmark = pytest.mark.filterwarnings("error:two_pass. another call")
-
-
-@pytest.fixture(autouse=True)
-def plain_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's own head computes in fp32 whatever the model is in; here it is written out in fp64."""
-
-    class Plain:
-        @staticmethod
-        def apply(
-            hidden: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
-            labels: torch.Tensor,
-            temperature: float,
-            *_: Any,
-        ) -> tuple[torch.Tensor, ...]:
-            assert hidden.dtype == torch.float64
-            logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
-            logp = logits.log_softmax(-1)
-            at_label = logp.gather(1, labels[:, None])[:, 0]
-            entropy = -(logp.exp() * logp).sum(-1)
-            constants = (2 * logp).logsumexp(-1), logits.mean(-1)
-            top = logits.argmax(-1) == labels
-            return (at_label, entropy, *(x.detach() for x in constants), top)
-
-    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Plain)
-
-
-def preferences(number: int = 8) -> Dataset:
-    rows = prompts(number)
-    other = rows["completion"][1:] + rows["completion"][:1]
-    return Dataset.from_dict(
-        {"prompt": rows["prompt"], "chosen": rows["completion"], "rejected": other}
-    )
-
-
-def judged(number: int = 8) -> Dataset:
-    rows = prompts(number)
-    labels = [index % 3 != 1 for index in range(number)]
-    return Dataset.from_dict(
-        {"prompt": rows["prompt"], "completion": rows["completion"], "label": labels}
-    )
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    """Of a completion's place: no two in a group have the same."""
-    return [float(index * index % 7) for index in range(len(completions))]
-
-
-def model(adapted: bool, name: str = "qwen3") -> Any:
-    torch.manual_seed(0)
-    model = make(name)
-    if not adapted:
-        return model
-    of_lora = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-    )
-    return peft.get_peft_model(model, of_lora).double()
-
-
-def reference() -> PreTrainedModel:
-    """Of a model that trains whole."""
-    torch.manual_seed(9)
-    return make("qwen3", num_hidden_layers=2)
-
-
-class Gradients(TrainerCallback):
-    """As they are before each step of the optimizer."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        named = model.named_parameters()
-        self.steps.append({n: p.grad.clone() for n, p in named if p.grad is not None})
-
-
-def classifier(adapted: bool) -> Any:
-    torch.manual_seed(0)
-    settings = make("qwen3").config
-    settings.num_labels = 1
-    model = Qwen3ForSequenceClassification(settings).double()
-    spread_weights(model)
-    keep_norms_in_float64(model)
-    if not adapted:
-        return model
-    of_lora = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", init_lora_weights=False
-    )
-    return peft.get_peft_model(model, of_lora).double()
-
-
-def trained(
-    kind: type, adapted: bool, args: Any, data: Dataset, **others: Any
-) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, float]]]:
-    """Gradients of each step, and what was logged."""
-    if others.pop("with_reference", False):
-        others["ref_model"] = reference()
-    seen = Gradients()
-    others |= {"callbacks": [seen], "processing_class": tokenizer()}
-    make_model = others.pop("make_model", model)
-    trainer = kind(model=make_model(adapted), args=args, train_dataset=data, **others)
-    trainer.train()
-    return seen.steps, trainer.state.log_history
-
-
-def compare(
-    stock: type,
-    ours: type,
-    args: Callable[[], Any],
-    data: Dataset,
-    adapted: bool,
-    steps: int = 2,
-    **others: Any,
-) -> None:
-    """Gradients and metrics of two steps, the second with what the first has changed."""
-    expected, log = trained(stock, adapted, args(), data, **others)
-    found, own = trained(ours, adapted, args(), data, oomb_config=CONFIG, **others)
-    assert len(found) == len(expected) == steps
-    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert set(mine) == set(theirs)
-        largest = max(float(grad.norm()) for grad in theirs.values())
-        assert largest > 1e-4
-        for name, grad in theirs.items():
-            error = float((mine[name] - grad).norm())
-            assert error <= EXACT * (1 + 9 * step) * max(float(grad.norm()), 1e-3 * largest), name
-    for mine, theirs in zip(own, log, strict=True):
-        assert set(theirs) <= set(mine)
-        for name, value in theirs.items():
-            if not name.endswith(("runtime", "per_second", "time")) and "profiling" not in name:
-                assert mine[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
 DPO_LOSSES = ["sigmoid", "hinge", "ipo", "apo_zero", "robust", "sigmoid_norm"]
@@ -211,64 +55,6 @@ def test_kto(loss_type: str, adapted: bool, tmp_path: Path) -> None:
 
     stock, ours = trl.KTOTrainer, oomb.hf.KTOTrainer
     compare(stock, ours, args, judged(16), adapted, with_reference=not adapted)
-
-
-@pytest.fixture
-def nothing_cached() -> Iterator[None]:
-    """Otherwise the second trainer would read what the first has computed."""
-    datasets.disable_caching()
-    yield
-    datasets.enable_caching()
-
-
-@pytest.mark.usefixtures("nothing_cached")
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("task", ["dpo", "kto"])
-def test_references_computed_ahead_of_training(
-    task: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock, ours, kind, data = {
-        "dpo": (trl.DPOTrainer, oomb.hf.DPOTrainer, trl.DPOConfig, preferences()),
-        "kto": (trl.KTOTrainer, oomb.hf.KTOTrainer, trl.KTOConfig, judged()),
-    }[task]
-    asked: list[bool] = []
-    values = fused_head.FusedHead._values
-
-    def seen(self: Any, keywords: Any) -> Any:
-        asked.append(torch.is_grad_enabled())
-        return values(self, keywords)
-
-    monkeypatch.setattr(fused_head.FusedHead, "_values", seen)
-
-    def args() -> Any:
-        size = settings(tmp_path, per_device_train_batch_size=2)
-        return kind(**size, max_length=64, precompute_ref_log_probs=True)
-
-    compare(stock, ours, args, data, adapted, with_reference=not adapted)
-    first_step = asked.index(True)
-    assert first_step >= 4 and not any(asked[:first_step])  # all batches, before training
-
-
-def test_references_of_other_settings_are_not_those_of_the_cache(tmp_path: Path) -> None:
-    """TRL finds them by rows and weights; pages that are chosen, for one, change them too."""
-    preferences(2).save_to_disk(str(tmp_path / "rows"))
-    sparse = oomb.Config(chunk_size=8, page_size=4, attention=oomb.TopKPages(budget=1))
-
-    def computed(config: oomb.Config, **options: Any) -> list[float]:
-        args = trl.DPOConfig(**settings(tmp_path), precompute_ref_log_probs=True, **options)
-        trainer = oomb.hf.DPOTrainer(
-            model(False),
-            args=args,
-            train_dataset=datasets.load_from_disk(str(tmp_path / "rows")),
-            processing_class=tokenizer(),
-            oomb_config=config,
-        )
-        trainer.engine.close()
-        return list(trainer.train_dataset["ref_chosen_logps"])
-
-    dense = computed(CONFIG)
-    assert computed(sparse) != dense
-    assert computed(CONFIG, ld_alpha=0.5) != dense
 
 
 # Two prompts of unlike length in a batch: the shorter one is padded on the left.
