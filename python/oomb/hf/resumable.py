@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback
@@ -30,6 +31,7 @@ _log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
 _TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
 _TRAINING = "training"  # optimizer, schedule, random generators, engine
+_REFERENCE = "reference"  # weights of TRL's reference model, where it follows the trained one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class ResumableTrainer(ShardedTrainer):
     model: Any  # the stock trainer's types allow what only is so before training
     optimizer: Any
     lr_scheduler: Any
+    ref_model: Any = None  # of TRL's trainers
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -173,6 +176,26 @@ class ResumableTrainer(ShardedTrainer):
         if changed.values and self.job.is_first:
             _log.warning(f"resumed with {changed}")
         self._load_engine_state(self._resumed["engine"])
+        self._load_reference(Path(checkpoint))
+
+    @property
+    def _moving_reference(self) -> nn.Module | None:
+        """A reference model that steps change; others come from where the run began."""
+        return self.ref_model if getattr(self.args, "sync_ref_model", False) else None
+
+    def _load_reference(self, checkpoint: Path) -> None:
+        reference = self._moving_reference
+        if reference is None:
+            return
+        if not (checkpoint / f"{_REFERENCE}.json").exists():
+            raise CheckpointError(
+                f"sync_ref_model: expected False, as when {checkpoint} was written, got True: the "
+                "checkpoint has no reference model"
+            )
+        saved = load_state(checkpoint, _REFERENCE, copy=False)
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.copy_(saved[name])
 
     def _calls_per_step(self) -> int:
         return self.args.gradient_accumulation_steps * self.replicas.number
@@ -295,6 +318,8 @@ class ResumableTrainer(ShardedTrainer):
             "replicas": self.replicas.number,
         }
         save_state(folder, _TRAINING, state)
+        if self._moving_reference is not None:
+            save_state(folder, _REFERENCE, dict(self._moving_reference.named_parameters()))
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
