@@ -1,10 +1,11 @@
-"""Tables of every setting for docs/train.md, made from the settings themselves.
+"""Lists of every setting for docs/train.md, made from the settings themselves.
 
 python -m oomb.train.reference
 """
 
 from __future__ import annotations
 
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,18 +16,24 @@ from pydantic_core import PydanticUndefined
 from oomb.train.section import Section
 from oomb.train.settings import RunSettings
 
+_wrap = textwrap.TextWrapper(
+    100,
+    initial_indent="- ",
+    subsequent_indent="  ",
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 _WORDS = {str: "text", int: "int", float: "number", bool: "true, false", type(None): "null"}
 
 
-def tables() -> str:
-    """Markdown: a table per section, a row per field."""
-    return "\n".join(_table("", RunSettings))
+def lists() -> str:
+    """Markdown: a list per section, an item per field, in lines of 100 columns."""
+    return "\n".join(_list("", RunSettings))
 
 
-def _table(section: str, kind: type[Section]) -> Iterator[str]:
+def _list(section: str, kind: type[Section]) -> Iterator[str]:
     if section:
         yield f"\n### {section}\n"
-    yield "| field | values | default | meaning |\n|---|---|---|---|"
     inner: list[tuple[str, type[Section]]] = []
     for name, field in kind.model_fields.items():
         sections = [s for s in _members(field.annotation) if _is_section(s)]
@@ -41,10 +48,11 @@ def _table(section: str, kind: type[Section]) -> Iterator[str]:
         if section and ":" in section and name == "type":
             continue
         meaning = field.description or f"the section [{name}](#{name})"
-        yield f"| `{name}` | {_values(field, sections)} | {_default(field)} | {meaning} |"
+        takes = "; ".join(filter(None, [_values(field, sections), _default(field)]))
+        yield _wrap.fill(f"`{name}` ({takes}): {meaning}")
     for title, member in inner:
         if list(member.model_fields) != ["type"]:
-            yield from _table(title, member)
+            yield from _list(title, member)
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -88,15 +96,15 @@ def _word(kind: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "**needed**"
+        return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value is PydanticUndefined:
-        return "null"
+        return "default null"
     if isinstance(value, Section):
         kind = getattr(value, "type", None)
-        return f"`{kind}`" if kind else ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+        return f"default `{kind}`" if kind else ""
+    return f"default `{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":
-    print(tables())
+    print(lists())

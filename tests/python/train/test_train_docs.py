@@ -10,16 +10,16 @@ import yaml
 
 from oomb.train.documents import OVERLAP, SEGMENT
 from oomb.train.reading import read_settings
-from oomb.train.reference import tables
+from oomb.train.reference import lists
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "train.md").read_text()
 LEAST = {"output_dir": "x", "model": {"name": "x"}, "data": {"train": "x"}, "context": 8}
 
 
-def test_tables_are_those_of_the_settings() -> None:
+def test_lists_are_those_of_the_settings() -> None:
     """Otherwise: python -m oomb.train.reference, and paste it below "## Fields"."""
-    assert PAGE.rstrip().endswith(tables().rstrip())
+    assert PAGE.rstrip().endswith(lists().rstrip())
 
 
 README = (ROOT / "README.md").read_text()
