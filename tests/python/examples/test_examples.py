@@ -183,7 +183,7 @@ def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "oomb-demo" / "text").mkdir(exist_ok=True)
         (tmp_path / "oomb-demo" / "text" / f"{name}.txt").write_text(text)
     (tmp_path / "examples").mkdir()
-    for name in ("chat.jsonl", "chat.jinja", "pairs.jsonl", "rewards.py"):
+    for name in ("chat.jsonl", "chat.jinja", "pairs.jsonl", "judged.jsonl", "rewards.py"):
         shutil.copy(EXAMPLES / name, tmp_path / "examples" / name)
     (tmp_path / "python" / "oomb").mkdir(parents=True)
     for number in range(20):
@@ -191,12 +191,14 @@ def demo_folder(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "name", ["train_full", "train_lora", "train_chat", "train_dpo", "train_grpo"]
-)
+OF_TRL = ["train_dpo", "train_kto", "train_reward", "train_grpo", "train_rloo"]
+YAML = ["train_full", "train_lora", "train_chat", *OF_TRL]
+
+
+@pytest.mark.parametrize("name", YAML)
 def test_yaml(name: str, demo_folder: Path) -> None:
     pytest.importorskip("datasets")
-    if name in ("train_dpo", "train_grpo"):
+    if name in OF_TRL:
         pytest.importorskip("trl")
     if name != "train_full":
         pytest.importorskip("peft")
@@ -213,6 +215,4 @@ def test_yaml(name: str, demo_folder: Path) -> None:
 
 
 def test_every_yaml_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {
-        "train_full", "train_lora", "train_chat", "train_dpo", "train_grpo",
-    }  # fmt: skip
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(YAML)
