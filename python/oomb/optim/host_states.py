@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.host_memory import host_block
+from oomb.optim.lanes import Lanes, LanesAtOnce, LanesBeside
 from oomb.units import bytes_text
 
 _SMALL = 4096  # values; smaller tensors (a step's number, a table) stay where they are
@@ -45,73 +46,6 @@ _KNOWN = {
 
 State = dict[str, Any]
 T = TypeVar("T", bound=torch.Tensor)
-
-
-class Lanes(Protocol):
-    """Copies between the tiers beside what is computed."""
-
-    def load(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Begin to copy to the device; what :meth:`wait` takes comes back with the copies."""
-
-    def store(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Begin to copy to the host, behind all that compute has been given so far."""
-
-    def wait(self, batch: Any) -> None:
-        """Let compute go on when a batch is done."""
-
-    def finish(self) -> None:
-        """Return when all is copied."""
-
-
-class LanesAtOnce:
-    """On a CPU: a copy is done when it has begun."""
-
-    def load(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        return [source.clone() for source in sources], None
-
-    def store(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def wait(self, batch: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class LanesBeside:
-    """On a GPU: a stream for each direction."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._loads, self._stores = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def load(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        # Made for compute's stream: whoever drops them has let that one wait for their copies.
-        there = [torch.empty_like(source, device=self._device) for source in sources]
-        return there, self._copied(self._loads, there, sources)
-
-    def store(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        return self._copied(self._stores, targets, sources)
-
-    def wait(self, batch: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(batch)
-
-    def finish(self) -> None:
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_stream(self._loads)
-        compute.wait_stream(self._stores)
-        self._stores.synchronize()  # the host may read them now
-
-    def _copied(
-        self, stream: torch.cuda.Stream, to: list[torch.Tensor], of: list[torch.Tensor]
-    ) -> Any:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for target, source in zip(to, of, strict=True):
-                target.copy_(source, non_blocking=True)
-            return stream.record_event()
 
 
 class HostStates(torch.optim.Optimizer):
@@ -148,7 +82,8 @@ class HostStates(torch.optim.Optimizer):
         on_gpu = self._device.type == "cuda"
         self._lanes: Lanes = LanesBeside(self._device) if on_gpu else LanesAtOnce()
         for name in ("pre", "post"):  # around all parts; the optimizer's own are around each
-            setattr(self, f"_optimizer_step_{name}_hooks", OrderedDict())
+            for of in ("step", "state_dict", "load_state_dict"):
+                setattr(self, f"_optimizer_{of}_{name}_hooks", OrderedDict())
         self._patch_step_function()
         if optimizer.state:
             self._keep_all_on_host()
@@ -187,10 +122,19 @@ class HostStates(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of the optimizer; tensors are those of host memory, not copies."""
-        return self.optimizer.state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self.optimizer.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of the optimizer, some parameters at a time."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict.copy())
+            state_dict = state_dict if changed is None else changed
         groups, saved = state_dict["param_groups"], state_dict["state"]
         self.optimizer.load_state_dict({"state": {}, "param_groups": groups})
         self._homes, self.host_bytes = {}, 0
@@ -203,6 +147,8 @@ class HostStates(torch.optim.Optimizer):
             self._keep_all_on_host()
             whole.update(self.optimizer.state)
         self.optimizer.state = defaultdict(dict, whole)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     # Steps ----------------------------------------------------------------------------------------
 

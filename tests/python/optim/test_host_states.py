@@ -245,6 +245,28 @@ def test_a_closure_is_refused() -> None:
         optimizer.step(lambda: 1.0)
 
 
+def test_hooks_of_states_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of saving and loading, as torch's: what they return takes the state's place."""
+    monkeypatch.setattr(host_states, "_PART_BYTES", 1)  # each parameter is a part
+    weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(3)]
+    optimizer = HostStates(torch.optim.AdamW(weights))
+    for weight in weights:
+        weight.grad = torch.ones(8)
+    optimizer.step()
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda one: seen.append(("before saving", one)))
+    optimizer.register_state_dict_post_hook(lambda one, state: {"note": 1, **state})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda one, state: {name: value for name, value in state.items() if name != "note"}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append(("loaded", one)))
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert seen == [("before saving", optimizer), ("loaded", optimizer)]
+    assert all(float(optimizer.state[weight]["step"]) == 1 for weight in weights)
+
+
 def test_hooks_of_a_step_run_once_around_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_states, "_PART_BYTES", 20_000)
     parameters = _parameters()
