@@ -354,13 +354,6 @@ class RunSettings(Section):
             if self.trl:
                 raise ValueError("trl: expected a task of TRL beside it, got 'sft'")
             return self
-        if self.task in ("grpo", "rloo") and self.lora is None and self.trl.get("beta") != 0:
-            for name in ("rope", "revision", "max_position_embeddings"):
-                if getattr(self.model, name) is not None:
-                    raise ValueError(
-                        f"model.{name}: expected null for task {self.task} without lora and with a "
-                        "reference (trl.beta is not 0), which TRL loads as it was saved"
-                    )
         for name in _OF_SFT:
             default = DataSettings.model_fields[name].default
             if getattr(self.data, name) != default:

@@ -101,7 +101,8 @@ def checked_options(settings: RunSettings, task: Task) -> dict[str, Any]:
     """The section ``trl``, each option as TRL declares it.
 
     Raises:
-        BadInput: an option that TRL does not have, that another field sets, or of another type.
+        BadInput: an option that TRL does not have, that another field sets, or of another type;
+            a reference that TRL would load with other positions than the model's.
     """
     kind = _of_trl(task.arguments)
     types = get_type_hints(kind)
@@ -127,7 +128,19 @@ def checked_options(settings: RunSettings, task: Task) -> dict[str, Any]:
         except ValidationError as error:
             said = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadInput(f"{place}: expected {said}, got {value!r}") from error
+    if task.generates and settings.lora is None:
+        _expect_loadable_reference(settings, found.get("beta", kind.beta))
     return found
+
+
+def _expect_loadable_reference(settings: RunSettings, beta: float) -> None:
+    """TRL loads the reference by itself where there is one, and knows nothing of these fields."""
+    for name in ("rope", "revision", "max_position_embeddings"):
+        if beta != 0 and getattr(settings.model, name) is not None:
+            raise BadInput(
+                f"model.{name}: expected null for task {settings.task} without lora and with a "
+                f"reference (trl.beta is {beta}), which TRL loads as it was saved"
+            )
 
 
 def reward_functions(settings: RunSettings) -> list[Callable[..., Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from transformers import (
 from oomb.train.errors import BadInput
 from oomb.train.examples import ExampleRule
 from oomb.train.reading import read_settings
+from oomb.train.settings import RunSettings
 from oomb.train.sources import Source
-from oomb.train.tasks import TASKS
+from oomb.train.tasks import TASKS, checked_options
 
 trl = pytest.importorskip("trl")
 
@@ -234,6 +236,11 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("dpo", ["context=20"], "expected examples of at most 20 tokens"),
     ("grpo", ["rewards=[]"], "rewards: expected functions for task grpo"),
     ("grpo", ["rewards=nowhere.at_all"], "rewards: expected functions of trl.rewards"),
+    (
+        "grpo",
+        ["trl.beta=0.1", "model.revision=main"],
+        "model.revision: expected null for task grpo",
+    ),
     ("grpo", ["trl.num_generations=5"], "training: expected settings that TRL takes"),
 ]
 
@@ -245,6 +252,33 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         assert result.exit_code == 2, (changes, result.output)
         assert message in " ".join(result.output.split()), (changes, result.output)
         assert not (tmp_path / task / "run").exists(), changes
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "accepted"),
+    [
+        ("grpo", {}, True),  # TRL's own beta is 0: no reference
+        ("grpo", {"beta": 0.1}, False),
+        ("rloo", {}, False),  # and here 0.05
+        ("rloo", {"beta": 0.0}, True),
+    ],
+)
+def test_longer_positions_beside_a_reference_of_trl(
+    task: str, options: dict[str, Any], accepted: bool, tmp_path: Path
+) -> None:
+    settings = RunSettings.model_validate(
+        {
+            "output_dir": str(tmp_path),
+            "task": task,
+            "trl": options,
+            "context": 64,
+            "data": {"train": "x"},
+            "rewards": ["x"],
+            "model": {"name": "x", "rope": {"rope_type": "linear", "factor": 2.0}},
+        }
+    )
+    with nullcontext() if accepted else pytest.raises(BadInput, match="model.rope: expected null"):
+        checked_options(settings, TASKS[task])
 
 
 def test_a_dry_run_reads_the_rows(tmp_path: Path) -> None:
