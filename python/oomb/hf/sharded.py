@@ -87,7 +87,7 @@ class ShardedTrainer(RanksTrainer):
         self._is_gathering = True
         try:
             state = self.accelerator.unwrap_model(self.model).state_dict()
-            self._whole_weights = gathered(state, keep=self.job.is_first)
+            self._whole_weights = self._gathered(state)
             yield
         finally:
             self._is_gathering, self._whole_weights = False, None
@@ -101,7 +101,11 @@ class ShardedTrainer(RanksTrainer):
         """Whole on rank 0; every rank calls it where weights are sharded."""
         optimizer: Any = self.optimizer
         state: dict[str, Any] = optimizer.state_dict()
-        return gathered(state, keep=self.job.is_first) if self._has_shards else state
+        return self._gathered(state) if self._has_shards else state
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole on rank 0; an error there is raised by all."""
+        return self.job.together(lambda: gathered(state, keep=self.job.is_first))
 
     def _optimizer_state_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """Of a whole state what this rank's optimizer loads."""

@@ -62,34 +62,61 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 def gathered(state: Any, *, keep: bool) -> Any:
     """A nested state in which shards are whole tensors on the CPU; every rank calls it.
 
-    One tensor at a time is whole on the device. Tensors that share memory do so afterwards.
+    One tensor at a time is whole on the device. Tensors that share memory do so afterwards. Where
+    the host's memory does not suffice, the error comes after the last tensor, so that this rank has
+    helped the others to theirs.
 
     Args:
         state: dicts, lists and tuples of tensors and other values.
         keep: False: this rank only helps, and gets None where others get whole tensors.
     """
-    return _gathered(state, keep, {})
+    copies = _Copies(keep)
+    found = copies.of(state)
+    if copies.error is not None:
+        raise copies.error
+    return found
 
 
-def _gathered(state: Any, keep: bool, known: dict[object, torch.Tensor]) -> Any:
-    if isinstance(state, DTensor):
-        local = state.to_local()
-        key = (local.data_ptr(), local.dtype, tuple(state.shape)) if local.numel() else None
-        # A rank without rows cannot tell which are shared, so all ranks gather each.
-        whole = state.full_tensor()
-        if not keep:
+class _Copies:
+    """Whole tensors in the host's memory, until one does not fit."""
+
+    def __init__(self, keep: bool) -> None:
+        self.error: Exception | None = None
+        self._keep = keep
+        self._known: dict[object, torch.Tensor] = {}
+
+    def of(self, state: Any) -> Any:
+        if isinstance(state, DTensor):
+            # A rank without rows cannot tell which are shared, so all ranks gather each.
+            return self._of_shards(state, state.full_tensor())
+        if isinstance(state, dict):
+            return {name: self.of(value) for name, value in state.items()}
+        if isinstance(state, (list, tuple)):
+            return type(state)(self.of(value) for value in state)
+        return state
+
+    def _of_shards(self, shards: DTensor, whole: torch.Tensor) -> torch.Tensor | None:
+        if not self._keep or self.error is not None:
             return None
-        found = known.get(key) if key is not None else None
-        if found is None:
-            found = whole.detach().to("cpu", copy=True)
-            if key is not None:
-                known[key] = found
+        local = shards.to_local()
+        key = (local.data_ptr(), local.dtype, tuple(shards.shape)) if local.numel() else None
+        found = self._known.get(key) if key is not None else None
+        if found is not None:
+            return found
+        try:
+            found = to_host(whole)
+        except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+            self.error = error
+            self._known.clear()
+            return None
+        if key is not None:
+            self._known[key] = found
         return found
-    if isinstance(state, dict):
-        return {name: _gathered(value, keep, known) for name, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_gathered(value, keep, known) for value in state)
-    return state
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 # From whole tensors -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import oomb
 from engine.models import make
 from engine.reference import Result, assert_equal, chunked, ordinary, random_ids
 from oomb.parallel import sharding
+from oomb.parallel import whole as whole_tensors
 from oomb.parallel.group import Ranks
 
 from .world import World, meshes
@@ -341,3 +342,39 @@ def test_what_cannot_be_gathered_is_refused(world: World) -> None:
     assert "post-accumulate-grad hook" in hooked
     with pytest.raises(ValueError, match="sharded_weights: expected 'zero1' or 'zero2' or 'zero3'"):
         oomb.Config(sharded_weights="zero4")  # type: ignore[arg-type]
+
+
+def without_room(rank: int) -> list[str]:
+    """What each gathering raises; rank 0's host has room for two tensors, then for all."""
+    model = sharded(model_of(CASES["plain"], 4), 4)
+    ranks = Ranks(list(range(4)), torch.device("cpu"))
+    room, copy = iter([True, True]), whole_tensors.to_host
+
+    def with_little_room(tensor: torch.Tensor) -> torch.Tensor:
+        if not next(room, False):
+            raise MemoryError("no room for the third")
+        return copy(tensor)
+
+    def gather() -> str:
+        try:
+            state = model.state_dict()
+            ranks.together(lambda: whole_tensors.gathered(state, keep=rank == 0))
+        except (MemoryError, oomb.Error) as error:
+            return f"{type(error).__name__}: {error}"
+        return "whole"
+
+    whole_tensors.to_host = with_little_room
+    try:
+        first = gather()
+    finally:
+        whole_tensors.to_host = copy
+    found = [first, gather()]
+    ranks.close()
+    return found
+
+
+def test_a_host_without_room_is_told_by_all(world: World) -> None:
+    """Rank 0 gathers; the others helped it and do not wait for it."""
+    for first, second in world.run(without_room):
+        assert "no room for the third" in first
+        assert second == "whole"
