@@ -146,7 +146,8 @@ def kill_once(
 
 def measured(kills: int, device: str, seed: int, weights: str, folder: Path) -> dict[str, Any]:
     """The kills of one run, and how far its losses are from those of another."""
-    file = prepare(folder, device, weights, STEPS_A_KILL * (kills + 1))
+    # A draw is at most 2 * STEPS_A_KILL - 1 steps, and a step may end before the kill is there.
+    file = prepare(folder, device, weights, 2 * STEPS_A_KILL * (kills + 1))
     log = folder / "log.txt"
     alone = started(file, 1, f"output_dir={folder / 'whole'}", log=log)
     if alone.wait(MOST_SECONDS) != 0:

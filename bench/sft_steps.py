@@ -20,23 +20,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.trl_trainers import WORDS, Clock, Observed, in_own_process, tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.lengths import parse_length
 from oomb.trace.shapes import SHAPES, random_model
 
 GIB = 2**30
-WORDS = 1000
 # The stock trainer's attention: torch's choice, its plain composition, transformers' own.
 STOCK = {"stock": "sdpa", "stock-math": "sdpa", "stock-eager": "eager"}
 
@@ -64,7 +62,7 @@ def main() -> None:
     runs += [("ours", parse_length("--long", long))] if long != "0" else []
     found = []
     for trainer, tokens in runs:
-        found.append(in_own_process(trainer, tokens))
+        found.append(in_own_process("--run", trainer, "--tokens", str(tokens)))
         show(found[-1])
     losses = [run["losses"] for run in found]
     stock, ours = losses[: len(STOCK)], losses[len(STOCK)]
@@ -88,35 +86,9 @@ def apart(some: list[float], others: list[float]) -> float:
     return max(abs(x - y) / x for x, y in zip(some, others, strict=True))
 
 
-def in_own_process(trainer: str, tokens: int) -> dict[str, Any]:
-    """Memory of one run is none of the next one's."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        own = ["--run", trainer, "--tokens", str(tokens), "--json", str(out)]
-        subprocess.run([sys.executable, *sys.argv, *own], check=True)
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
-class Observed:
-    """What ours tells of its steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_step(self, record: dict[str, Any]) -> None:
-        self.steps.append(record)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):
-            return lambda *_: None
-        raise AttributeError(name)
-
-
 def steps(given: argparse.Namespace) -> dict[str, Any]:
     import trl
     from datasets import Dataset
-    from transformers import TrainerCallback
 
     from oomb.hf import SFTTrainer
 
@@ -132,18 +104,7 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
     if given.run in STOCK:
         model.set_attn_implementation(STOCK[given.run])
     row = torch.randint(3, WORDS, (given.tokens,), generator=torch.Generator().manual_seed(1))
-    seconds: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            synchronize(device)
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize(device)
-            seconds.append(time.perf_counter() - self.began)
-
-    observed = Observed()
+    observed, clock = Observed(), Clock(device)
     own: dict[str, Any] = {"observer": observed} if given.run == "ours" else {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = (trl.SFTTrainer if given.run in STOCK else SFTTrainer)(
@@ -165,7 +126,7 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
             ),
             train_dataset=Dataset.from_list([{"input_ids": row.tolist()}] * given.steps),
             processing_class=tokenizer(),
-            callbacks=[Clock()],
+            callbacks=[clock],
             **own,
         )
         with sdpa_kernel(SDPBackend.MATH) if given.run == "stock-math" else nullcontext():
@@ -176,32 +137,11 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
         "tokens": given.tokens,
         "losses": [entry["loss"] for entry in log if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
-        "seconds": seconds,
-        "torch_peak_bytes": 0 if given.cpu else torch.cuda.max_memory_allocated(),
-        "page_bytes": max((s["device_peak_bytes"] for s in observed.steps), default=0),
-        "host_bytes": max((s["host_peak_bytes"] for s in observed.steps), default=0),
+        "seconds": clock.seconds,
+        **observed.memory(device),
         "device": "CPU" if given.cpu else torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "trl": trl.__version__},
     }
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def tokenizer() -> Any:
-    """One word per token, made here: nothing is downloaded."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, WORDS)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-    )
 
 
 def show(run: dict[str, Any]) -> None:
