@@ -19,6 +19,7 @@ from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits
 from oomb.core.recompute import LayerRunner
+from oomb.core.router_loss import RouterLoss
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
 from oomb.model.linear import WeightSums
@@ -53,6 +54,7 @@ class ChunkLoop:
         sums: WeightSums | None,
         borders: BorderStates | None = None,
         placement: Placement = AllHere(),  # noqa: B008  # a constant
+        router_loss: RouterLoss | None = None,
     ) -> None:
         self._placement = placement
         self._model = model
@@ -67,6 +69,9 @@ class ChunkLoop:
         self._borders = borders or BorderStates()
         self.images = ImageRows(inputs.images, chunks, model.device)
         self._carries: tuple[Carry, ...] = (attention, self._borders, self.images)
+        self._router_loss = router_loss
+        if router_loss is not None:
+            self._carries += (router_loss,)
         self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
@@ -89,7 +94,12 @@ class ChunkLoop:
         swaps.also(self.images.embedding(self._model.causal.get_input_embeddings()))
 
     def fill(self, num_chunks: int) -> float:
-        """Keys and values of chunks [0, num_chunks). Returns seconds."""
+        """Keys and values of chunks [0, num_chunks). Returns seconds.
+
+        A loss of routers needs all chunks to their end.
+        """
+        if self._router_loss is not None:
+            return self._forward_only(self._chunks.number, lambda _, __: None)
         return self._forward_only(num_chunks, None)
 
     def evaluate(self, on_logits: OnLogits | None = None) -> float:
@@ -142,6 +152,8 @@ class ChunkLoop:
                     self._turns = None
             else:
                 run(0, 1)
+        if self._router_loss is not None:
+            self._loss.total += self._router_loss.total()
         report()
         return time.perf_counter() - began
 
@@ -197,8 +209,9 @@ class ChunkLoop:
             positions = self._inputs.position_ids[:, begin:end].long()
         ids = self._inputs.input_ids[:, begin:end]
         of_images = self.images.arguments(chunk, ids)
+        take = None if self._router_loss is None else self._router_loss.take
         try:
-            return self._model.hidden(ids, positions, **of_images)
+            return self._model.hidden(ids, positions, take, **of_images)
         except FillComplete:
             return None
 

@@ -13,6 +13,7 @@ from oomb.config import Config
 from oomb.core.inputs import CallInputs, expect
 from oomb.core.main_grad import check_sums
 from oomb.engine.images import inputs_with_images
+from oomb.engine.router_loss import expect_divisor, expect_settings_fit, routed
 from oomb.engine.training import Training
 from oomb.errors import Error
 from oomb.model.causal import CausalModel, check_places
@@ -41,6 +42,7 @@ class Admission:
         self._process = os.getpid()
         self._warned_of_far = False
         self._warned_of_unknown = False
+        expect_settings_fit(self._model, self._config, placement.ranks)
 
     def close(self) -> None:
         """Let no call in again."""
@@ -65,9 +67,12 @@ class Admission:
             ValueError, Error: of :meth:`oomb.Engine.forward_backward`.
         """
         self.expect_usable()
+        wanted = routed(self._model, images, others)
         inputs = inputs_with_images(
-            self._model, self._config, self._placement.ranks, input_ids, labels, images, others
+            self._model, self._config, self._placement.ranks, input_ids, labels, images, wanted
         )
+        if wanted is not others:
+            expect_divisor(inputs, others)
         if self._config.rope_angles == "model" and not self._warned_of_far:
             self._warned_of_far = warn_of_far_positions(inputs.largest_position)
         if not self._warned_of_unknown:

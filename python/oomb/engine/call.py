@@ -23,6 +23,7 @@ from oomb.core.page_demand import Demand, PageDemand, rule_of
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
 from oomb.core.recompute import LayerRunner, seed_of_rank
+from oomb.core.router_loss import RouterLoss
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
@@ -256,7 +257,7 @@ class Calls:
             self.layout(config, alike=inputs.own_chunks is not None),
             inputs,
             swept,
-            every_output=every_output,
+            every_output=every_output or model.routers is not None,
             lists=lists,
             border_bytes=handed,
             chained=bool(model.mixers),
@@ -266,6 +267,7 @@ class Calls:
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
+        routers = model.routers
         loop = ChunkLoop(
             model,
             inputs,
@@ -278,6 +280,7 @@ class Calls:
             grads,
             borders,
             placement,
+            None if routers is None else RouterLoss(routers, inputs, demand.chunks),
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
@@ -342,8 +345,13 @@ class Calls:
             self.weights.begin(swaps.afterwards)
             return self._plan(config, num_tokens, batch, swept)
 
+    def planned_chunks(self, config: Config, num_tokens: int) -> Chunks:
+        """Of a text all of whose tokens are targets: the last predicts nothing, but is routed."""
+        unused = 1 if self._model.routers is None else 0
+        return Chunks.of(config, max(1, num_tokens - unused))
+
     def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
-        chunks = Chunks.of(config, max(1, num_tokens - 1))  # the last predicts nothing
+        chunks = self.planned_chunks(config, num_tokens)
         tokens = self._counted(config, chunks.tokens)
         recompute = self.recomputes(config, batch, tokens)
         asks = not self.weights.is_sharded  # whose layers are not here
@@ -356,6 +364,7 @@ class Calls:
             batch=batch,
             device_type=self._model.device.type,
             selection=rule_of(config),
+            every_output=self._model.routers is not None,
             border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
         )
         needs = needs_of(

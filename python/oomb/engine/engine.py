@@ -13,7 +13,6 @@ from oomb.config import Config
 from oomb.core.border_states import expect_every_chunk
 from oomb.core.host_sums import HostSums, host_sums_of
 from oomb.core.inputs import CallInputs, check_callable, expect, kind_of
-from oomb.core.layout import Chunks
 from oomb.core.loop import OnProgress
 from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads
@@ -339,7 +338,7 @@ class Engine:
         for name, value in {"num_tokens": num_tokens, "batch_size": batch_size}.items():
             expect(isinstance(value, int) and value >= 1, name, "an int >= 1", repr(value))
         self._admission.expect_own_process()
-        swept = self._training.upcoming(Chunks.of(self.config, max(1, num_tokens - 1)).number)
+        swept = self._training.upcoming(self._calls.planned_chunks(self.config, num_tokens).number)
         of_call = self.config, num_tokens, batch_size, swept
         return as_before_afterwards(lambda: self._calls.plan(*of_call))
 

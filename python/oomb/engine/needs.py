@@ -151,7 +151,8 @@ def counted(model: CausalModel, config: Config, batch: int, tokens: int, recompu
         trace = _tracers[model.causal].trace(setting)
     except (UnsupportedModelError, TypeError):  # its forward looks at values
         return _estimated(model, batch, tokens, recompute)
-    return activations_of(trace)
+    of_routers = 0 if model.routers is None else model.routers.kept_bytes(batch * tokens)
+    return activations_of(trace) + of_routers
 
 
 def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:

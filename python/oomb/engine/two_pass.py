@@ -91,7 +91,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
 
         def prepare() -> None:
             check_callable("on_progress", on_progress)
-            wanted.expect_logits(self._model)
+            wanted.expect_given_by(self._model)
             targets = all_labels(input_ids, given["attention_mask"]) if labels is None else labels
             none: dict[str, Any] = {"loss_weights": None, "num_items_in_batch": None}
             none["every_token"] = wanted.hidden

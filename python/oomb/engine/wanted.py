@@ -12,6 +12,7 @@ import torch
 from oomb.core.inputs import expect
 from oomb.core.loss import ChunkLoss
 from oomb.core.token_values import STATISTICS, TokenValues
+from oomb.engine.router_loss import expect_no_router_loss
 from oomb.model.causal import CausalModel
 
 
@@ -47,8 +48,10 @@ class Wanted:
         expect(known, "statistics", f"some of {', '.join(STATISTICS)}", repr(statistics))
         return Wanted(logprobs, entropies, hidden, float(temperature), tuple(statistics))
 
-    def expect_logits(self, model: CausalModel) -> None:
-        """Raise a ValueError where a head that classifies sequences has no such values."""
+    def expect_given_by(self, model: CausalModel) -> None:
+        """Raise an error where a head that classifies sequences has no such values, or where the
+        model adds a loss of its own to any of them."""
+        expect_no_router_loss(model, "two_pass")
         if self.logprobs or self.entropies or self.statistics:
             model.expect_logits("logprobs, entropies and statistics")
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from oomb.config import Config
+from oomb.engine.router_loss import asks_for_router_loss
 from oomb.parallel.job import ranks_in_job
 
 # Argument of the trainer: why it must be None.
@@ -107,6 +108,7 @@ def refuse_own_loss(trainer: Trainer) -> None:
         if value not in expected:
             raise ValueError(f"{name}: expected one of {', '.join(expected)}, got {value!r}")
     _refuse_router_loss(trainer)
+    _refuse_scaled_router_loss(trainer)
 
 
 def refuse_of_two_passes(trainer: Trainer) -> None:
@@ -127,6 +129,23 @@ def refuse_of_two_passes(trainer: Trainer) -> None:
             "cast_lm_head_to_fp32: expected False, got True: the engine runs the model's own head"
         )
     _refuse_router_loss(trainer)
+
+
+def _refuse_scaled_router_loss(trainer: Any) -> None:
+    """The engine adds a loss of routers whole to every micro-batch, as the model does."""
+    if not asks_for_router_loss(trainer.model):
+        return
+    why = "the model's router auxiliary loss (config.output_router_logits)"
+    if trainer.args.fp16:
+        raise ValueError(f"fp16: expected False, got True: {why} would not be scaled; use bf16")
+    steps = trainer.args.gradient_accumulation_steps
+    if steps > 1 and not trainer.model_accepts_loss_kwargs:
+        raise ValueError(
+            f"gradient_accumulation_steps: expected 1, got {steps}: {why} would not be divided by "
+            "it; the model's forward takes no num_items_in_batch"
+        )
+    if ranks_in_job() > 1:
+        raise ValueError(f"world_size: expected 1, got {ranks_in_job()}: each would add {why}")
 
 
 def _refuse_router_loss(trainer: Any) -> None:

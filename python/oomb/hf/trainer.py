@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
+from oomb.engine.router_loss import asks_for_router_loss
 from oomb.hf.batch import ENGINE_COLUMNS, counted_labels, engine_arguments, num_targets
 from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.interrupt import Interrupted
@@ -195,7 +196,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
     ) -> Step | None:
         """This replica's share of the gradient; None: its batch has nothing to predict."""
         targets, replicas = num_targets(arguments), self.replicas.number
-        if targets == 0:  # no loss and no gradient
+        routed = num_items_in_batch is not None and asks_for_router_loss(self.model)
+        if targets == 0 and not routed:  # no loss and no gradient
             self._warn_of_no_target()
             state = self.engine.state_dict()
             # Replicas draw alike: one without targets draws too.

@@ -21,6 +21,7 @@ from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
 from oomb.model.rope import angles_of_call
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
+from oomb.model.routers import Routers
 from oomb.model.swap import Swaps
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
@@ -55,6 +56,7 @@ class CausalModel:
         ends_in_mixer: nothing attends behind the last mixer.
         mask_windows: of each decoder layer whose sliding window is in its mask alone.
         host_weights: of layers whose weights come from the host; None: all are on the device.
+        routers: whose load-balancing loss is part of the model's own; None: there is no such loss.
 
     The check at construction finds these; without it every layer has attention alone.
 
@@ -78,7 +80,8 @@ class CausalModel:
         self.ends_in_mixer = False
         self.mask_windows: dict[int, int] = {}
         self.host_weights: HostWeights | None = None
-        _refuse_routing(self.causal)
+        self.routers: Routers | None = None
+        _refuse_jitter(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
         self._rotating = modeling_files(self.decoder)
@@ -149,13 +152,25 @@ class CausalModel:
         return {layer: _telling(index, layer.forward) for index, layer in enumerate(self.layers)}
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, **of_images: Any
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        on_router_logits: Callable[[tuple[torch.Tensor, ...]], object] | None = None,
+        **of_images: Any,
     ) -> torch.Tensor:
-        """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`."""
+        """Last hidden states [batch, tokens, hidden_size] of a chunk; inside :meth:`session`.
+
+        Args:
+            on_router_logits: gets those of each router, [batch · tokens, experts].
+        """
         arguments = {"attention_mask": placeholder_mask(input_ids.device), **of_images}
+        if on_router_logits is not None:
+            arguments["output_router_logits"] = True
         output = self.decoder(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
         )
+        if on_router_logits is not None:
+            on_router_logits(output.router_logits or ())
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
@@ -306,13 +321,7 @@ def _refuse_distributed(model: nn.Module) -> None:
             )
 
 
-def _refuse_routing(causal: PreTrainedModel) -> None:
-    config = causal.config
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{type(causal).__name__}: a router auxiliary loss (config.output_router_logits) "
-            "is not supported"
-        )
+def _refuse_jitter(causal: PreTrainedModel) -> None:
     for name, module in causal.named_modules():
         jitter = getattr(module, "jitter_noise", 0) or getattr(module, "router_jitter_noise", 0)
         if jitter:

@@ -21,6 +21,9 @@ from oomb.model.rope import rotary_modules
 from oomb.model.swap import Swaps, swapping
 
 _KEPT_BUFFER = 2**16  # elements up to which a buffer is also kept by value
+# transformers' note that hooks which collect outputs are there. They stay, so the note has to: it
+# would install them again, and then collect everything twice.
+_HOOKED = "_output_capturing_hooks_installed"
 
 
 @dataclass
@@ -232,7 +235,7 @@ def _replaced_forwards(swaps: Swaps, forwards: Mapping[nn.Module, Callable[..., 
 
 
 def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
+    for name in now.keys() - before.keys() - {_HOOKED}:
         del now[name]
     now.update(before)
 

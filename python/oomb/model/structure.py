@@ -24,6 +24,7 @@ from oomb.model.interface import AttentionCall
 from oomb.model.observation import Observation, observe_chunks, observe_own, undisturbed
 from oomb.model.own_attention import plain_attention
 from oomb.model.probe import NO_CALL, attention_shapes
+from oomb.model.router_check import routers_of
 
 _CHUNK = 16  # tokens; two chunks are looked at
 _FAR = 100_000  # a position that no short text has
@@ -67,6 +68,7 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
         if there is not None:
             _check_attention(model, there)
             _check_layers(model, there, ids, far)
+    model.routers = routers_of(model)
     return shapes
 
 

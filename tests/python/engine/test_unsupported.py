@@ -81,10 +81,6 @@ class DistributedDataParallel(nn.Module):
         self.module = make("llama")
 
 
-def router_loss() -> nn.Module:
-    return of("Mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True)
-
-
 def router_jitter() -> nn.Module:
     return of("Mixtral", num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.1)
 
@@ -310,7 +306,6 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (encoder, "BertModel"),
     (data_parallel, "DataParallel: .*distributed training"),
     (DistributedDataParallel, "DistributedDataParallel: .*distributed training"),
-    (router_loss, "MixtralForCausalLM: .*output_router_logits"),
     (router_jitter, "jitter"),
     (prompt_tuning, "PromptTuningConfig.*prompt learning"),
     (prefix_tuning, "PrefixTuningConfig.*prompt learning"),
