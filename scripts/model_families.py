@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from published_sizes import section
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -299,6 +300,7 @@ def page(verdicts: dict[str, str]) -> str:
     for title, kind, end, note in _PARTS:
         names = [f"`{n}`" for n, x in verdicts.items() if x.startswith(kind) and x.endswith(end)]
         parts.append(f"## {title}\n\n{note}{_wrapped(', '.join(names))}")
+    parts.append(section())
     for title, kind in (("Refused", "refused"), ("Not built", "cannot be built")):
         rows = [
             _wrapped(f"- `{name}`: {text.split(': ', 1)[1] or 'no reason given'}")

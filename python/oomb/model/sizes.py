@@ -54,11 +54,18 @@ def check_sizes(config: PreTrainedConfig) -> None:
     text: Any = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
         raise ValueError(f"text_config: expected a known model's, got {type(text).__name__}")
+    # Where layers differ in a field (Gemma 4's head dims), only each layer's own config tells it.
+    of_layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    for config in of_layers:
+        _check_sizes(config)
+
+
+def _check_sizes(config: Any) -> None:
     for name in _MOST:
-        for value in _values(text, name):
+        for value in _values(config, name):
             _expect_size(name, value)
     heads, groups = (
-        getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ValueError(f"num_key_value_heads: expected a divisor of {heads} heads, got {groups}")

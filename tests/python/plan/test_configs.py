@@ -10,10 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 from engine.models import make
 from oomb.cli import app
+
+GEMMA4: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 def folder(path: Path, config: dict[str, Any] | str) -> str:
@@ -61,6 +75,21 @@ def test_a_broken_config_is_one_line(
     assert lines[0].startswith("oomb plan: ")
     assert message in lines[0]
     assert len(lines[0]) < 800
+
+
+def test_sizes_of_layers_that_differ(tmp_path: Path) -> None:
+    """Gemma 4's head dims stand in the config of each layer alone."""
+    config = transformers.Gemma4TextConfig(**GEMMA4)
+    config.save_pretrained(tmp_path)
+    command = ["plan", str(tmp_path), "--context", "2K", "--gpu", "h100"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    file = tmp_path / "config.json"
+    of_global_layers = '"head_dim": 16'
+    assert of_global_layers in file.read_text()
+    file.write_text(file.read_text().replace(of_global_layers, f'"head_dim": {2**30}'))
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "head_dim: expected an int in 1 ... 16,384, got more" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["own", "qwen2"])
