@@ -114,7 +114,10 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            chunk, output = self._chunk(run.chunk, q, k, v, scale, window), _C.Output(o=o, lse=lse)
+            chunk, output = (
+                self._chunk(run.chunk, layer, q, k, v, scale, window),
+                _C.Output(o=o, lse=lse),
+            )
             state = None
             if parts > 1:
                 state = _C.SoftmaxState(
@@ -163,7 +166,10 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
-            chunk, output = self._chunk(run.chunk, q, k, v, scale, window), _C.Output(o=o, lse=lse)
+            chunk, output = (
+                self._chunk(run.chunk, layer, q, k, v, scale, window),
+                _C.Output(o=o, lse=lse),
+            )
             d_output = _C.Output(o=d_o, lse=d_lse)
             d_chunk = _C.ChunkGradients(dq=dq, dk=dk, dv=dv)
             dq_acc = None
@@ -243,13 +249,14 @@ class ChunkAttention:
     def _chunk(
         self,
         chunk: int,
+        layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
         window: int,
     ) -> _C.Chunk:
-        visibility = self.pages.visibility(chunk, window)
+        visibility = self.pages.visibility(layer, chunk, window)
         return _C.Chunk(q=q, k=k, v=v, scale=scale, visibility=visibility)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from oomb import _C
 from oomb.config import SampledChunks
+from oomb.core.inputs import document_places
 from oomb.core.layout import GradientReach, call_order
 from oomb.core.page_choice import PageChoice
 from oomb.core.page_demand import Demand
@@ -29,6 +30,8 @@ class CallPages(PageProtocol):
     """Pages of one call: tables over the manager's memory, and the order in which they are read.
 
     Attributes:
+        batch: sequences.
+        blocks: of each layer, tokens of the blocks that alone its queries see; 0: no blocks.
         first_key, num_keys: as in :class:`oomb.core.inputs.CallInputs`.
         choice: which past pages are seen; None: all.
         rounding_seed: of bf16 gradient pages.
@@ -37,6 +40,8 @@ class CallPages(PageProtocol):
 
     device: torch.device
     layout: PageLayout
+    batch: int
+    blocks: Sequence[int]
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
     dkv_factor: float
@@ -73,12 +78,19 @@ class CallPages(PageProtocol):
         """Take a step of the manager for which the device tier may have to grow."""
         with_torchs_unused(self.device, step)
 
-    def first_key_of(self, chunk: int) -> torch.Tensor | None:
-        """[B, C]: the first key that each row of a chunk sees; None: the first of all."""
-        if self.first_key is None:
-            return None
+    def first_key_of(self, chunk: int, block: int = 0) -> torch.Tensor | None:
+        """int32 [B, C]: the first key that each row of a chunk sees; None: the first of all.
+
+        Args:
+            block: a row sees its own block of so many tokens of its document; 0: all of them.
+        """
         begin, end = self.chunks.span(chunk)
-        return self.first_key[:, begin:end].contiguous()
+        first = None if self.first_key is None else self.first_key[:, begin:end].contiguous()
+        if not block:
+            return first
+        places = document_places(self.first_key, self.chunks, chunk, self.device)
+        blocks = places - places % block
+        return blocks.expand(self.batch, -1).contiguous() if first is None else first + blocks
 
     @property
     def pool(self) -> _C.PagePool:
@@ -124,9 +136,9 @@ class CallPages(PageProtocol):
         dtype = str(self.layout.grad_dtype).removeprefix("torch.")
         return _C.GradientPages(pool=pool, table=table, dtype=dtype, rounding_seed=seed)
 
-    def visibility(self, chunk: int, window: int) -> _C.Visibility:
+    def visibility(self, layer: int, chunk: int, window: int) -> _C.Visibility:
         """Which keys a chunk's queries may see."""
-        first_key = self.first_key_of(chunk)
+        first_key = self.first_key_of(chunk, self.blocks[layer])
         return _C.Visibility(window=window, first_key=first_key, num_keys=self.num_keys)
 
 
@@ -152,6 +164,8 @@ def begin_pages(
         manager=manager,
         device=demand.device,
         layout=demand.layout,
+        batch=demand.batch,
+        blocks=[shape.block for shape in demand.shapes],
         chunks=chunks,
         layers=demand.layers,
         order=call_order(

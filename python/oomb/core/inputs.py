@@ -119,6 +119,19 @@ def document_start_of(starts: torch.Tensor) -> torch.Tensor:
     return torch.where(starts, index, 0).cummax(dim=1).values.to(torch.int32)
 
 
+def document_places(
+    first_key: torch.Tensor | None, chunks: Chunks, chunk: int, device: torch.device
+) -> torch.Tensor:
+    """int32 [B or 1, C]: places of a chunk's tokens in their documents, each from 0 on.
+
+    Args:
+        first_key: as of :class:`CallInputs`.
+    """
+    (begin, end), past = chunks.span(chunk), chunks.past_tokens(chunk)
+    keys = torch.arange(past, past + end - begin, dtype=torch.int32, device=device)[None]
+    return keys if first_key is None else keys - first_key[:, begin:end]
+
+
 IGNORED = -100
 
 

@@ -15,7 +15,7 @@ from oomb.core.attention import ChunkAttention, chunk_attention, expect_finite, 
 from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
 from oomb.core.images import ImageRows
-from oomb.core.inputs import CallInputs
+from oomb.core.inputs import CallInputs, document_places
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits
 from oomb.core.recompute import LayerRunner
@@ -89,6 +89,7 @@ class ChunkLoop:
             largest_position=self._inputs.largest_position,
             rope_angles=self._rope_angles,
             sums=self._sums,
+            places=self._places,
         )
         swaps.also(session)
         swaps.also(self.images.embedding(self._model.causal.get_input_embeddings()))
@@ -214,6 +215,14 @@ class ChunkLoop:
             return self._model.hidden(ids, positions, take, **of_images)
         except FillComplete:
             return None
+
+    def _places(self) -> torch.Tensor:
+        """[B or 1, C]: of the tokens that are run now, each in its document."""
+        chunk = current_run().chunk
+        begin, (first, last) = self._chunks.span(chunk)[0], self._slices(chunk).run
+        first_key, device = self._inputs.first_key, self._model.device
+        places = document_places(first_key, self._chunks, chunk, device)
+        return places[:, first - begin : last - begin]
 
     def _slices(self, chunk: int) -> TokenSlices:
         return self._placement.slices(*self._chunks.span(chunk))

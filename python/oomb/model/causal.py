@@ -23,6 +23,7 @@ from oomb.model.rope import angles_of_call
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
 from oomb.model.routers import Routers
 from oomb.model.swap import Swaps
+from oomb.model.temperature import Places, temperatures_of_call
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
 LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -37,6 +38,7 @@ class LayerShape:
 
     Attributes:
         copies: ranks that hold the same keys and values.
+        block: tokens see their own block of so many, which is a window as well; 0: no blocks.
     """
 
     query_heads: int
@@ -45,6 +47,7 @@ class LayerShape:
     window: int  # 0: unlimited
     source: int | None = None  # layer with attention whose keys and values it reads; None: its own
     copies: int = 1
+    block: int = 0
 
 
 class CausalModel:
@@ -55,6 +58,7 @@ class CausalModel:
         paged: of each decoder layer that calls attention, its number among these.
         ends_in_mixer: nothing attends behind the last mixer.
         mask_windows: of each decoder layer whose sliding window is in its mask alone.
+        mask_blocks: of each decoder layer whose mask shows it blocks of tokens, their size.
         host_weights: of layers whose weights come from the host; None: all are on the device.
         routers: whose load-balancing loss is part of the model's own; None: there is no such loss.
 
@@ -79,6 +83,7 @@ class CausalModel:
         self.paged = {index: index for index in range(len(self.layers))}
         self.ends_in_mixer = False
         self.mask_windows: dict[int, int] = {}
+        self.mask_blocks: dict[int, int] = {}
         self.host_weights: HostWeights | None = None
         self.routers: Routers | None = None
         _refuse_jitter(self.causal)
@@ -183,11 +188,13 @@ class CausalModel:
         largest_position: int,
         rope_angles: str,
         sums: WeightSums | None = None,
+        places: Places | None = None,
     ) -> Swaps:
         """Give attention, layers, angles and head to the engine; afterwards all is as before.
 
         Args:
             sums: takes the weight gradients of linear layers; None: autograd's usual way.
+            places: of the tokens that are run, for queries that grow with them; None: from 0 on.
         """
 
         def begin(swaps: Swaps) -> None:
@@ -201,6 +208,8 @@ class CausalModel:
             if sums is not None:
                 swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))
                 swaps.also(replaced_forwards(summed_embedding(self.causal, sums)))
+            if places is not None:
+                swaps.also(temperatures_of_call(self.decoder, places))
             swaps.also(angles_of_call(self.decoder, largest_position, rope_angles))
             for index, (layer, forward) in enumerate(self.layer_forwards().items()):
                 routed = forward if run_layer is None else _routed(index, forward, run_layer)

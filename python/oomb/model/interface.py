@@ -20,6 +20,8 @@ from oomb.errors import Error, UnsupportedModelError
 from oomb.model.swap import Swaps, swapping
 
 NAME = "oomb"
+UNKNOWN = -(2**62)  # of a mask: neither causal, nor a window, nor blocks
+_NONE = -1  # of a row: it sees a later key, or not its own
 
 # Keywords that carry nothing an attention function has to act on.
 _INERT = frozenset(
@@ -52,6 +54,7 @@ class AttentionCall:
     window: int  # 0: unlimited
     sinks: torch.Tensor | None  # [Hq] logits of the attention sink
     mask: torch.Tensor | None
+    block: int = 0  # tokens see their own block of so many, counted from their document's first
 
 
 # Takes a call, returns o as [B, Hq, C, D of v].
@@ -193,7 +196,10 @@ def observed_attention(swaps: Swaps, observer: Callable[[AttentionCall], None]) 
 
 @swapping
 def recorded_masks(swaps: Swaps) -> None:
-    """Make each mask a [1, 1, 1, 1] tensor that holds its window: 0 unlimited, -1 unknown shape."""
+    """Make each mask a [1, 1, 1, 1] tensor that says what a row sees.
+
+    That is its window, 0 where unlimited; -n for blocks of n tokens; :data:`UNKNOWN` otherwise.
+    """
     swaps.also(probed_masks(_window_of_mask))
 
 
@@ -204,24 +210,41 @@ def probed_masks(swaps: Swaps, probe: Callable[..., torch.Tensor]) -> None:
 
 
 def _window_of_mask(*_: Any, mask_function: Callable[..., Any], **keywords: Any) -> torch.Tensor:
-    windows = {_window_at(mask_function, row) for row in (2**20, 2**20 + 1, 2**20 + 4097)}
-    window = windows.pop() if len(windows) == 1 else -1
-    return torch.full((1, 1, 1, 1), window, device=keywords.get("device"))
+    first = {row: _first_seen(mask_function, row) for row in (2**20, 2**20 + 1, 2**20 + 4097)}
+    windows = {row - key + 1 for row, key in first.items()}
+    seen = UNKNOWN
+    if set(first.values()) == {0}:
+        seen = 0
+    elif len(windows) == 1 and _NONE not in first.values():
+        seen = windows.pop()
+    elif _NONE not in first.values():
+        seen = -_block_of(mask_function, first[2**20]) or UNKNOWN
+    return torch.full((1, 1, 1, 1), seen, device=keywords.get("device"))
 
 
-def _window_at(mask_function: Callable[..., Any], row: int) -> int:
-    """Keys up to and with its own that a row sees; 0: all."""
+def _block_of(mask_function: Callable[..., Any], border: int) -> int:
+    """Tokens of a block, where rows see blocks one of which begins at ``border``; else 0."""
+    if border == 0:
+        return 0
+    size = border - _first_seen(mask_function, border - 1)
+    rows = (0, size - 1, size, border - 1, border, border + size - 1, border + size, 2**20 + 4097)
+    fits = all(_first_seen(mask_function, row) == row // size * size for row in rows)
+    return size if fits else 0
+
+
+def _first_seen(mask_function: Callable[..., Any], row: int) -> int:
+    """The first key that a row sees; all between that and its own are seen too."""
 
     def visible(key: int) -> bool:
         index = [torch.tensor(i) for i in (0, 0, row, key)]
         return bool(mask_function(*index))
 
     if visible(row + 1) or not visible(row):
-        return -1
+        return _NONE
     if visible(0):
         return 0
     hidden, seen = 0, row
     while seen - hidden > 1:
         middle = (hidden + seen) // 2
         hidden, seen = (hidden, middle) if visible(middle) else (middle, seen)
-    return row - hidden
+    return seen

@@ -137,8 +137,14 @@ def observe_chunks(
         seen.mixed[index] = joined(outputs, dim=0)
         return _exchanged(seen.mixed[index], own.mixed[index], first)
 
+    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     session = model.session(
-        attention, layer, mixer, largest_position=int(positions.max()), rope_angles="model"
+        attention,
+        layer,
+        mixer,
+        largest_position=int(positions.max()),
+        rope_angles="model",
+        places=lambda: places,
     )
     with session:
         reseed(model, -1)

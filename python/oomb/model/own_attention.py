@@ -102,6 +102,8 @@ def plain_attention(call: AttentionCall) -> torch.Tensor:
     hidden = distance < 0
     if call.window:
         hidden |= distance >= call.window
+    if call.block:
+        hidden |= row[:, None] // call.block != row // call.block
     logits = (q @ k.transpose(2, 3) * call.scale).masked_fill(hidden, float("-inf"))
     if call.sinks is not None:
         sinks = call.sinks.double().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)

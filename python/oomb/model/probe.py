@@ -16,7 +16,7 @@ from transformers import Cache
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.faults import models_own
-from oomb.model.interface import AttentionCall, recorded_masks
+from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
 from oomb.model.mixers import Mixer, StateName
 
 NO_CALL = (
@@ -35,8 +35,8 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
 
     Raises:
         UnsupportedModelError: a layer keeps a state that a mixer does not give back, calls
-            attention more than once, sees its past in a shape that is neither causal nor a sliding
-            window, or has heads that no kernel takes.
+            attention more than once, sees its past in a shape that is neither causal, nor a sliding
+            window, nor blocks, or has heads that no kernel takes.
     """
     cache: _AskedCache | None = _AskedCache(model)
     try:
@@ -82,10 +82,13 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
         where = model.layer_names[layer]
         if layer in shapes:
             raise UnsupportedModelError(f"{where}: calls attention more than once")
-        window = call.window
+        window, block = call.window, 0
         if call.mask is not None:
             window = int(call.mask)
             _expect_window(takes_masks, where, window, call.window)
+            if window < 0:
+                # A block's rows see no more than a window of its size, and less by first keys.
+                window = model.mask_blocks[layer] = block = -window
             if window != call.window:
                 model.mask_windows[layer] = window
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -93,7 +96,7 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
         source = _source(call, stored)
         if source is None:
             stored[layer] = call
-        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window, source)
+        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window, source, block=block)
         if cache is not None:
             cache.ends_in_mixer = False
         batch, heads, tokens = call.q.shape[:3]
@@ -101,7 +104,9 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
-    session = model.session(record, largest_position=1, rope_angles="model")
+    session = model.session(
+        record, largest_position=1, rope_angles="model", places=lambda: positions
+    )
     own = models_own(model.decoder, "fails where attention is the engine's")
     taken = inspect.signature(type(model.decoder).forward).parameters
     name = "cache_params" if "cache_params" in taken else "past_key_values"
@@ -124,9 +129,15 @@ def _expect_window(takes_masks: bool, where: str, of_mask: int, of_call: int) ->
     """
     if of_mask == of_call:
         return
-    if of_mask > 0 and of_call == 0:
+    if of_mask not in (0, UNKNOWN) and of_call == 0:
         if takes_masks:
             return
+        if of_mask < 0:
+            raise UnsupportedModelError(
+                f"{where}: its mask shows it blocks of {-of_mask} tokens, of which its attention "
+                "function is not told: load the model with attn_implementation='sdpa' or 'eager', "
+                "which take that mask"
+            )
         raise UnsupportedModelError(
             f"{where}: its mask is a sliding window of {of_mask} tokens, of which it does not tell "
             "its attention function (no sliding_window): other attention functions than the one "
@@ -135,8 +146,8 @@ def _expect_window(takes_masks: bool, where: str, of_mask: int, of_call: int) ->
         )
     if of_mask < 0:
         raise UnsupportedModelError(
-            f"{where}: its mask is neither causal nor a sliding window (it sees tokens in blocks, "
-            "both ways, or by a rule of its own)"
+            f"{where}: its mask is neither causal, nor a sliding window, nor blocks of tokens (it "
+            "sees tokens both ways, or by a rule of its own)"
         )
     raise UnsupportedModelError(
         f"{where}: its mask and its attention function disagree about the window: "
@@ -289,7 +300,7 @@ def found_mixers(model: CausalModel) -> list[Mixer]:
         return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    session = model.session(nothing, largest_position=1, rope_angles="model")
+    session = model.session(nothing, largest_position=1, rope_angles="model", places=lambda: ids)
     taken = inspect.signature(type(model.decoder).forward).parameters
     name = "cache_params" if "cache_params" in taken else "past_key_values"
     with torch.no_grad(), session:

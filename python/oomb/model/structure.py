@@ -126,7 +126,8 @@ def _reach(model: CausalModel, tokens: int) -> int:
 def _check_attention(model: CausalModel, own: Observation) -> None:
     """Each layer's own attention function against what the engine computes."""
     for layer, attended in own.attended.items():
-        ours = plain_attention(replace(attended.call, window=model.window_of(attended.call)))
+        call, block = attended.call, model.mask_blocks.get(layer, 0)
+        ours = plain_attention(replace(call, window=model.window_of(call), block=block))
         error = float(_errors(attended.o.flatten(2), ours.flatten(2)).max())
         limit = _IN_FP64 if attended.in_fp64 else _rounded(model)
         if not error <= limit:

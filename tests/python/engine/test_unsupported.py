@@ -20,7 +20,8 @@ from transformers.masking_utils import sdpa_mask
 import oomb
 from oomb.model.causal import check_places
 
-from .models import SIZES, make, of, spread_weights
+from .block_models import make as make_blocks
+from .models import make, of, spread_weights
 from .reference import assert_equal, chunked, ordinary, random_ids
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
@@ -194,14 +195,17 @@ def test_a_window_in_the_mask_alone_is_exact() -> None:
     assert_equal(chunked(model, CONFIG, ids, ids), expected, tolerance=1e-5)
 
 
-def blocks() -> nn.Module:
-    """Attention inside blocks of eight tokens."""
-    config = transformers.Llama4TextConfig(
-        **{**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2},
-        attention_chunk_size=8,
-        layer_types=["chunked_attention", "full_attention"],
-    )
-    return transformers.Llama4ForCausalLM(config).eval()  # type: ignore[no-any-return]
+def flash_without_blocks() -> nn.Module:
+    """Blocks larger than what is tried; with smaller ones transformers refuses flash itself."""
+    model = make_blocks(64)
+    AttentionInterface.register("test_flash", sdpa_attention_forward)
+    AttentionMaskInterface.register("test_flash", sdpa_mask)
+    model.config._attn_implementation_internal = "test_flash"
+    return model
+
+
+def both_ways() -> nn.Module:
+    return of("Gemma3", config="Gemma3TextConfig", use_bidirectional_attention=True)
 
 
 def keyword_in_words() -> nn.Module:
@@ -294,7 +298,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (mamba2, r"layers\.0\.mixer \(Mamba2Mixer\): hands on states, but no layer calls attention"),
     (own_attention, r"layers\.1 \(LlamaDecoderLayer\): does not call attention.*one of its own"),
     (flash_without_window, r"layers\.0 .*: its mask is a sliding window of 12 .*does not tell"),
-    (blocks, r"layers\.0 .*: its mask is neither causal nor .*blocks"),
+    (flash_without_blocks, r"layers\.0 .*: its mask shows it blocks of 64 .*is not told"),
+    (both_ways, r"layers\.0 .*: its mask is neither causal, nor .*both ways"),
     (keyword_in_words, r"attention keyword indices=a tensor \[1, 2, 2\] is not supported"),
     (wide_heads, r"layers\.0 .*expected a head dim of at most 512, got 520"),
     (own_loss, r"LlamaForCausalLM: expected the loss_function of its class, got '.*weighed'"),

@@ -1,0 +1,93 @@
+"""Tiny Llama 4: layers that see their own block of tokens, and layers that see all of them.
+
+Its norms, router and rotation round to fp32; here they stay in the model's dtype, for chunked and
+ordinary training alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama4 import modeling_llama4
+
+from .models import SIZES, spread_weights
+
+BLOCKS, ALL = "chunked_attention", "full_attention"
+
+
+def make(block: int, dtype: torch.dtype = torch.float64, **settings: Any) -> PreTrainedModel:
+    """Three layers: blocks of ``block`` tokens, everything, blocks; queries grow every 7 tokens."""
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1],
+        "attention_chunk_size": block,
+        "layer_types": [BLOCKS, ALL, BLOCKS],
+        "no_rope_layers": [1, 0, 1],
+        "floor_scale": 7,
+        "attn_scale": 0.5,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 512,
+        **settings,
+    }
+    config = transformers.Llama4TextConfig(**sizes)
+    model: PreTrainedModel = transformers.Llama4ForCausalLM(config)
+    spread_weights(model)
+    model = model.to(dtype).eval()
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind == "Llama4TextRMSNorm":
+            module.forward = _norm(module, module.weight)  # type: ignore[method-assign]
+        elif kind == "Llama4TextL2Norm":
+            module.forward = _norm(module, None)  # type: ignore[method-assign]
+        elif kind == "Llama4Router":
+            module.forward = _router(module)  # type: ignore[method-assign]
+    return model
+
+
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * angles[:, :, None, :]).flatten(3)
+
+    return rotated(q), rotated(k)
+
+
+@contextmanager
+def rotation_in_own_dtype() -> Iterator[None]:
+    """For the length of a block, Llama 4 rotates in the dtype that it is in."""
+    before = modeling_llama4.apply_rotary_emb
+    modeling_llama4.apply_rotary_emb = _rotated
+    try:
+        yield
+    finally:
+        modeling_llama4.apply_rotary_emb = before
+
+
+def _norm(norm: Any, weight: torch.Tensor | None) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+        return scaled if weight is None else scaled * weight
+
+    return forward
+
+
+def _router(router: Any) -> Any:
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(hidden, router.weight)
+        best, chosen = logits.topk(router.top_k, dim=1)
+        scores = torch.full_like(logits, -torch.inf).scatter(1, chosen, best)
+        return scores.sigmoid(), logits
+
+    return forward
