@@ -67,7 +67,7 @@ void PageManager::begin_call(CallPlan plan) {
   expect(cap >= 0 && cap <= device_capacity(), "device_slots", concat("0 .. ", device_capacity()),
          cap);
   const bool backward = plan.has_gradients();
-  total_slots_ = plan.kept_outputs();
+  const int64_t outputs = plan.kept_outputs();
   PageSpace space(plan.num_layers, std::move(plan.pages_per_sequence), plan.outputs);
   require_bookkeeping(bookkeeping_bytes(space, cap), space);
   const int64_t smallest =
@@ -82,9 +82,7 @@ void PageManager::begin_call(CallPlan plan) {
   device_.pool->set_max_slots(cap);
   smallest_slots_ = smallest;
   if (cap < smallest_slots_) throw_out_of_memory(smallest_slots_);
-  for (int64_t b = 0; b < space_.batch(); ++b) {
-    total_slots_ += space_.num_layers() * space_.pages_of(b);
-  }
+  total_slots_ = outputs + schedule_.pages_read();
   create_slots_ = 0;
   now_ = -1;
   hits_ = misses_ = gathers_ = 0;

@@ -44,6 +44,29 @@ Schedule::Schedule(const PageSpace& space, std::vector<Visit> visits)
   }
 }
 
+int64_t Schedule::pages_read() const {
+  int64_t pages = 0;
+  std::vector<int32_t> change;  // at each page, of the number of visits whose range holds it
+  std::vector<int64_t> before;  // pages before each one that are in some range
+  for (const Layer& layer : layers_) {
+    change.assign(static_cast<size_t>(max_pages_) + 1, 0);
+    for (const int32_t i : layer.visits) {
+      ++change[static_cast<size_t>((*this)[i].first)];
+      --change[static_cast<size_t>((*this)[i].last)];
+    }
+    before.assign(1, 0);
+    int64_t ranges = 0;
+    for (const int32_t begun : change) {
+      ranges += begun;
+      before.push_back(before.back() + (ranges > 0 ? 1 : 0));
+    }
+    for (int64_t b = 0; b < space_.batch(); ++b) {
+      pages += before[static_cast<size_t>(space_.pages_of(b))];
+    }
+  }
+  return pages;
+}
+
 std::vector<int64_t> Schedule::ordered(std::vector<int64_t> positions) const {
   const auto earlier = [this](int64_t left, int64_t right) {
     return std::pair(left % max_pages_, left) < std::pair(right % max_pages_, right);

@@ -81,6 +81,9 @@ class Schedule {
     return true;
   }
 
+  // KV pages of all layers and sequences that some visit reads: in a call no others are made.
+  int64_t pages_read() const;
+
   // The visit at which pages expected at `visit`, which has got a list that they are not in, are
   // expected next: the layer's next one that reads KV pages, if it has no list and its range holds
   // that of `visit`. Else -1: they part.

@@ -70,7 +70,8 @@ class Copying:
         hidden = machinery.hidden / machinery.over_link
         slot, grad_slots = demand.layout.slot_bytes, demand.layout.grad_slots
         layers = demand.layers
-        stored = layers.chunks[layer].most_pages if layers.stores(layer) else 0
+        first, last = layers.pages(layer, chunk)
+        stored = last - first if layers.stores(layer) else 0
         own = self._spilled * stored * demand.batch * slot
         past = self.missing * self._past_pages(chunk, layer) * slot
         store = num_bytes - max(0.0, hidden * (linear + flops) - own)

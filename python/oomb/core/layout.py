@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -62,10 +63,18 @@ class Chunks:
         """Pages [first, last) of a chunk's past, in the order of its tokens: at least one range."""
         return ((0, self.first_page(chunk)),)
 
-    def is_read(self, chunk: int) -> bool:
-        """Whether a chunk has pages; of the last one it does not matter."""
+    def pages_within(self, chunk: int, window: int) -> tuple[int, int]:
+        """Those of :meth:`pages` that any later chunk sees through a sliding window; 0: all.
+
+        The next chunk's first row sees farthest back, whichever chunk is next:
+
+            chunk       [ page 0 | page 1 | page 2 | page 3 ][ row …
+            window                    ┕━━━━━━━━━━━━━━━━━━━━━━━━┙        pages 1 … 3
+        """
         first, last = self.pages(chunk)
-        return first < last
+        past = self.past_pages(chunk)
+        hidden = _hidden_pages(past + last - first, self.page_size, window)
+        return min(first + max(0, hidden - past), last), last
 
     def past_pages(self, chunk: int) -> int:
         """Pages that a chunk has before it."""
@@ -79,6 +88,9 @@ class Chunks:
 @dataclass(frozen=True)
 class PagedLayers:
     """Layers with attention, and where their keys and values stand.
+
+    Of a layer with a sliding window only those pages exist that a later chunk sees: a chunk's own
+    keys and values are never read from pages, so the others have no reader.
 
     Attributes:
         windows: sliding window of each, 0: none. Pages outside a chunk's window are not read.
@@ -143,6 +155,18 @@ class PagedLayers:
 
     def stores(self, layer: int) -> bool:
         return self.sources[layer] == layer
+
+    @cached_property
+    def widest(self) -> tuple[int, ...]:
+        """Of each layer the widest window of those that read its keys and values, 0: none."""
+        seen: list[list[int]] = [[] for _ in self.sources]
+        for source, window in zip(self.sources, self.windows, strict=True):
+            seen[source].append(window)
+        return tuple(max(windows) if windows and all(windows) else 0 for windows in seen)
+
+    def pages(self, layer: int, chunk: int) -> tuple[int, int]:
+        """First page and last + 1 that a layer has of a chunk, if it is filled and read at all."""
+        return self.chunks[layer].pages_within(chunk, self.widest[layer])
 
     def last_reader(self, source: int) -> int:
         """The last layer that reads the keys and values of ``source``; the first in a backward."""
@@ -241,9 +265,9 @@ def call_order(
                 add(read, chunk, layer, READ_OUTPUT, pieces)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
-            chunks = layers.chunks[layer]
-            if chunk != swept[-1] and chunks.is_read(chunk) and layers.stores(layer):
-                add(own_gradient, chunk, layer, READ_GRADIENT, chunks.pages(chunk))
+            first, last = layers.pages(layer, chunk)
+            if chunk != swept[-1] and first < last and layers.stores(layer):
+                add(own_gradient, chunk, layer, READ_GRADIENT, (first, last))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
     starts = np.array(first_of, dtype=np.int64)
     return Order(visits, starts, fill, read, accumulate, own_gradient)
@@ -261,10 +285,14 @@ def seen_past(chunks: Chunks, chunk: int, window: int) -> list[tuple[int, int]]:
 
 def first_page_in_window(chunks: Chunks, chunk: int, window: int) -> int:
     """Past pages of a chunk before the first one that any of its rows sees."""
+    return _hidden_pages(chunks.past_pages(chunk), chunks.page_size, window)
+
+
+def _hidden_pages(past: int, page_size: int, window: int) -> int:
+    """Of ``past`` pages those that end before the window of the token behind them; 0: no window."""
     if window == 0:
         return 0
-    first_key = chunks.past_tokens(chunk) - window + 1
-    return min(max(first_key, 0) // chunks.page_size, chunks.past_pages(chunk))
+    return min(max(past * page_size - window + 1, 0) // page_size, past)
 
 
 @dataclass(frozen=True)
@@ -307,13 +335,11 @@ class GradientReach:
         """The first chunk that the gradient of ``chunk`` reaches."""
         return 0 if self.window is None else max(0, chunk - self.window)
 
-    def at_once(self, num_layers: int, *, shared: bool = False) -> int:
+    def at_once(self, *, one_more: bool) -> int:
         """Chunks with gradient pages, in every layer, at most.
 
-        A layer's own are read after it has added to its past, as the diagram shows. Other layers
-        have given back the keys and values of that chunk by then; a single layer has not, nor have
-        layers whose keys and values others read (``shared``), which are the first to add.
+        Args:
+            one_more: while a layer reads its own, which it does after it has added to its past.
         """
         number, earlier = len(self.at_start), len(self.swept[:-1])
-        one_more = self.window and (num_layers == 1 or shared)
-        return min(number + 1, earlier) if one_more else number
+        return min(number + 1, earlier) if self.window and one_more else number

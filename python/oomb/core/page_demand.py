@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks, GradientReach, PagedLayers
 from oomb.core.page_lists import ListSizes, PageLists
 from oomb.core.tiers import PageLayout, wave_pages
+from oomb.core.window_pages import existing_pages, gradients_in_window, most_of_chunk
 from oomb.model.causal import LayerShape
 
 
@@ -125,12 +127,14 @@ class PageDemand:
 
     @cached_property
     def pages_per_sequence(self) -> list[int]:
-        """Pages of each sequence in the layer that has most, without those of its padding."""
-        return max(self.pages_of(layer) for layer in self.layers.storing)
+        """Last page + 1 of each sequence in the layer that has most, without those of its padding.
 
-    def pages_of(self, layer: int) -> list[int]:
-        """Pages of each sequence in a layer that stores them, without those of its padding."""
-        chunks = self.layers.chunks[layer]
+        A table has entries for all of them, also where a layer's windows leave out some.
+        """
+        return max(self._extents(self.layers.chunks[layer]) for layer in self.layers.storing)
+
+    def _extents(self, chunks: Chunks) -> list[int]:
+        """Last page + 1 of each sequence, without those of its padding."""
         pages = chunks.first_page(self.filled)
         if self.lengths is None:
             return [pages] * self.batch
@@ -152,18 +156,40 @@ class PageDemand:
             wave_pages=self.wave_pages,
         )
 
-    @property
+    @cached_property
     def page_slots(self) -> int:
         """Slots that pages have at once at most: the start of the sweep, with every page of both
         kinds alive."""
-        layers, reached, slots = self.layers, 0, 0
-        if self.reach is not None:
-            reached = self.reach.at_once(layers.number, shared=layers.shared)
-        for layer in layers.storing:
-            chunks = layers.chunks[layer]
-            gradients = min(reached * chunks.most_pages, chunks.first_page(self.filled))
-            slots += sum(self.pages_of(layer)) + gradients * self.batch * self.layout.grad_slots
-        return slots
+        alike = Counter(self._kind_of(layer) for layer in self.layers.storing)
+        return sum(number * self._slots_of(*kind) for kind, number in alike.items())
+
+    def _kind_of(self, layer: int) -> tuple[Chunks, int]:
+        return self.layers.chunks[layer], self.layers.widest[layer]
+
+    def _slots_of(self, chunks: Chunks, window: int) -> int:
+        """Of a layer that stores keys and values."""
+        exist = existing_pages(chunks, window, self.filled)
+        slots = sum(int(exist[:pages].sum()) for pages in self._extents(chunks))
+        if self.reach is None:
+            return slots
+        if window:
+            found = gradients_in_window(chunks, window, self.reach, exist)
+            gradients = found.between + found.own * self._reads_beside
+        else:
+            reached = self.reach.at_once(one_more=self._reads_beside)
+            gradients = min(reached * chunks.most_pages, len(exist))
+        return slots + gradients * self.batch * self.layout.grad_slots
+
+    @cached_property
+    def _reads_beside(self) -> bool:
+        """Gradients of a chunk's own pages are alive beside all others that are counted.
+
+        A layer reads them after it has added to its past. By then keys and values of that chunk are
+        given back in all layers, which is room enough, mostly: a single layer has less, and layers
+        whose keys and values others read (shared) all add before the first one reads.
+        """
+        pages = [most_of_chunk(*self._kind_of(layer)) for layer in self.layers.storing]
+        return self.layers.shared or sum(pages) < self.layout.grad_slots * max(pages)
 
     @property
     def needed_slots(self) -> int:

@@ -141,7 +141,7 @@ class PageProtocol:
         )
         for layer in self.layers.storing:
             for chunk in self.reach.at_start:
-                self.manager.create_gradients(layer, *self.layers.chunks[layer].pages(chunk))
+                self.manager.create_gradients(layer, *self.layers.pages(layer, chunk))
 
     def early(self, layer: int, chunk: int) -> bool:
         """Whether a chunk of the fill is at a layer before the chunk that it sees."""
@@ -151,13 +151,12 @@ class PageProtocol:
         """Make the pages of a chunk's keys and values in the fill, if a later chunk reads them."""
         assert self.begun[layer] == chunk  # else a choice would miss pages of its past
         self.begun[layer] += 1
-        chunks = self.layers.chunks[layer]
-        if chunk >= self.filled or not chunks.is_read(chunk) or not self.layers.stores(layer):
+        if chunk >= self.filled or not self.layers.stores(layer):
             return
-        first, last = chunks.pages(chunk)
-        for page, stop in _steps(first, last, self.manager.max_create()):
+        own = self.layers.chunks[layer].first_page(chunk)
+        for page, stop in _steps(*self.layers.pages(layer, chunk), self.manager.max_create()):
             self.growing(partial(self.manager.create, layer, page, stop, self.stream))
-            kernel(page - first, stop - first)
+            kernel(page - own, stop - own)
             self.manager.commit(layer, page, stop, self.stream)
 
     def chosen(
@@ -196,12 +195,11 @@ class PageProtocol:
         source, added = self.layers.sources[layer], self.reach.added(chunk)
         if added is not None and (source, added) not in self.extended:  # the first to reach it
             self.extended.add((source, added))
-            chunks, before = self.layers.chunks[source], chunk + 1
-            if source != layer and before != self.swept[-1]:
+            if source != layer and chunk + 1 != self.swept[-1]:
                 # Nobody ended it where the source is frozen: it has no backward then.
-                first, last = chunks.pages(before)
+                first, last = self.layers.pages(source, chunk + 1)
                 self.manager.drop(source, first, last, kv=False, grads=True, stream=self.stream)
-            self.manager.create_gradients(source, *chunks.pages(added))
+            self.manager.create_gradients(source, *self.layers.pages(source, added))
         self._visit(layer, chunk, int(self.order.accumulate[chunk, layer]), launching)
         if source == layer:
             self._end(layer, chunk, own)
@@ -209,9 +207,9 @@ class PageProtocol:
     def _end(self, layer: int, chunk: int, own: OnPages) -> None:
         """The chunk's gradient is read; then its pages are dead."""
         chunks = self.layers.chunks[layer]
-        first, last = chunks.pages(chunk)
+        first, ours = chunks.first_page(chunk), self.layers.pages(layer, chunk)
         if chunk != self.swept[-1]:
-            for page, stop in _steps(first, last, self.manager.max_gradients()):
+            for page, stop in _steps(*ours, self.manager.max_gradients()):
                 self.growing(
                     partial(self.manager.acquire_gradients, layer, page, stop, self.stream)
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from oomb import _C
 from oomb.core.alternation import Alternation
 from oomb.core.chunk_run import Phase as CallPhase
 from oomb.core.kept_outputs import KeptOutputs
-from oomb.core.layout import Order, PagedLayers, call_order
+from oomb.core.layout import Order, PagedLayers, call_order, seen_past
 from oomb.core.page_protocol import Launch, Launching, PageProtocol
 from oomb.core.tiers import Caps
+from oomb.core.window_pages import most_of_chunk
 from oomb.model.causal import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.timeline import Phase, Visit
@@ -24,7 +26,8 @@ from oomb.plan.timeline import Phase, Visit
 # Longer calls run with coarser pages, and with some of their layers.
 _PAGE_VISITS = 1_000_000
 _VISITS = 4_000
-_SLACK = 1.0  # of host memory: with few layers more has to move at once than in a real call
+_PATIENCE = 8  # times as many page visits, where coarser pages would not fit a layer's windows
+_SLACK = 1.0  # of host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class DryRun:
     def __init__(self, call: PageCall, caps: Caps) -> None:
         self._shapes = _some_layers(call)
         self._layers_each = len(call.shapes) / len(self._shapes)
-        self._factor = factor = _coarseness(call, len(self._shapes))
+        self._factor = factor = _coarseness(call, self._shapes)
         self._call = call
         spilled = caps.host_slots > 0
         self._paired = spilled and call.selection is not None
@@ -63,7 +66,7 @@ class DryRun:
                 dry=True,
                 slot_bytes=self._slot_bytes,
                 device_slots=max(round(caps.device_slots / scale), call.smallest_slots),
-                host_slots=round(caps.host_capacity * (1 + _SLACK * (scale > 1)) / scale),
+                host_slots=round(caps.host_capacity * self._excess() / scale),
             ),
             chunks=self._chunks,
             order=self._make_order(),
@@ -98,6 +101,17 @@ class DryRun:
         )
         coarse = [replace(c, page_size=c.page_size * self._factor) for c in layers.chunks]
         return replace(layers, chunks=tuple(coarse))
+
+    def _excess(self) -> float:
+        """Times as much host memory as a real call: with few layers more has to move at once than
+        there, and of windows coarse pages hold more than is kept."""
+        if self._factor * self._layers_each == 1:
+            return 1.0
+        coarse = zip(self._layers.chunks, self._layers.widest, strict=True)
+        real = self._call.layers
+        finest = list(zip(real.chunks, real.widest, strict=True))[: len(self._shapes)]
+        pages = self._factor * sum(most_of_chunk(*layer) for layer in coarse)
+        return (1 + _SLACK) * max(1.0, pages / max(1, sum(most_of_chunk(*x) for x in finest)))
 
     @property
     def _most_pages(self) -> int:
@@ -242,7 +256,7 @@ def _some_layers(call: PageCall) -> Sequence[LayerShape]:
     windowed = sum(1 for shape in call.shapes if shape.window)
     enough = _VISITS // max(1, chunks)
     if call.selection is not None:  # coarser pages would blur what is chosen
-        enough = min(enough, _PAGE_VISITS // max(1, _page_visits(call)))
+        enough = min(enough, _PAGE_VISITS * total // max(1, _page_visits(call, call.shapes)))
     for number in range(max(4, enough), total):
         some = call.shapes[:number]
         if sum(1 for shape in some if shape.window) * total == windowed * number:
@@ -250,19 +264,37 @@ def _some_layers(call: PageCall) -> Sequence[LayerShape]:
     return call.shapes
 
 
-def _coarseness(call: PageCall, num_layers: int) -> int:
-    """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short."""
-    per_chunk = math.gcd(*(chunks.most_pages for chunks in call.layers.chunks))
-    visits = num_layers * _page_visits(call)
-    divisors = [d for d in range(1, per_chunk + 1) if per_chunk % d == 0]
-    return next((d for d in divisors if visits <= d * _PAGE_VISITS), per_chunk)
+def _coarseness(call: PageCall, shapes: Sequence[LayerShape]) -> int:
+    """Real pages per page of the dry run: a divisor of a chunk's, 1 where the call is short.
+
+    If it can be, also a divisor of the pages that layers with a window have of a chunk: a coarse
+    page that holds one of them is there as a whole.
+    """
+    layers, visits = call.layers, _page_visits(call, shapes)
+    per_chunk = math.gcd(*(chunks.most_pages for chunks in layers.chunks))
+    kinds = set(zip(layers.chunks, layers.widest, strict=True))
+    exact = math.gcd(per_chunk, *(most_of_chunk(*kind) for kind in kinds))
+    for whole, patience in ((exact, 1), (exact, _PATIENCE), (per_chunk, 1)):
+        for pages in range(1, whole + 1):
+            if whole % pages == 0 and visits <= pages * patience * _PAGE_VISITS:
+                return pages
+    return per_chunk
 
 
-def _page_visits(call: PageCall) -> int:
-    """Pages that a layer's visits name, all together."""
+def _page_visits(call: PageCall, shapes: Sequence[LayerShape]) -> int:
+    """Pages that the visits of some layers name, all together."""
 
-    def named(chunks: Iterable[int]) -> float:
+    def named(window: int, chunks: Iterable[int]) -> float:
+        if window:
+            return sum(
+                last - first
+                for chunk in chunks
+                for first, last in seen_past(call.chunks, chunk, window)
+            )
         past = map(call.chunks.first_page, chunks)
         return sum(pages * call.chosen_share(pages) for pages in past)
 
-    return int(call.batch * (named(range(call.filled)) + 2 * named(call.swept)))
+    visits = 0.0
+    for window, number in Counter(shape.window for shape in shapes).items():
+        visits += number * (named(window, range(call.filled)) + 2 * named(window, call.swept))
+    return int(call.batch * visits)

@@ -8,6 +8,7 @@ import numpy as np
 
 from oomb.core.layout import first_page_in_window
 from oomb.core.tiers import Caps
+from oomb.core.window_pages import existing_pages
 from oomb.plan.dry_run import DryRun, DryRunResult
 from oomb.plan.pages import PageCall
 
@@ -55,7 +56,8 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     if peak <= caps.device_slots:
         return PoolUse(device_peak_bytes=device, host_peak_bytes=0, h2d_bytes=0, d2h_bytes=0)
     ran = DryRun(call, caps).run()
-    host = min(ran.host_peak_bytes, caps.host_capacity * slot)
+    most = min(caps.host_capacity, _needed_slots(call))
+    host = min(ran.host_peak_bytes, most * slot)
     return PoolUse(
         device_peak_bytes=device,
         host_peak_bytes=committed(host, 1, caps.host_capacity),
@@ -67,7 +69,7 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
 
 def least_pools(call: PageCall, device_slots: int) -> PoolUse:
     """Sizes of the pools below which the call is refused, with so many slots on the device."""
-    needed = call.page_slots + (0 if call.outputs is None else call.outputs.slots)
+    needed = _needed_slots(call)
     on_device = min(device_slots, needed)
     return PoolUse(
         device_peak_bytes=on_device * call.layout.slot_bytes,
@@ -77,6 +79,11 @@ def least_pools(call: PageCall, device_slots: int) -> PoolUse:
     )
 
 
+def _needed_slots(call: PageCall) -> int:
+    """Of pages and kept outputs that are there at once, at most, in both tiers together."""
+    return call.page_slots + (0 if call.outputs is None else call.outputs.slots)
+
+
 def slots_at_once(call: PageCall) -> int:
     """Most slots in use at once, if none has to go.
 
@@ -84,15 +91,17 @@ def slots_at_once(call: PageCall) -> int:
     chunk's pages die when it has been swept, and with them the pages that only it read.
     """
     cut, layers, grad_slots = call.layers, range(len(call.shapes)), call.layout.grad_slots
-    # First pages of each layer that are alive.
-    kv = {layer: cut.chunks[layer].first_page(call.filled) for layer in cut.storing}
-    wanted = {layer: np.zeros(pages, dtype=bool) for layer, pages in kv.items()}
+    kv = {
+        layer: existing_pages(cut.chunks[layer], cut.widest[layer], call.filled)
+        for layer in cut.storing
+    }
+    wanted = {layer: np.zeros_like(pages) for layer, pages in kv.items()}
     for layer in kv:
         for chunk in call.swept[:-1]:
-            wanted[layer][slice(*cut.chunks[layer].pages(chunk))] = True
+            wanted[layer][slice(*cut.pages(layer, chunk))] = True
     created = {layer: np.zeros_like(pages) for layer, pages in wanted.items()}
     outputs = 0 if call.outputs is None else call.outputs.slots
-    in_use = peak = sum(kv.values()) * call.batch + outputs
+    in_use = peak = sum(int(pages.sum()) for pages in kv.values()) * call.batch + outputs
     for position in range(len(call.swept) - 1, -1, -1):
         chunk = call.swept[position]
         if call.outputs is not None:  # taken back before its gradients come
@@ -113,6 +122,6 @@ def slots_at_once(call: PageCall) -> int:
             own = created[layer][slice(*chunks.pages(chunk))]
             alive = chunks.first_page(call.swept[position - 1]) if position else 0
             in_use -= grad_slots * int(own.sum()) * call.batch
-            in_use -= max(0, kv[layer] - alive) * call.batch
-            kv[layer] = min(kv[layer], alive)
+            in_use -= int(kv[layer][alive:].sum()) * call.batch
+            kv[layer] = kv[layer][:alive]
     return peak

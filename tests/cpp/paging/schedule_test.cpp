@@ -74,6 +74,31 @@ TEST(Schedule, NextUseEqualsSearchForRangesAndLists) {
   EXPECT_GT(heirs, 100);
 }
 
+TEST(Schedule, PagesReadAreThoseOfSomeRange) {
+  for (uint64_t seed = 0; seed < 50; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int64_t limit) {
+      return static_cast<int32_t>(random() % static_cast<uint64_t>(limit));
+    };
+    const PageSpace space(3, {5, 9, 0, 7});
+    std::vector<Visit> visits;
+    for (int i = below(8); i > 0; --i) {
+      const int32_t first = below(10);
+      visits.push_back(
+          {below(2), static_cast<VisitKind>(below(3)), first, first + below(10 - first)});
+    }
+    const Schedule schedule(space, visits);
+    int64_t expected = 0;
+    for (int32_t layer = 0; layer < 3; ++layer) {
+      space.for_each_position(0, 9, [&](int64_t position) {
+        expected += next_use_by_search(space, schedule, PageKind::kKeyValue, layer, position, -1) <
+                    schedule.size();
+      });
+    }
+    ASSERT_EQ(schedule.pages_read(), expected) << "seed " << seed;
+  }
+}
+
 TEST(Schedule, ListsAreOrderedByPageThenSequence) {
   const PageSpace space(1, {4, 4});
   Schedule schedule(space, {{0, VisitKind::kRead, 0, 4}});
