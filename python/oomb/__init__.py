@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from oomb.core.loss import TokenRows
     from oomb.engine.engine import Engine
     from oomb.engine.plan import Plan
+    from oomb.engine.teacher import TeacherTargets
     from oomb.engine.two_pass import TwoPass
     from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
     from oomb.results import Progress, Stats, Step
@@ -52,6 +53,7 @@ __all__ = [
     "SampledChunks",
     "Stats",
     "Step",
+    "TeacherTargets",
     "TokenRows",
     "TopKPages",
     "TruncatedChunks",
@@ -78,6 +80,7 @@ _lazy, __dir__ = lazy_names(
         "SampledChunks": "oomb.config",
         "Stats": "oomb.results",
         "Step": "oomb.results",
+        "TeacherTargets": "oomb.engine.teacher",
         "TokenRows": "oomb.core.loss",
         "TopKPages": "oomb.config",
         "TruncatedChunks": "oomb.config",

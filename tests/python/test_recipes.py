@@ -146,10 +146,20 @@ def test_a_teachers_distribution(names: dict[str, Any]) -> None:
     now = names["A teacher's distribution"]
     ids = now["input_ids"]
     with torch.no_grad():
-        best = now["teacher"](ids).logits.softmax(-1).topk(now["kept"])
-        student = now["adapted"](ids).logits.log_softmax(-1).gather(2, best.indices)
-    expected = -(best.values * student).sum(-1)[:, :-1].mean()
+        student, teacher = (
+            now[name](ids).logits[0, :-1].double() for name in ("adapted", "teacher")
+        )
+    p, q = ((logits / 2).log_softmax(-1) for logits in (teacher, student))
+    plain = torch.nn.functional.cross_entropy(student, ids[0, 1:])
+    expected = 0.5 * plain + 0.5 * 4 * (p.exp() * (p - q)).sum(-1).mean()
     assert float(now["distilled"].loss) == pytest.approx(float(expected), rel=1e-5)
+    p, q = (logits.softmax(-1) for logits in (teacher, student))
+    best = p.topk(16).indices
+    p, q = (
+        torch.cat([x.gather(1, best), x.scatter(1, best, 0).sum(1)[:, None]], 1) for x in (p, q)
+    )
+    expected = (p * (p / q).log()).sum(-1).mean()
+    assert float(now["from_likely"].loss) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_trls_other_trainers_train(names: dict[str, Any]) -> None:
