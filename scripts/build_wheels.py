@@ -64,6 +64,10 @@ def build(python: str, cuda: bool, work: Path) -> Path:
         "OOMB_CUDA": "on" if cuda else "off",
         "OOMB_BUILD_DIR": str(work / "build"),
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        # Each Python's build lies in another folder; to ccache, where there is one, they are alike,
+        # so kernels are compiled once for all.
+        "CCACHE_BASEDIR": str(work),
+        "CCACHE_COMPILERCHECK": "content",
     }
     out = work / "raw"
     run(

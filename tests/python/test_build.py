@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,17 @@ class TestExtension:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == _C.build_info()["version"]
+
+
+def test_links_of_the_metadata_are_those_of_the_citation() -> None:
+    """A label holds no comma: the metadata has ``label, link`` in one line."""
+    (section,) = re.findall(
+        r"^\[project\.urls\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M
+    )
+    links = re.findall(r'^"([^,"]{1,32})" = "(.*)"$', section, re.M)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert len(links) == len(section.splitlines()) > 0
+    assert all(f"url: {link}\n" in citation for _, link in links)
 
 
 class TestLayers:
