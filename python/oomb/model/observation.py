@@ -19,6 +19,7 @@ from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
 from oomb.model.rope import rotary_modules
 from oomb.model.swap import Swaps, swapping
+from oomb.model.widened import mixed_in_fp32
 
 _KEPT_BUFFER = 2**16  # elements up to which a buffer is also kept by value
 # transformers' note that hooks which collect outputs are there. They stay, so the note has to: it
@@ -39,13 +40,14 @@ class Attended:
 class Observation:
     """Hidden states that enter and leave layers, and their attention; by layer.
 
-    ``mixed`` has what mixers gave, by their number; ``cut`` those in which gradient does not reach
-    a state that they read.
+    ``mixed`` has what mixers gave, by their number; ``wide`` what they gave in fp32 row by row, and
+    for all rows at once; ``cut`` those in which gradient does not reach a state that they read.
     """
 
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
     attended: dict[int, Attended] = field(default_factory=dict)
     mixed: dict[int, Any] = field(default_factory=dict)
+    wide: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
     left: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: torch.Tensor | None = None  # the decoder's output
@@ -95,6 +97,8 @@ def observe_chunks(
     positions: torch.Tensor,
     own: Observation,
     first: int = 0,
+    *,
+    wide: bool = False,
 ) -> Observation:
     """The decoder as the engine runs it, a chunk in each row; what it does is observed only once.
 
@@ -105,6 +109,7 @@ def observe_chunks(
     Args:
         first: token of each row from where this is so; those before it keep what they have, and
             their attention gives zeros.
+        wide: mixers also run in fp32.
     """
     seen = Observation()
 
@@ -128,6 +133,9 @@ def observe_chunks(
 
     def mixer(index: int, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
         mixing = model.mixers[index]
+        in_fp32 = mixed_in_fp32(mixing, forward, args, keywords) if wide else None
+        if in_fp32 is not None:
+            seen.wide[index] = in_fp32
         outputs, states = [], None
         for row in mixing.given(args, keywords).split(1):
             if states is not None and _is_cut(mixing, forward, args, keywords, row, states):

@@ -17,7 +17,7 @@ from oomb.model.causal import CausalModel
 from oomb.model.mixers import StateCache
 
 from .models import make
-from .recurrent_models import make_recurrent
+from .recurrent_models import RECURRENT, make_recurrent
 from .structure_cases import DTYPES, FAMILIES, STRENGTHS, WRONG, exact, falcon_h1, zaya1
 
 CONFIG = oomb.Config(chunk_size=16, page_size=16)
@@ -97,9 +97,11 @@ def test_never_reads_behind_a_table_of_positions(monkeypatch: pytest.MonkeyPatch
     largest: list[int] = []
     chunks = structure.observe_chunks
 
-    def observed(model: CausalModel, ids: Any, positions: torch.Tensor, *rest: Any) -> Any:
+    def observed(
+        model: CausalModel, ids: Any, positions: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
         largest.append(int(positions.max()))
-        return chunks(model, ids, positions, *rest)
+        return chunks(model, ids, positions, *rest, **named)
 
     monkeypatch.setattr(structure, "observe_chunks", observed)
     for model in (OPTForCausalLM(opt), GPT2LMHeadModel(gpt2)):
@@ -220,6 +222,30 @@ def test_takes_layers_that_change_their_input_in_place() -> None:
     oomb.Engine(model, CONFIG)
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_takes_states_in_bf16_and_leaves_their_weights(name: str) -> None:
+    """Mixers run in fp32 too."""
+    model = make_recurrent(name, torch.bfloat16)
+    weights = dict(model.named_parameters())
+    oomb.Engine(model, CONFIG).close()
+    assert all(weights[name] is weight for name, weight in model.named_parameters())
+
+
+def test_states_whose_kernels_know_no_fp32() -> None:
+    """They are compared in the model's dtype alone."""
+    model = make_recurrent("qwen3.5", torch.bfloat16)
+    for mixer in model.modules():
+        if type(mixer).__name__.endswith("GatedDeltaNet"):
+            inner = mixer.forward
+
+            def in_bf16(hidden_states: Any, *rest: Any, inner: Any = inner, **named: Any) -> Any:
+                assert hidden_states.dtype != torch.float32, "does not support float32"
+                return inner(hidden_states, *rest, **named)
+
+            mixer.forward = in_bf16
+    oomb.Engine(model, CONFIG).close()
+
+
 def _forgets(cache: StateCache, again: Callable[[StateCache], Any]) -> None:
     """What is handed on is the state of the latest tokens alone."""
     if cache.has_previous_state():
@@ -233,18 +259,25 @@ def _detaches(cache: StateCache, _: Callable[[StateCache], Any]) -> None:
     cache.left = {name: state.detach() for name, state in cache.left.items()}
 
 
+def _fades(cache: StateCache, _: Callable[[StateCache], Any]) -> None:
+    """What is handed on is 1 % too small: less than a model in bf16 rounds by."""
+    cache.left["recurrent", 0] = cache.left["recurrent", 0] * 0.99
+
+
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "dtype", "refusal"),
     [
-        (_forgets, "starts anew, or keeps more than that state"),
-        (_detaches, "no gradient would reach"),
+        (_forgets, torch.float32, "starts anew, or keeps more than that state"),
+        (_detaches, torch.float32, "no gradient would reach"),
+        (_fades, torch.float32, "starts anew, or keeps more than that state"),
+        (_fades, torch.bfloat16, "starts anew, or keeps more than that state"),
     ],
 )
 def test_refuses_a_mixer_that_hands_on_less_than_it_was_given(
-    change: Callable[..., None], refusal: str
+    change: Callable[..., None], dtype: torch.dtype, refusal: str
 ) -> None:
     """Its first stretch is right, and so is its second: only what the second hands on is not."""
-    model = make_recurrent("qwen3.5", torch.float32)
+    model = make_recurrent("qwen3.5", dtype)
     mixer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     inner = mixer.forward
 
