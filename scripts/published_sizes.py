@@ -13,7 +13,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def row_of(name: str) -> Row:
     planner = Planner(model, Machine.described(gpu="h200"))
     call = planner.pages(TOKENS + 1, Config(), 1)  # the last predicts nothing
     stored = call.filled * call.chunks.chunk_size  # tokens with pages: nothing reads the last chunk
-    forward = sum(sum(call.pages_of(layer)) for layer in call.layers.storing)
+    forward = replace(call, reach=None).page_slots
     gradients = call.page_slots - forward
     return Row(
         attending=len(planner.shapes),
