@@ -132,6 +132,20 @@ def assert_same(
     assert_close(found[1], expected[1], tolerance)
 
 
+@pytest.mark.parametrize("group", ["prompt of 33", "nested"])
+def test_plain_cross_entropy_is_that_of_the_rows_in_one_call(group: str) -> None:
+    batch, model, config = Batch(GROUPS[group]), make("qwen3"), oomb.Config(**SETTINGS)
+    with oomb.Engine(model, config) as engine:
+        step = engine.forward_backward(**batch.arguments)
+        expected = take_gradients(model)
+        with engine.two_pass(**batch.arguments, share_prefixes=True) as call:
+            loss = -call.logprobs.sum() / call.num_valid_tokens
+            loss.backward()
+            call.sweep()
+    assert_close({"loss": loss.detach()}, {"loss": step.loss})
+    assert_close(take_gradients(model), expected)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_dense_equals_one_backward(group: str) -> None:
     """Windows hide pages across branches (mistral's is 20 tokens)."""
