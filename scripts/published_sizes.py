@@ -143,6 +143,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             sliding_window=1024,
         ),
     ),
+    "Llama 4 Scout": ("llama4_text", {}),
     "gpt-oss 20B": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt-oss 120B": ("gpt_oss", {}),
     "Olmo 3 7B": ("olmo3", {}),

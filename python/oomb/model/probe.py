@@ -252,6 +252,12 @@ class _AskedCache(Cache):
         self.mixers[id(module)] = replace(mixer, shapes=shapes)
         self.ends_in_mixer = True
 
+    def get_linear_cache(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(
+            self._asker(),
+            "the state of lightning attention, from which its code goes on token by token alone",
+        )
+
     def update_indexer(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse(self._asker(), "the keys of an indexer that chooses what attention sees")
 

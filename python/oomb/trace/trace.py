@@ -6,8 +6,9 @@ counted as it is. Only attention's kernels and the page pools are left out; they
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class Tracer:
                 f"{type(causal.causal).__name__}: no layer calls attention through transformers' "
                 "interface"
             )
-        self.shapes = seen.numbered_shapes
+        self.shapes = _with_blocks(seen.numbered_shapes, sorted(seen.shapes), config)
         self._num_layers = len(causal.layers)
         self.key_dtype = seen.key_dtype
         self.state_bytes = self._states(causal)
@@ -263,6 +264,26 @@ class Tracer:
                 sweep=sweep,
             )
         return trace, attention
+
+
+def _with_blocks(
+    shapes: Sequence[LayerShape], layers: Sequence[int], config: Any
+) -> list[LayerShape]:
+    """Blocks of tokens (Llama 4) stand in masks alone, which a trace does not make.
+
+    Args:
+        layers: of the decoder, that ``shapes`` belong to.
+    """
+    size, kinds = (
+        getattr(config, "attention_chunk_size", None),
+        getattr(config, "layer_types", None),
+    )
+    if not size or not kinds:
+        return list(shapes)
+    return [
+        replace(shape, window=size, block=size) if kinds[layer] == "chunked_attention" else shape
+        for shape, layer in zip(shapes, layers, strict=True)
+    ]
 
 
 def _largest_product(layer: nn.Module) -> tuple[int, int]:

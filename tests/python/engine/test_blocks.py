@@ -13,6 +13,7 @@ import torch
 import oomb
 from oomb.core import call_pages
 from oomb.model import interface
+from oomb.plan import Machine, Planner
 
 from .block_models import make, rotation_in_own_dtype
 from .reference import (
@@ -172,9 +173,12 @@ def test_a_model_is_afterwards_as_it_was() -> None:
 
 
 def test_layers_of_blocks_read_pages_like_windows() -> None:
-    with oomb.Engine(make(16), CONFIG) as engine:
+    """Plans, which see no mask, know it too."""
+    model = make(16)
+    with oomb.Engine(model, CONFIG) as engine:
         assert engine.layer_windows == [16, 0, 16]
         assert [shape.block for shape in engine._shapes] == [16, 0, 16]
+        assert Planner(model, Machine.described(gpu="h200")).shapes == engine._shapes
 
 
 def test_places_and_blocks_both_count(monkeypatch: pytest.MonkeyPatch) -> None:

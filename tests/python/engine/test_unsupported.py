@@ -39,6 +39,23 @@ def mamba2() -> nn.Module:
     return of("Mamba2", num_heads=12, state_size=8, n_groups=1)
 
 
+def minimax() -> nn.Module:
+    return of(
+        "MiniMax",
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention", "linear_attention"],
+    )
+
+
+def rwkv() -> nn.Module:
+    """Has no attention, and hands its state on in an argument of its own."""
+    config = transformers.RwkvConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, context_length=64
+    )
+    return transformers.RwkvForCausalLM(config).eval()  # type: ignore[no-any-return]
+
+
 def jamba() -> nn.Module:
     """In bf16, with steps so small that a state which is lost would hardly be seen."""
     model = of(
@@ -295,6 +312,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (gemma2, r"^layer 0 \(Gemma2Attention\): soft-capped attention \(softcap=50"),
     (mamba, r"layers\.0\.mixer \(MambaMixer\): asks its cache for the state of Mamba-1"),
     (jamba, r"layers\.0\.mamba \(JambaMambaMixer\): asks its cache for the state of Mamba-1"),
+    (minimax, r"layers\.1\.self_attn \(MiniMaxLightningAttention\): asks .* lightning attention"),
+    (rwkv, r"blocks\.0 \(RwkvBlock\): does not call attention .*a recurrence"),
     (mamba2, r"layers\.0\.mixer \(Mamba2Mixer\): hands on states, but no layer calls attention"),
     (own_attention, r"layers\.1 \(LlamaDecoderLayer\): does not call attention.*one of its own"),
     (flash_without_window, r"layers\.0 .*: its mask is a sliding window of 12 .*does not tell"),
