@@ -154,13 +154,15 @@ def main() -> None:
             torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
         peak = used_bytes()
         torch.cuda.reset_peak_memory_stats()
+        all_seconds = []
         for _ in range(options.steps):
             model.zero_grad(set_to_none=True)
             torch.cuda.synchronize()
             begin = time.perf_counter()
             step = engine.forward_backward(ids, ids, on_progress=watch)
             torch.cuda.synchronize()
-            seconds = time.perf_counter() - begin
+            all_seconds.append(time.perf_counter() - begin)
+            print(f"step of {all_seconds[-1]:.1f} s", flush=True)
             stepping = 0.0
             if optimizer is not None:
                 begin = time.perf_counter()
@@ -177,7 +179,8 @@ def main() -> None:
         "main_grad_dtype": options.main_grad_dtype,
         "device": torch.cuda.get_device_name(),
         "loss": float(step.loss),
-        "seconds": seconds,
+        "seconds": all_seconds[-1],
+        "all_seconds": all_seconds,
         "optimizer_seconds": stepping,
         "main_grad_device": options.main_grad_device,
         "optimizer_states": options.optimizer_states,
