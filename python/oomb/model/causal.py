@@ -360,8 +360,10 @@ def _refuse_replaced(causal: PreTrainedModel) -> None:
 
 def _decoder(causal: Any) -> nn.Module:
     """The decoder; some models mean a head or themselves by ``get_decoder``."""
-    decoder: nn.Module = causal.get_decoder()
+    decoder: Any = causal.get_decoder()
     is_one = isinstance(decoder, PreTrainedModel) and decoder is not causal
+    if is_one and decoder.get_output_embeddings() is not None:
+        return _decoder(decoder)
     inner = decoder if is_one else getattr(causal, "model", None)
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(

@@ -21,6 +21,11 @@ from .models import SIZES, spread_weights
 BLOCKS, ALL = "chunked_attention", "full_attention"
 
 
+IMAGE = 90  # the placeholder of an image's tokens
+_PIXELS, _PATCH = 56, 14
+PER_IMAGE = (_PIXELS // _PATCH // 2) ** 2  # tokens
+
+
 def make(block: int, dtype: torch.dtype = torch.float64, **settings: Any) -> PreTrainedModel:
     """Three layers: blocks of ``block`` tokens, everything, blocks; queries grow every 7 tokens."""
     sizes = {
@@ -40,9 +45,47 @@ def make(block: int, dtype: torch.dtype = torch.float64, **settings: Any) -> Pre
         **settings,
     }
     config = transformers.Llama4TextConfig(**sizes)
-    model: PreTrainedModel = transformers.Llama4ForCausalLM(config)
+    return _in_own_dtype(transformers.Llama4ForCausalLM(config), dtype)
+
+
+def make_with_images(block: int) -> PreTrainedModel:
+    """The class that checkpoints are of, in fp64."""
+    tower = transformers.Llama4VisionConfig(
+        hidden_size=32,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=_PIXELS,
+        patch_size=_PATCH,
+        vision_output_dim=32,
+        projector_input_dim=32,
+        projector_output_dim=32,
+    )
+    config = transformers.Llama4Config(
+        text_config=make(block).config.to_dict(),
+        vision_config=tower.to_dict(),
+        image_token_index=IMAGE,
+    )
+    return _in_own_dtype(transformers.Llama4ForConditionalGeneration(config), torch.float64)
+
+
+def random_images(number: int) -> torch.Tensor:
+    """[number, 3, pixels, pixels] in fp64."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(number, 3, _PIXELS, _PIXELS, generator=generator, dtype=torch.float64)
+
+
+def _in_own_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     spread_weights(model)
+    angles = [
+        (part._buffers, name, x)
+        for part in model.modules()
+        for name, x in part._buffers.items()
+        if x is not None and x.is_complex()
+    ]
     model = model.to(dtype).eval()
+    for buffers, name, x in angles:  # of the tower, which lose their imaginary part on the way
+        buffers[name] = x
     for module in model.modules():
         kind = type(module).__name__
         if kind == "Llama4TextRMSNorm":

@@ -15,7 +15,14 @@ from oomb.core import call_pages
 from oomb.model import interface
 from oomb.plan import Machine, Planner
 
-from .block_models import make, rotation_in_own_dtype
+from .block_models import (
+    IMAGE,
+    PER_IMAGE,
+    make,
+    make_with_images,
+    random_images,
+    rotation_in_own_dtype,
+)
 from .reference import (
     EXACT,
     Result,
@@ -160,6 +167,21 @@ def test_rows_that_begin_alike() -> None:
     found = take_gradients(model)
     for parameter, gradient in expected.gradients.items():
         assert relative_error(found[parameter], gradient) <= EXACT, parameter
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_the_class_of_checkpoints(images: int) -> None:
+    """Its decoder is inside a causal model of its own; of two images one crosses a border."""
+    model, ids = make_with_images(12), random_ids(1, 51)
+    given = {}
+    if images:
+        ids[ids == IMAGE] = 1
+        for begin in (6, 14):
+            ids[:, begin : begin + PER_IMAGE] = IMAGE
+        given["pixel_values"] = random_images(images)
+    expected = ordinary(model, ids, ids, **given)
+    assert ("vision_model.patch_embedding.linear.weight" in expected.gradients) == (images > 0)
+    assert_equal(chunked(model, CONFIG, ids, ids, **given), expected)
 
 
 def test_a_model_is_afterwards_as_it_was() -> None:
