@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomb.errors import Error
 from oomb.model.faults import is_models_own, is_out_of_memory
 from oomb.model.mixers import Mixer, States, joined
 from oomb.model.swap import Swaps, swapping
@@ -44,10 +45,11 @@ def mixed_in_fp32(
                 outputs.append(output)
             whole = rows.reshape(1, -1, rows.shape[-1])
             at_once, _ = mixer.stretch(forward, args, keywords, whole, None)
-    except Exception as error:  # an assertion of a kernel's, perhaps
-        if isinstance(error, AssertionError) or is_models_own(error) or is_out_of_memory(error):
-            return None
-        raise
+    except Exception as error:  # kernels assert, and compilers raise errors of their own
+        ours_or_the_devices = isinstance(error, (Error, RuntimeError))
+        if ours_or_the_devices and not (is_models_own(error) or is_out_of_memory(error)):
+            raise
+        return None
     return joined(outputs, dim=0), at_once
 
 
