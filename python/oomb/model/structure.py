@@ -161,14 +161,14 @@ def _check_layers(
     limit = _same(model)
     # States pass two borders at least: the second must not have forgotten the first.
     number = 4 if model.mixers else 2
-    rows = observed(ids.view(number, -1), positions.view(number, -1), wide=_is_narrow(model))
+    rows = observed(ids.view(number, -1), positions.view(number, -1), wide=_looks_wide(model))
     for mixer in rows.cut:
         raise UnsupportedModelError(
             f"{model.mixers[mixer].name}: reads a state of the tokens before that no gradient "
             f"would reach: it detaches it, or computes it outside of autograd{_at(positions)}"
         )
     given = [(mixer, x, own.mixed[mixer], _rounded(model)) for mixer, x in rows.mixed.items()]
-    given += [(mixer, *both, _rounded_wide(model)) for mixer, both in rows.wide.items()]
+    given += [(mixer, *both, _WIDE) for mixer, both in rows.wide.items()]
     for mixer, ours, theirs, most in given:
         error = float(_errors(_of_tokens(ours), _of_tokens(theirs)).max())
         if not error <= most:
@@ -300,13 +300,10 @@ def _rounded(model: CausalModel) -> float:
     return _ROUNDED.get(model.dtype, _ROUNDED_OTHERWISE)
 
 
-def _is_narrow(model: CausalModel) -> bool:
-    return model.dtype in _ROUNDED
-
-
-def _rounded_wide(model: CausalModel) -> float:
-    """In fp32. Kernels of a GPU may round products to TF32, as coarse as fp16."""
-    return _ROUNDED[torch.float16] if model.device.type == "cuda" else _WIDE
+def _looks_wide(model: CausalModel) -> bool:
+    """Whether mixers run in fp32 too. A GPU's kernels for them round products to TF32, and would
+    be compiled for a type that training never uses."""
+    return model.dtype in _ROUNDED and model.device.type == "cpu"
 
 
 def _words(model: CausalModel, place: _Place) -> str:
