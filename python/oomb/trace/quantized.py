@@ -45,7 +45,12 @@ class _Unpacked(torch.autograd.Function):
 
 
 def _unpacked(packed: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device=packed.device)
+    """A weight of which every byte has given two values; a meter sees what this reads and writes.
+
+    The values mean nothing.
+    """
+    pair = torch.empty(1, 2, dtype=dtype, device=packed.device)
+    return torch.mul(packed, pair).view(-1)[: size.numel()].view(size)
 
 
 class PackedLinear(nn.Linear):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import oomb
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
+from oomb.trace.trace import Setting
 
 pytest.importorskip("bitsandbytes")
 
@@ -171,6 +172,32 @@ def test_a_plan_counts_the_weight_that_is_unpacked() -> None:
         sizes.append(prediction.parameter_bytes)
     assert sizes[1] < 0.45 * sizes[0]
     assert 0 <= peaks[1] - peaks[0] <= 2 * 2 * 320 * 128
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
+def test_a_plan_counts_the_traffic_of_unpacking(recompute: bool, forwards: int) -> None:
+    """Half a byte read and two written for a weight, in each forward and in the backward."""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    setting = Setting(128, 1, recompute, True, "float32")
+    plain, packed = (
+        Planner(
+            SHAPE,
+            Machine.described(gpu="h200"),
+            dtype=torch.bfloat16,
+            adapter=lora,
+            quantization=quantization,
+        ).tracer.trace(setting)
+        for quantization in (None, "nf4")
+    )
+    queries, keys, mlp = 128 * 128, 128 * 64, 128 * 320
+    weights = 3 * (2 * queries + 2 * keys + 3 * mlp)
+    untouched = queries + 2 * keys  # nothing before the first layer wants a gradient
+    swept = packed.sweep.moved_bytes - plain.sweep.moved_bytes
+    expected = 2.5 * (forwards * weights + weights - untouched)
+    assert swept == pytest.approx(expected, rel=1e-3)
+    filled = packed.fill.moved_bytes - plain.fill.moved_bytes
+    unfilled = queries + 3 * mlp  # the last layer ends where its keys and values are known
+    assert filled == pytest.approx(2.5 * (weights - unfilled), rel=1e-3)
 
 
 def test_an_engine_counts_a_chunk_of_a_quantized_model(folder: Path) -> None:
