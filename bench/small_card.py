@@ -191,6 +191,7 @@ def main() -> None:
         "torch_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "pages_peak_gib": step.stats.device_peak_bytes / GIB,
         "host_pages_peak_gib": step.stats.host_peak_bytes / GIB,
+        "growth_seconds": step.stats.exposed_growth_seconds,  # waited for new host memory
         "planned": {
             "fits": plan.fits,
             "seconds": plan.seconds,
