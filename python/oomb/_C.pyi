@@ -1,8 +1,10 @@
 """Typed surface of the native core; ``help(oomb._C.PageManager)`` shows its page manager at work.
 
-Attention takes nouns (``Chunk``, ``PastPages``, ``GradientPages``, …; csrc/attention/params.h has
-the legend of shapes). They are frozen, may serve several calls, and are checked when they are made;
-a call looks at their tensors again and checks how they fit each other.
+Attention takes nouns (``Chunk``, ``PastPages``, ``GradientPages``, …), whose docstrings have their
+shapes: B sequences, Hq query and Hkv key/value heads, C tokens of the chunk, D head dim, P tokens
+of a page, N past tokens, Q = ceil(C / P) blocks of queries. They are frozen, may serve several
+calls, and are checked when they are made; a call looks at their tensors again and checks how they
+fit each other.
 
 Checked are sizes, types, layouts and devices of all tensors, and on the CPU every entry of a
 table that is used (slots, block_table, gradients.table, selection): what does not fit is a
