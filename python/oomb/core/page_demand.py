@@ -18,8 +18,15 @@ from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import Chunks, GradientReach, PagedLayers
 from oomb.core.page_lists import ListSizes, PageLists
 from oomb.core.tiers import PageLayout, wave_pages
-from oomb.core.window_pages import existing_pages, gradients_in_window, most_of_chunk
+from oomb.core.window_pages import (
+    existing_pages,
+    gradients_in_window,
+    most_gradients,
+    most_of_chunk,
+)
 from oomb.model.causal import LayerShape
+
+_COUNTED_CHUNKS = 2**16  # up to which a window's pages are counted one by one, else bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +175,23 @@ class PageDemand:
 
     def _slots_of(self, chunks: Chunks, window: int) -> int:
         """Of a layer that stores keys and values."""
-        exist = existing_pages(chunks, window, self.filled)
-        slots = sum(int(exist[:pages].sum()) for pages in self._extents(chunks))
-        if self.reach is None:
-            return slots
-        if window:
-            found = gradients_in_window(chunks, window, self.reach, exist)
-            gradients = found.between + found.own * self._reads_beside
+        extents, gradients = self._extents(chunks), 0
+        if not window:
+            slots = sum(extents)
+            if self.reach is not None:
+                reached = self.reach.at_once(one_more=self._reads_beside)
+                gradients = min(reached * chunks.most_pages, chunks.first_page(self.filled))
+        elif self.filled > _COUNTED_CHUNKS:
+            kept = self.filled * most_of_chunk(chunks, window)
+            slots = sum(min(kept, pages) for pages in extents)
+            if self.reach is not None:
+                gradients = most_gradients(chunks, window)
         else:
-            reached = self.reach.at_once(one_more=self._reads_beside)
-            gradients = min(reached * chunks.most_pages, len(exist))
+            exist = existing_pages(chunks, window, self.filled)
+            slots = sum(int(exist[:pages].sum()) for pages in extents)
+            if self.reach is not None:
+                found = gradients_in_window(chunks, window, self.reach, exist)
+                gradients = found.between + found.own * self._reads_beside
         return slots + gradients * self.batch * self.layout.grad_slots
 
     @cached_property

@@ -30,6 +30,12 @@ def most_of_chunk(chunks: Chunks, window: int) -> int:
     return min(chunks.most_pages, behind) if window else chunks.most_pages
 
 
+def most_gradients(chunks: Chunks, window: int) -> int:
+    """Pages with gradients at once in a layer with a window, at most: those that a chunk's first
+    query sees, and as many of the chunk's own as exist."""
+    return -(-(window - 1) // chunks.page_size) + 1 + most_of_chunk(chunks, window)
+
+
 @dataclass(frozen=True)
 class GradientPages:
     """Pages of one sequence with gradients in one layer, at most.

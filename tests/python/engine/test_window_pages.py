@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import oomb
+from oomb.core import page_demand
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import PageLayout
@@ -205,3 +206,24 @@ def test_tiers_are_sized_for_what_a_call_has_at_once() -> None:
         assert peak <= call.page_slots, (windows, chunks, reach, shared)
         exact += peak == call.page_slots
     assert exact > 60
+
+
+def test_pages_of_very_long_texts_are_bounded_instead_of_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = random.Random(4)
+    for _ in range(100):
+        pages, number = draw.randint(1, 4), draw.randint(1, 7)
+        chunks = Chunks(draw.randint(1, 8 * pages * number), 8 * pages, 8)
+        windows = [draw.choice((0, 1, 5, 9, 20, 33, 70)) for _ in range(3)]
+        swept = [c for c in range(chunks.number) if draw.random() < 0.7] or [chunks.number - 1]
+        slots = []
+        for counted in (2**16, 0):
+            monkeypatch.setattr(page_demand, "_COUNTED_CHUNKS", counted)
+            slots.append(call_of(windows, chunks, GradientReach(swept, None)).page_slots)
+        assert slots[0] <= slots[1]
+
+
+def test_a_plan_of_any_length_takes_no_time() -> None:
+    with oomb.Engine(make("gpt-oss", sliding_window=5)) as engine:
+        assert not engine.plan(10**12).fits
