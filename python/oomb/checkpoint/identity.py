@@ -48,6 +48,14 @@ def _digest_of_samples(parameters: list[nn.Parameter]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        sample = whole.detach().reshape(-1)[:_SAMPLE].contiguous().cpu()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        for part in _parts(whole.detach()):
+            sample = part.reshape(-1)[:_SAMPLE].contiguous().cpu()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _parts(value: Any) -> list[torch.Tensor]:
+    """What a tensor is made of: torchao's of codes and scales."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return [value]
+    return [getattr(value, name) for name in value.__tensor_flatten__()[0]]

@@ -97,7 +97,7 @@ def plan(
     ] = "device",
     lora_rank: Annotated[int, typer.Option(help="LoRA on every linear layer; 0: full.")] = 0,
     quantization: Annotated[
-        str, typer.Option(help="Base in 4 bits under LoRA: nf4 or fp4; '': as it is.")
+        str, typer.Option(help="Base under LoRA: nf4, fp4 or int8; '': as it is.")
     ] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
     accumulate: Annotated[bool, typer.Option(help="Several sequences per optimizer step.")] = False,
@@ -138,12 +138,14 @@ def plan(
         _expect_one_of("sharded_weights", sharded_weights, _SHARDED)
         if sharded_weights and (gpus == 1 or quantization):
             got = "--quantization" if quantization else "one GPU"
-            raise ValueError(f"sharded_weights: expected --gpus above 1 and no 4 bits, got {got}")
-        _expect_one_of("quantization", quantization, ("nf4", "fp4"))
+            raise ValueError(
+                f"sharded_weights: expected --gpus above 1 and no --quantization, got {got}"
+            )
+        _expect_one_of("quantization", quantization, ("nf4", "fp4", "int8"))
         if quantization and not lora_rank:
             raise ValueError(
-                "quantization: expected --lora-rank beside it, got none; weights in 4 bits cannot "
-                "be trained themselves"
+                "quantization: expected --lora-rank beside it, got none; quantised weights "
+                "cannot be trained themselves"
             )
         adapter = _lora(lora_rank) if lora_rank else None
     except ValueError as error:

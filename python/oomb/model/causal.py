@@ -24,6 +24,7 @@ from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
 from oomb.model.routers import Routers
 from oomb.model.swap import Swaps
 from oomb.model.temperature import Places, temperatures_of_call
+from oomb.model.weight_only import unpacking_forwards
 
 # Runs a decoder layer: (layer index, the layer's own forward, args, keywords) -> output.
 LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -204,6 +205,7 @@ class CausalModel:
                 if getattr(module, "gradient_checkpointing", False):
                     swaps.replace(module, "gradient_checkpointing", False)
             swaps.also(replaced_forwards(self._fused))
+            swaps.also(replaced_forwards(unpacking_forwards(self.causal)))
             swaps.also(replaced_rotation(self._rotating, self._rotation))
             if sums is not None:
                 swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))

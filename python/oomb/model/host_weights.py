@@ -26,6 +26,7 @@ from torch import nn
 from oomb.errors import Error, UnsupportedModelError
 from oomb.model.host_memory import host_block
 from oomb.model.swap import Swaps, after_all
+from oomb.model.weight_only import codes_of, is_of_torchao, is_weight_only, parts_of
 
 _ALIGNMENT = 256  # bytes, of a weight in its block: what kernels expect of torch's own memory
 _PIECE = 32 << 20  # bytes of one copy, between which those of pages find their turn
@@ -88,7 +89,7 @@ class CopiesBeside:
 
 @dataclass(frozen=True)
 class _Weight:
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     on_host: torch.Tensor
     on_device: torch.Tensor
 
@@ -263,17 +264,19 @@ class HostWeights:
                     )
 
 
-def movable_weights(layers: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
-    """Of each layer the frozen weights that are its own alone and lie densely in memory."""
+def movable_weights(layers: Iterable[nn.Module]) -> list[list[torch.Tensor]]:
+    """Of each layer the frozen weights that are its own alone and lie densely in memory.
+
+    Of torchao's weights it is their codes.
+    """
     own = [list(dict.fromkeys(layer.parameters())) for layer in layers]
     uses = Counter(parameter for of_layer in own for parameter in of_layer)
-    return [
-        [p for p in of_layer if not p.requires_grad and p.is_contiguous() and uses[p] == 1]
-        for of_layer in own
-    ]
+    frozen = [[p for p in of_layer if not p.requires_grad and uses[p] == 1] for of_layer in own]
+    dense = [[codes_of(p) if is_of_torchao(p) else p for p in of_layer] for of_layer in frozen]
+    return [[weight for weight in of_layer if weight.is_contiguous()] for of_layer in dense]
 
 
-def block_bytes(movable: Iterable[list[nn.Parameter]]) -> list[int]:
+def block_bytes(movable: Iterable[list[torch.Tensor]]) -> list[int]:
     """What the weights of each layer take in a block."""
     return [sum(map(_padded_bytes, of_layer)) for of_layer in movable]
 
@@ -291,7 +294,11 @@ def moved_to_host(causal: nn.Module, layers: Sequence[nn.Module], names: Sequenc
     moved = {id(w.parameter) for layer in weights._layers for w in layer.weights}
     for module in causal.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in moved:
+            if is_of_torchao(parameter):  # scales and zero points stay with compute
+                for part in parts_of(parameter):
+                    if id(part) not in moved:
+                        _move(part, device)
+            elif parameter is not None and id(parameter) not in moved:
                 _move(parameter, device)
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -305,10 +312,11 @@ def moved_to_host(causal: nn.Module, layers: Sequence[nn.Module], names: Sequenc
 def _expect_movable(causal: nn.Module) -> None:
     for name, parameter in causal.named_parameters():
         kind = type(parameter).__name__
-        if kind not in ("Parameter", "Params4bit"):
+        if kind not in ("Parameter", "Params4bit") and not is_weight_only(parameter):
             raise UnsupportedModelError(
-                f"{name}: Config(weights='host') moves plain weights and those in 4 bits of "
-                f"bitsandbytes, got {kind}; set weights='device', or load it in 4 bits"
+                f"{name}: Config(weights='host') moves plain weights, those in 4 bits of "
+                f"bitsandbytes and in 8 bits of torchao, got {kind}; set weights='device', or load "
+                "it in 4 bits"
             )
         if parameter.device.type == "meta":
             raise UnsupportedModelError(
@@ -323,14 +331,14 @@ def _expect_movable(causal: nn.Module) -> None:
             )
 
 
-def _padded_bytes(parameter: nn.Parameter) -> int:
+def _padded_bytes(parameter: torch.Tensor) -> int:
     size = parameter.numel() * parameter.element_size()
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _moved(
     module: nn.Module,
-    parameters: list[nn.Parameter],
+    parameters: list[torch.Tensor],
     size: int,
     target: torch.Tensor,
     device: torch.device,
@@ -351,7 +359,7 @@ def _moved(
     return _Layer(module, block, weights)
 
 
-def _move(parameter: nn.Parameter, device: torch.device) -> None:
+def _move(parameter: torch.Tensor, device: torch.device) -> None:
     grad = parameter.grad
     parameter.data = parameter.data.to(device)
     if grad is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from oomb.errors import UnsupportedModelError
+from oomb.model.weight_only import is_of_torchao, is_weight_only
 
 
 def check_quantized(model: nn.Module) -> None:
@@ -32,11 +33,31 @@ def check_quantized(model: nn.Module) -> None:
                 "the recipe 'rowwise' (Float8LinearConfig.from_recipe_name)"
             )
         weight = getattr(module, "weight", None)
+        _check_of_torchao(name, module)
         quantized = kinds & {"Linear4bit", "Linear8bitLt"} and hasattr(weight, "requires_grad")
-        if quantized and weight.requires_grad:  # type: ignore[union-attr]
+        if (quantized or is_of_torchao(weight)) and weight.requires_grad:  # type: ignore[union-attr]
             raise UnsupportedModelError(
                 f"{name}: a quantised weight gets no gradient, but it requires one; freeze it "
                 "(requires_grad_(False)) and train adapters of peft, or load the model unquantised"
+            )
+
+
+def _check_of_torchao(name: str, module: nn.Module) -> None:
+    for own, weight in module._parameters.items():
+        if not is_of_torchao(weight):
+            continue
+        if not isinstance(module, nn.Linear):
+            raise UnsupportedModelError(
+                f"{name}.{own}: expected torchao to quantise linear layers alone, got a "
+                f"{type(module).__name__}; leave it as it is (quantize_'s filter_fn, "
+                "TorchAoConfig's modules_to_not_convert)"
+            )
+        if not is_weight_only(weight):
+            raise UnsupportedModelError(
+                f"{name}.{own}: torchao's {type(weight).__name__} passes no gradient to the "
+                "layer's input as it is quantised here, so what is below would train on a wrong "
+                "one; quantise by Int8WeightOnlyConfig() or Float8WeightOnlyConfig(), or load the "
+                "model in 4 bits of bitsandbytes (load_in_4bit=True)"
             )
 
 

@@ -52,7 +52,8 @@ class Planner:
         machine: None: this one.
         dtype: of the parameters, where the model is given by name or config; None: the config's.
         adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.
-        quantization: ``"nf4"`` or ``"fp4"``: the base in 4 bits under the adapter.
+        quantization: ``"nf4"``, ``"fp4"`` or ``"int8"``: the base in 4 or 8 bits under the
+            adapter.
 
     Raises:
         ValueError: no such model.

@@ -40,7 +40,8 @@ def bare_model(
         dtype: of the parameters; None: what the config says, else bf16.
         adapter: a ``peft.PeftConfig`` (LoRA and the like) to put on top, or None.
         quantization: ``"nf4"`` or ``"fp4"``: linear layers but the head in 4 bits with double
-            quantisation, frozen under the adapter; not of a model that is given as a module.
+            quantisation; ``"int8"``: in 8 bits with a scale a row. Frozen under the adapter; not of
+            a model that is given as a module.
 
     Raises:
         ValueError: no model of that name, code of its own, a config that no model can be made
@@ -58,7 +59,7 @@ def bare_model(
     else:
         bare = _without_weights(_config_of(str(model)), dtype, str(model))
     if quantization is not None:
-        pack_linears(bare)
+        pack_linears(bare, quantization)
     if adapter is None:
         return bare
     from peft import get_peft_model  # optional
@@ -77,7 +78,7 @@ def _check_quantization(quantization: str | None, adapter: Any) -> None:
         )
     if adapter is None:
         raise ValueError(
-            "quantization: expected adapters beside it (LoRA), got none; weights in 4 bits cannot "
+            "quantization: expected adapters beside it (LoRA), got none; quantised weights cannot "
             "be trained themselves"
         )
 

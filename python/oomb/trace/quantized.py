@@ -1,4 +1,4 @@
-"""Linear layers in 4 bits as they are without weights: what they hold, and what they unpack."""
+"""Linear layers in 4 and 8 bits without weights: what they hold, and what they unpack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-FORMATS = ("nf4", "fp4")
+from oomb.model.weight_only import codes_of, is_of_torchao, parts_of
+
+FORMATS = ("nf4", "fp4", "int8")
 
 # Of bitsandbytes: values that share a scale in fp32; scales that share one when they are themselves
 # quantised, to a byte each; tables of 16 and 256 values in fp32; the scales' mean.
@@ -29,79 +31,111 @@ def scale_bytes(values: int, double: bool) -> int:
     return scales + 4 * -(-scales // _SCALES_BLOCK) + _TABLE + _SCALES_TABLE + _MEAN
 
 
+def row_scale_bytes(rows: int) -> int:
+    """What torchao's int8 takes beside its codes: of each row a scale in fp32 and a zero point."""
+    return 5 * rows
+
+
 class _Unpacked(torch.autograd.Function):
     """A product with a weight that is unpacked for it, in forward and again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, size: torch.Size, scaled: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(packed)
-        ctx.size = size
-        return F.linear(x, _unpacked(packed, size, x.dtype))
+        ctx.size, ctx.scaled = size, scaled
+        y = F.linear(x, _unpacked(packed, size, x.dtype))
+        return y * 1.0 if scaled else y
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (packed,) = ctx.saved_tensors
-        return grads[0] @ _unpacked(packed, ctx.size, grads[0].dtype), None, None
+        weight = _unpacked(packed, ctx.size, grads[0].dtype)
+        return grads[0] @ (weight * 1.0 if ctx.scaled else weight), None, None, None
 
 
 def _unpacked(packed: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A weight of which every byte has given two values; a meter sees what this reads and writes.
+    """A weight of which every byte has given one or two values; a meter sees what this reads and
+    writes.
 
     The values mean nothing.
     """
-    pair = torch.empty(1, 2, dtype=dtype, device=packed.device)
-    return torch.mul(packed, pair).view(-1)[: size.numel()].view(size)
+    of_byte = -(-size.numel() // packed.numel())
+    values = torch.empty(1, of_byte, dtype=dtype, device=packed.device)
+    return torch.mul(packed, values).view(-1)[: size.numel()].view(size)
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer in 4 bits that has shapes alone.
+    """A linear layer in 4 or 8 bits that has shapes alone.
 
     Args:
         linear: the layer in its place; its bias is kept.
-        double: as of :func:`scale_bytes`.
+        codes: bytes of the weight.
+        scales: bytes beside it.
+        scaled: a product, and an unpacked weight in the backward, is multiplied by scales in an
+            operation of its own (torchao).
     """
 
-    def __init__(self, linear: nn.Linear, double: bool, device: torch.device | str) -> None:
+    def __init__(
+        self, linear: nn.Linear, codes: int, scales: int, scaled: bool, device: torch.device | str
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        values = self.in_features * self.out_features
-        packed = torch.empty((values + 1) // 2, 1, dtype=torch.uint8, device=device)
+        packed = torch.empty(codes, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = torch.empty(scale_bytes(values, double), dtype=torch.uint8, device=device)
-        self.register_buffer("scales", scales, persistent=False)
+        beside = torch.empty(scales, dtype=torch.uint8, device=device)
+        self.register_buffer("scales", beside, persistent=False)
         self.bias = linear.bias
+        self.scaled = scaled
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = torch.Size((self.out_features, self.in_features))
         apply: Callable[..., torch.Tensor] = _Unpacked.apply
-        y = apply(x, self.weight, size)
+        y = apply(x, self.weight, size, self.scaled)
         return y if self.bias is None else y + self.bias
 
 
-def pack_linears(model: nn.Module, double: bool = True) -> None:
-    """Put every linear layer of a model without weights but its head in 4 bits, as transformers do.
+def pack_linears(model: nn.Module, quantization: str = "nf4") -> None:
+    """Quantise every linear layer of a model without weights but its head, as transformers does.
 
     Everything else is frozen: what trains are adapters on top.
+
+    Args:
+        quantization: of :data:`FORMATS`; 4 bits with double quantisation.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    _replace(model, {id(m) for m in model.modules() if type(m) is nn.Linear} - {id(head)}, double)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, _packed(child, quantization))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
 
 
-def unpack_as_shapes(model: nn.Module) -> None:
-    """Put layers without weights in place of bitsandbytes' own in a copy of a model."""
-    own = {
-        id(m)
-        for m in model.modules()
-        if type(m).__name__ == "Linear4bit" and type(m).__module__.startswith("bitsandbytes")
-    }
-    _replace(model, own, double=True)
+def unpack_as_shapes(bare: nn.Module, model: nn.Module) -> None:
+    """Put layers without weights in place of quantised ones in a copy of a model."""
+    for module, original in list(zip(bare.modules(), model.modules(), strict=True)):
+        children = zip(module.named_children(), original.children(), strict=True)
+        for (name, child), known in list(children):
+            if not isinstance(child, nn.Linear) or not isinstance(known, nn.Linear):
+                continue
+            if type(child).__name__ == "Linear4bit" and _is_of_bitsandbytes(child):
+                setattr(module, name, _packed(child, "nf4"))
+            elif is_of_torchao(known.weight):
+                codes = codes_of(known.weight).nbytes
+                beside = sum(part.nbytes for part in parts_of(known.weight)) - codes
+                made = PackedLinear(child, codes, beside, True, child.weight.device)
+                setattr(module, name, made)
 
 
-def _replace(model: nn.Module, ids: set[int], double: bool) -> None:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if id(child) in ids and isinstance(child, nn.Linear):
-                device = child.weight.device
-                setattr(module, name, PackedLinear(child, double, device))
+def _is_of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes")
+
+
+def _packed(linear: nn.Linear, quantization: str) -> PackedLinear:
+    values, device = linear.in_features * linear.out_features, linear.weight.device
+    if quantization == "int8":
+        beside = row_scale_bytes(linear.out_features)
+        return PackedLinear(linear, values, beside, True, device)
+    return PackedLinear(linear, (values + 1) // 2, scale_bytes(values, True), False, device)

@@ -109,7 +109,7 @@ class Tracer:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bare = shapes_only(model, self._mode)
         with self._mode:
-            unpack_as_shapes(self._bare)
+            unpack_as_shapes(self._bare, model)
         # Parameters without memory are of another type.
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    TorchAoConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -152,14 +154,20 @@ def with_one_label(config: PreTrainedConfig) -> PreTrainedConfig:
 def _placement(
     settings: ModelSettings, config: PreTrainedConfig, device: torch.device
 ) -> dict[str, Any]:
-    """What transformers is told of the device, and of weights in 4 bits."""
+    """What transformers is told of the device, and of weights in 4 or 8 bits."""
     if settings.quantization is None:
         return {"device_map": {"": device}} if device.type == "cuda" else {}
-    if find_spec("bitsandbytes") is None:
+    library, extra = "bitsandbytes", "quantized"
+    if settings.quantization == "int8":
+        library = extra = "torchao"
+    if find_spec(library) is None:
         raise BadInput(
-            "model.quantization: expected bitsandbytes to be installed; "
-            "pip install 'oomb[quantized]'"
+            f"model.quantization: expected {library} to be installed; pip install 'oomb[{extra}]'"
         )
+    if settings.quantization == "int8":
+        own_config: Any = import_module("torchao.quantization").Int8WeightOnlyConfig  # optional
+        eight_bits = TorchAoConfig(own_config())
+        return {"device_map": {"": device}, "quantization_config": eight_bits}
     own = getattr(config, "dtype", None)
     compute = own if isinstance(own, torch.dtype) else torch.bfloat16
     if settings.dtype != "auto":

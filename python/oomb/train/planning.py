@@ -95,7 +95,7 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Modu
     try:
         model: Any = bare_model(config, dtype=kind)
         if settings.model.quantization is not None:
-            pack_linears(model)
+            pack_linears(model, settings.model.quantization)
     except Exception as error:  # whatever modules make of a config that fits no model
         reason = str(error).partition("\n")[0][:200]
         raise BadInput(

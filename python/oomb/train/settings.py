@@ -84,8 +84,9 @@ class ModelSettings(Section):
     """Run Python code that comes with the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of the weights; `auto`: as they were saved."""
-    quantization: Literal["nf4", "fp4"] | None = None
-    """Linear layers in 4 bits through bitsandbytes, with double quantisation, under `lora`."""
+    quantization: Literal["nf4", "fp4", "int8"] | None = None
+    """Linear layers in 4 bits through bitsandbytes, with double quantisation, or in 8 bits through
+    torchao, a scale a row; under `lora`."""
     float8: Literal["rowwise"] | None = None
     """Products of linear layers in float8 through torchao, a scale a row; not under `lora`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -338,8 +339,8 @@ class RunSettings(Section):
     def _quantized_bases_have_adapters(self) -> RunSettings:
         if self.model.quantization is not None and self.lora is None:
             raise ValueError(
-                "model.quantization: expected the section lora beside it, got none; weights in 4 "
-                "bits cannot be trained themselves"
+                "model.quantization: expected the section lora beside it, got none; quantised "
+                "weights cannot be trained themselves"
             )
         return self
 

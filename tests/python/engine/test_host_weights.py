@@ -220,7 +220,7 @@ def test_changed_between_calls() -> None:
             lambda model: setattr(
                 model.model.layers[0].mlp.up_proj, "weight", _Other(torch.zeros(2))
             ),
-            "moves plain weights and those in 4 bits of bitsandbytes, got _Other",
+            "bitsandbytes and in 8 bits of torchao, got _Other; set weights='device'",
         ),
     ],
     ids=["trained", "accelerate", "meta", "subclass"],

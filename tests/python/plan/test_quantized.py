@@ -217,7 +217,7 @@ def test_an_engine_counts_a_chunk_of_a_quantized_model(folder: Path) -> None:
     ("quantization", "adapter", "error"),
     [
         ("nf4", None, "quantization: expected adapters beside it"),
-        ("int8", LoraConfig(r=4), "quantization: expected one of nf4, fp4, got 'int8'"),
+        ("int4", LoraConfig(r=4), "quantization: expected one of nf4, fp4, int8, got 'int4'"),
     ],
 )
 def test_plans_that_cannot_be(quantization: str, adapter: Any, error: str) -> None:

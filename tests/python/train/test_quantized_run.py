@@ -1,4 +1,4 @@
-"""``oomb train`` on a base in 4 bits."""
+"""``oomb train`` on a base in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 from tiny_runs import prepare, run
 
-pytest.importorskip("bitsandbytes")
 
-
-def test_adapters_over_four_bits_are_trained_and_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "library"), [("nf4", "bitsandbytes"), ("int8", "torchao.quantization")]
+)
+def test_adapters_over_a_quantized_base_are_trained_and_saved(
+    tmp_path: Path, quantization: str, library: str
+) -> None:
+    pytest.importorskip(library)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    file = prepare(tmp_path, lora={"r": 4}, model={"quantization": "nf4", "dtype": "float32"})
+    file = prepare(
+        tmp_path, lora={"r": 4}, model={"quantization": quantization, "dtype": "float32"}
+    )
     done = run(file)
     assert done.exit_code == 0, done.output
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -27,7 +33,7 @@ def test_adapters_over_four_bits_are_trained_and_saved(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model": {"quantization": "nf4"}}, "model.quantization: expected the section lora"),
-        ({"lora": {"r": 4}, "model": {"quantization": "int8"}}, "model.quantization"),
+        ({"lora": {"r": 4}, "model": {"quantization": "int4"}}, "model.quantization"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
