@@ -180,6 +180,7 @@ __device__ inline void load_keys(const BackwardKernelArgs& args, QueryShared<kDi
     for (; i < end; ++i) {
       const int page = pages == nullptr ? i : pages[i];
       if (page < 0 || page >= past.page_end) break;
+      if (page * page_size >= tokens) break;  // a sequence that has ended has no page there
       if (page < past.page_begin) continue;
       if ((page + 1) * page_size <= lower_min) continue;
       const int slot = past.block_table[unit.batch * past.table_stride + page];

@@ -34,7 +34,7 @@ def forced() -> Iterator[None]:
 
 def poison(problem: Problem, value: float) -> int:
     """Overwrites keys and values that no row sees, the rest of the last page too, and rows that
-    see nothing. How many keys before that rest."""
+    see nothing; pages behind a sequence's end are not there. How many keys before that rest."""
     c = problem.case
     seen = problem.visible()
     empty = ~seen.any(dim=-1)
@@ -49,6 +49,8 @@ def poison(problem: Problem, value: float) -> int:
     for b, page in itertools.product(range(c.batch), range(c.pages)):
         slot = problem.pool[int(problem.block_table[b, page])]
         slot[:, in_pages[b, :, page * c.page_size : (page + 1) * c.page_size]] = value
+        if problem.num_keys is not None and page * c.page_size >= problem.num_keys[b]:
+            problem.block_table[b, page] = -1
     return int(hidden.sum())
 
 

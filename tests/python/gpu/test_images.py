@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,9 @@ def chunked(model: Any, given: Batch, config: oomb.Config) -> Gradients:
     return gradients(model)
 
 
-@pytest.fixture(autouse=True)
-def convolutions_that_repeat_their_bits() -> Iterator[None]:
-    """A tower's first layer is one; the gradient of its weights adds in any order by default."""
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        yield
+# torch adds up the gradient of Qwen3-VL's learned positions in any order: calls of ordinary
+# training do not repeat its bits either.
+UNORDERED = {"model.visual.pos_embed.weight"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,5 +82,5 @@ def test_as_near_as_ordinary_training(family: str, dtype: torch.dtype) -> None:
         assert error <= 2 * theirs + 1e-5, (name, error, theirs)
     small = replace(CONFIG, device_memory=2**19 * dtype.itemsize, host_memory=2**28)
     again = chunked(model, given, small)
-    differing = [name for name, x in ours.items() if not torch.equal(again[name], x)]
-    assert not differing
+    differing = {name for name, x in ours.items() if not torch.equal(again[name], x)}
+    assert differing <= UNORDERED
