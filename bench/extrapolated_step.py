@@ -1,0 +1,78 @@
+"""Seconds of a step too long to run whole: a model of one layer, one of two, and what follows.
+
+    python bench/extrapolated_step.py --tokens 1M --kv-grad-dtype bfloat16 --keep-outputs 0.3333
+
+Both are timed after a short call that loads kernels. What the second layer adds is taken for every
+further one. Its pages and outputs stay on the GPU, so the sum lacks transfers that a whole model's
+step could not hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.record import write_record
+
+import oomb
+from oomb.lengths import parse_length
+from oomb.trace.shapes import SHAPES, random_model
+
+
+def step_seconds(name: str, layers: int, tokens: int, config: oomb.Config) -> dict[str, Any]:
+    """One step of some layers of a named shape with random bf16 weights."""
+    model = random_model(
+        SHAPES[name], device="cuda", dtype=torch.bfloat16, positions=tokens, layers=layers
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).cuda()
+    with oomb.Engine(model, config) as engine:
+        short = ids[:, : 4 * config.chunk_size]
+        engine.forward_backward(short, short)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        stats = engine.forward_backward(ids, ids).stats
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return {
+        "layers": layers,
+        "seconds": seconds,
+        "kept": stats.kept_output_share,
+        "fill_seconds": stats.fill_seconds,
+        "sweep_seconds": stats.sweep_seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--tokens", default="1M")
+    parser.add_argument("--chunk-size", type=int, default=4096)
+    parser.add_argument("--kv-grad-dtype", default="float32")
+    parser.add_argument("--keep-outputs", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    tokens = parse_length("--tokens", given.tokens)
+    config = oomb.Config(
+        chunk_size=given.chunk_size,
+        kv_grad_dtype=given.kv_grad_dtype,
+        keep_outputs=given.keep_outputs,
+    )
+    rows = []
+    for layers in (1, 2):
+        rows.append(step_seconds(given.model, layers, tokens, config))
+        print(rows[-1], flush=True)
+    layers = SHAPES[given.model].layers
+    one, two = (row["seconds"] for row in rows)
+    whole = one + (layers - 1) * (two - one)
+    print(f"{layers} layers: {whole:.0f} s")
+    if given.json is not None:
+        record = {"tokens": tokens, "rows": rows, "layers": layers, "seconds": whole}
+        write_record(given.json, record)
+
+
+if __name__ == "__main__":
+    main()
