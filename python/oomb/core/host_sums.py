@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -24,6 +25,8 @@ from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.host_memory import host_block
+from oomb.parallel.placement import Placement
+from oomb.parallel.weights import Weights
 from oomb.units import bytes_text
 
 PLACES = 3
@@ -111,6 +114,7 @@ class HostSums:
         layers: of each layer the parameters whose sums are kept on the host.
         main_grad_dtype: as in :class:`oomb.Config`.
         device: of the parameters.
+        neighbours: processes that share the host's memory, each with such sums.
 
     Attributes:
         host_bytes: of the blocks.
@@ -122,7 +126,11 @@ class HostSums:
     """
 
     def __init__(
-        self, layers: Sequence[list[nn.Parameter]], main_grad_dtype: str, device: torch.device
+        self,
+        layers: Sequence[list[nn.Parameter]],
+        main_grad_dtype: str,
+        device: torch.device,
+        neighbours: int = 1,
     ) -> None:
         self._device = device
         self._places_of = {p: layer for layer, own in enumerate(layers) for p in own}
@@ -138,7 +146,7 @@ class HostSums:
             sizes.append(begin)
         self.host_bytes, self._largest = sum(sizes), max(sizes, default=0)
         self.moved_bytes = 0
-        free = free_memory(torch.device("cpu"))
+        free = free_memory(torch.device("cpu")) // neighbours
         if self.host_bytes > free:
             raise OutOfMemoryError(
                 f"main_grad_device='host': the gradient sums of the layers take "
@@ -163,6 +171,10 @@ class HostSums:
         """A call begins, without sums."""
         self.drop()
         self.moved_bytes = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """The sums may come to the device again, and be changed there."""
         size = self._largest
         self._on_device = list(torch.empty(PLACES, size, dtype=torch.uint8, device=self._device))
 
@@ -195,6 +207,15 @@ class HostSums:
         place = self._bring(self._places_of[parameter])
         self._begun.add(parameter)
         return self._view(place, parameter)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether it has a sum, which does not move for this."""
+        return parameter in self._begun
+
+    def by_layer(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Those whose sums are kept here, a list for each layer, the last one first."""
+        here = sorted((p for p in parameters if p in self), key=lambda p: -self._places_of[p])
+        return [list(own) for _, own in groupby(here, key=self._places_of.__getitem__)]
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Its sum has been taken."""
@@ -235,18 +256,23 @@ class HostSums:
 
 
 def host_sums_of(
-    layers: Iterable[nn.Module], config: Config, device: torch.device, ranks: int
+    layers: Iterable[nn.Module],
+    config: Config,
+    device: torch.device,
+    placement: Placement,
+    weights: Weights,
 ) -> HostSums | None:
     """Sums as ``config`` places them; None: all on the device.
 
     Raises:
-        ValueError: on the host, and several ranks share a sequence.
+        ValueError: on the host, and ranks have shards of the weights.
         OutOfMemoryError: the host has no room for them.
     """
     if config.main_grad_device == "device":
         return None
-    expect(ranks == 1, "main_grad_device", "'device' where ranks share a sequence", "'host'")
-    return HostSums(own_parameters(layers), config.main_grad_dtype, device)
+    expect(not weights.is_sharded, "main_grad_device", "'device' for sharded weights", "'host'")
+    own = own_parameters(layers)
+    return HostSums(own, config.main_grad_dtype, device, placement.neighbours)
 
 
 def own_parameters(layers: Iterable[nn.Module]) -> list[list[nn.Parameter]]:

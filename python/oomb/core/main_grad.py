@@ -191,15 +191,31 @@ class MainGrads:
         if placement.ranks == 1:
             return
         plain = weights.plain(parameters)
-        met = placement.collect(lambda: [p in self._sums or p in self._met for p in plain])
+        met = placement.collect(lambda: list(map(self._is_met, plain)))
         pairs = zip(plain, parameters, map(any, zip(*met, strict=True)), strict=True)
         reached = [(p, owner) for p, owner, is_reached in pairs if is_reached]
-        placement.sum_([self._sum_of(p) for p, _ in reached if not weights.is_shard(p)])
+        whole = [p for p, _ in reached if not weights.is_shard(p)]
+        self._sum_on_host(placement, whole)
+        here = [p for p in whole if self._host is None or p not in self._host]
+        placement.sum_([self._sum_of(p) for p in here])
         late = [p for p, _ in reached if weights.is_shard(p) and p not in self._shards]
         self.scatter(weights, late)
         for p, owner in reached:
             if weights.is_shard(p):
                 self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
+
+    def _is_met(self, parameter: nn.Parameter) -> bool:
+        on_host = self._host is not None and self._host.has(parameter)
+        return on_host or parameter in self._sums or parameter in self._met
+
+    def _sum_on_host(self, placement: Placement, parameters: list[nn.Parameter]) -> None:
+        """A layer's sums come to the device, are exchanged, and go, while the next layer's come."""
+        if self._host is None:
+            return
+        self._host.resume()
+        for own in self._host.by_layer(parameters):
+            placement.sum_([self._sum_of(p) for p in own])
+        self._host.end()
 
     def scatter(self, weights: Weights, parameters: list[nn.Parameter]) -> None:
         """Add sums over all ranks to this rank's shards, and begin new sums.

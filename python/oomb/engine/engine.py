@@ -74,8 +74,8 @@ class Engine:
             as_before_afterwards(partial(self._placement.together, self._check_model))
 
     def _host_sums(self) -> HostSums | None:
-        model, ranks = self._model, self._placement.ranks
-        return host_sums_of(model.layers, self.config, model.device, ranks)
+        model, (placement, weights) = self._model, (self._placement, self._weights)
+        return host_sums_of(model.layers, self.config, model.device, placement, weights)
 
     def _check_model(self) -> None:
         with Swaps() as swaps:

@@ -1,7 +1,7 @@
 """Gradient sums that the host keeps, in a plan: bytes of both memories, and what the link adds.
 
 sweep of a chunk   every layer's sums come and go once   beside its backward
-afterwards         all come once more, as gradients
+afterwards         all come once more, as gradients; before that, where ranks add theirs up
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from oomb.config import Config
 from oomb.core.host_sums import layer_bytes, spared_bytes
 from oomb.plan.duration import Duration, backward_seconds
+from oomb.plan.machine import Machine
 from oomb.plan.pages import PageCall
 from oomb.plan.rates import Rates
 from oomb.trace.trace import Trace, Tracer
@@ -27,26 +28,26 @@ class HostSumsUse:
     Attributes:
         host_bytes: of them all.
         spared_bytes: what the device holds less.
+        journeys: of all of them after the sweep.
     """
 
     host_bytes: int = 0
     spared_bytes: int = 0
+    journeys: int = 1
 
     @staticmethod
-    def of(config: Config, tracer: Tracer, ranks: int) -> HostSumsUse:
+    def of(config: Config, tracer: Tracer, machine: Machine) -> HostSumsUse:
         """Of a traced model's layers.
 
         Raises:
-            ValueError: they shall be on the host, and several ranks share a sequence.
+            ValueError: they shall be on the host, and ranks share the weights.
         """
         if config.main_grad_device == "device":
             return HostSumsUse()
-        if ranks > 1:
-            raise ValueError(
-                "main_grad_device: expected 'device' where ranks share a sequence, got 'host'"
-            )
+        if machine.weights != "replicated":
+            raise ValueError("main_grad_device: expected 'device' for sharded weights, got 'host'")
         sizes: Sequence[int] = layer_bytes(tracer.trained_layers, config.main_grad_dtype)
-        return HostSumsUse(sum(sizes), spared_bytes(sizes))
+        return HostSumsUse(sum(sizes), spared_bytes(sizes), 1 if machine.ranks == 1 else 2)
 
 
 def with_sums(
@@ -67,4 +68,4 @@ def with_sums(
     waiting = sum(map(waits, swept)) * len(call.swept) / max(1, len(swept))
     tokens, page = min(call.chunks.chunk_size, call.chunks.tokens), call.chunks.page_size
     hidden_from = math.ceil(moving / linear * tokens / page) * page if linear else 0
-    return replace(duration, sums=waiting + moving, sums_hidden_from=hidden_from)
+    return replace(duration, sums=waiting + use.journeys * moving, sums_hidden_from=hidden_from)

@@ -127,7 +127,7 @@ class Planner:
             use, gradients = shards.optimizer(use), shards.own_gradients(gradients)
         kept = use.device_bytes + (gradients if accumulates else 0)
         weights = HostWeightsUse.of(config, tracer.movable_bytes)
-        sums = HostSumsUse.of(config, tracer, self.machine.ranks)
+        sums = HostSumsUse.of(config, tracer, self.machine)
         parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
         gathered = 0
         if shards is not None:

@@ -93,7 +93,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
     if config.main_grad_dtype == "float32" and asked.sum_bytes:
         yield {"main_grad_dtype": "bfloat16"}
     on_gpu = asked.machine.device_type == "cuda"
-    if asked.sum_bytes and not asked.sum_host_bytes and on_gpu and asked.machine.ranks == 1:
+    whole = asked.machine.weights == "replicated"
+    if asked.sum_bytes and not asked.sum_host_bytes and on_gpu and whole:
         yield {"main_grad_device": "host"}
     if config.kv_grad_dtype == "float32":
         yield {"kv_grad_dtype": "bfloat16"}

@@ -246,10 +246,19 @@ def test_a_plan_counts_them() -> None:
     assert waits[16384] < 1.5 * on_host.sum_host_bytes / 4e10 < waits[2048]
 
 
-def test_ranks_are_refused() -> None:
-    machine = Machine.described(gpu="h200").of_rank(2)
-    with pytest.raises(ValueError, match="main_grad_device: expected 'device' where ranks"):
-        Planner("qwen2.5-0.5b", machine).predict(2**14, oomb.Config(main_grad_device="host"))
+def test_a_plan_of_ranks() -> None:
+    """Each keeps all sums, and fetches them once more to exchange them."""
+    one = Machine.described(gpu="h200", host_memory=256 * 2**30)
+    config = oomb.Config(main_grad_device="host", chunk_size=16384)
+    alone, shared = (
+        Planner("qwen2.5-0.5b", machine).predict(2**15, config, optimizer=None, dry_run=False)
+        for machine in (one, one.of_rank(2))
+    )
+    assert alone.sum_host_bytes == shared.sum_host_bytes > 0
+    assert alone.duration is not None and shared.duration is not None
+    assert shared.duration.sums > alone.duration.sums + 0.9 * shared.sum_host_bytes / 64e9
+    with pytest.raises(ValueError, match="main_grad_device: expected 'device' for sharded"):
+        Planner("qwen2.5-0.5b", one.of_rank(2, weights="zero1")).predict(2**14, config)
 
 
 def test_a_block_of_no_bytes_is_not_registered() -> None:
