@@ -130,22 +130,18 @@ class Tuned:
             yield
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
-        assert self._inputs is not None, "use inside prepared()"
         embedded = self._decoder.embed_tokens(input_ids)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         with torch.no_grad():
             angles = self._decoder.rotary_emb(embedded, positions)
             x = embedded.detach()
-            for index, layer in enumerate(self._layers):
-                self._inputs.put(index, x)
-                with self._forward(index):
-                    x = _attended(layer, x, angles)
-                for tile in _tiles(x):
-                    x[:, tile] += _mlp(layer, x[:, tile])
-        loss, grad = self._loss(x, input_ids)
+            for index in range(len(self._layers)):
+                x = self._layer_forward(index, x, angles)
+        targets = F.pad(input_ids[0, 1:], (0, 1), value=-100)
+        loss, grad = self._loss(x, targets, int((targets != -100).sum()))
         del x
         for index in reversed(range(len(self._layers))):
-            grad = self._layer_backward(index, self._inputs.get(index), angles, grad)
+            grad = self._layer_backward(index, angles, grad)
         embedded.backward(grad)
         return loss
 
@@ -157,12 +153,22 @@ class Tuned:
         """Around a layer's attention when the backward runs it again."""
         return nullcontext()
 
-    def _layer_backward(
-        self, index: int, x: torch.Tensor, angles: Any, grad: torch.Tensor
-    ) -> torch.Tensor:
-        """From the gradient of a layer's output (overwritten) to that of its input."""
+    def _layer_forward(self, index: int, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        """A layer's output, without a graph; its input goes to the host."""
+        assert self._inputs is not None, "use inside prepared()"
         layer = self._layers[index]
-        x.requires_grad_()
+        self._inputs.put(index, x)
+        with self._forward(index):
+            x = _attended(layer, x, angles)
+        for tile in _tiles(x):
+            x[:, tile] += _mlp(layer, x[:, tile])
+        return x
+
+    def _layer_backward(self, index: int, angles: Any, grad: torch.Tensor) -> torch.Tensor:
+        """From the gradient of a layer's output (overwritten) to that of its input."""
+        assert self._inputs is not None, "use inside prepared()"
+        layer = self._layers[index]
+        x = self._inputs.get(index).requires_grad_()
         with self._recompute(index):
             middle = _attended(layer, x, angles)
         for tile in _tiles(middle):
@@ -174,12 +180,13 @@ class Tuned:
         assert x.grad is not None
         return x.grad
 
-    def _loss(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss, and its gradient with respect to the last layer's output."""
+    def _loss(
+        self, x: torch.Tensor, targets: torch.Tensor, count: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of losses over ``count``, and its gradient at the last layer's output."""
         x.requires_grad_()
-        targets = F.pad(ids[0, 1:], (0, 1), value=-100)
         hidden = self._decoder.norm(x)[0]
-        loss = _tiled_loss(self._model.get_output_embeddings(), hidden, targets)
+        loss = _tiled_loss(self._model.get_output_embeddings(), hidden, targets, count)
         assert x.grad is not None
         return loss, x.grad
 
@@ -249,19 +256,24 @@ def _mlp(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of [tokens, hidden_size], propagated back to what made ``hidden``."""
+def _tiled_loss(
+    head: Any, hidden: torch.Tensor, targets: torch.Tensor, count: float
+) -> torch.Tensor:
+    """Losses of [tokens, hidden_size] over ``count``, propagated back to what made ``hidden``."""
     if hidden.is_cuda and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional
 
-        fused: torch.Tensor = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)
-        fused.backward()
-        return fused.detach()
+        total: torch.Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(
+            head.weight, hidden, targets
+        )
+        loss = total / count
+        loss.backward()
+        return loss.detach()
     leaf = hidden.detach().requires_grad_()
-    total = torch.zeros((), device=hidden.device)
-    count = int((targets != -100).sum())
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=hidden.device)
     for tile in _tiles(leaf[None]):
-        logits = head(leaf[tile]).float()
+        logits = head(leaf[tile]).to(wide)
         loss = F.cross_entropy(logits, targets[tile], reduction="sum") / count
         loss.backward()
         total += loss.detach()
