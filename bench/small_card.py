@@ -192,6 +192,8 @@ def main() -> None:
         "pages_peak_gib": step.stats.device_peak_bytes / GIB,
         "host_pages_peak_gib": step.stats.host_peak_bytes / GIB,
         "growth_seconds": step.stats.exposed_growth_seconds,  # waited for new host memory
+        "fetched_weights_gib": step.stats.fetched_weight_bytes / GIB,
+        "weights_waited_seconds": step.stats.exposed_weight_seconds,
         "planned": {
             "fits": plan.fits,
             "seconds": plan.seconds,

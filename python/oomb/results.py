@@ -21,6 +21,8 @@ class Stats:
         exposed_copy_seconds: time that compute waited for pages.
         exposed_growth_seconds: time that the call waited for new memory of the host tier, which a
             GPU's calls keep for the next.
+        fetched_weight_bytes: of weights that the host keeps, copied to the device.
+        exposed_weight_seconds: time that compute waited for these; on a CPU they are copied then.
         exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
             each pass: "fill", "forward" and "backward" of the sweep.
         kept_output_share: of attention's outputs that could be kept for the sweep, those that were.
@@ -46,6 +48,8 @@ class Stats:
     d2h_bytes: int = 0
     exposed_copy_seconds: float = 0.0
     exposed_growth_seconds: float = 0.0
+    fetched_weight_bytes: int = 0
+    exposed_weight_seconds: float = 0.0
     hit_rate: float = 1.0
     h2d_seconds: float = 0.0
     d2h_seconds: float = 0.0

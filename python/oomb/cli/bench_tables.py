@@ -67,6 +67,11 @@ def _more(row: Row) -> list[str]:
             f"{row['kept_output_bytes'] / 2**30:.2f} GiB; "
             f"{row['kept_output_seconds']:.2f} s of attention were not computed again"
         )
+    if row.get("fetched_weight_bytes"):
+        lines.append(
+            f"{row['fetched_weight_bytes'] / 2**30:.2f} GiB of weights came from the host; compute "
+            f"waited {row['exposed_weight_seconds']:.2f} s for them"
+        )
     if "exchange_seconds_by_rank" in row:
         each = ", ".join(f"{seconds:.2f}" for seconds in row["exchange_seconds_by_rank"])
         lines.append(f"{row['ranks']} ranks; seconds in exchanges with the others: {each}")

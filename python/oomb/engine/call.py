@@ -26,6 +26,7 @@ from oomb.core.recompute import LayerRunner, seed_of_rank
 from oomb.core.router_loss import RouterLoss
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
+from oomb.core.weight_copies import WeightCopies
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
@@ -58,6 +59,7 @@ class Call:
     placement: Placement
     weights: Weights
     exchanges: Stopwatch
+    weight_copies: WeightCopies
 
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
         """What the caller gets; before the call's pages are gone."""
@@ -104,6 +106,7 @@ class Call:
                 reserved_ratio=reserved_ratio(self.model.device),
                 exchange_seconds=self.exchanges.total,
                 gathered_weight_bytes=self.weights.gathered_bytes,
+                **self.weight_copies.stats(),
             ),
             selection=selection,
             logprobs=logprobs,
@@ -242,6 +245,7 @@ class Calls:
             every_output, lists: as of :class:`oomb.core.page_demand.Demand`.
         """
         model, grads = self._model, None if swept is None else self._grads
+        weight_copies = WeightCopies(model)
         placement = self.placement
         tokens = self._counted(config, inputs.tokens)
         recompute = swept is not None and any(
@@ -284,7 +288,7 @@ class Calls:
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
-        here = (placement, self.weights, exchanges)
+        here = (placement, self.weights, exchanges, weight_copies)
         return Call(model, config, inputs, loop, loss, attention, borders, *here)
 
     def layout(self, config: Config, *, alike: bool = False) -> PageLayout:

@@ -69,6 +69,8 @@ class StepRecord:
             "d2h_bytes": sum(s.d2h_bytes for s in stats),
             "exposed_copy_seconds": sum(s.exposed_copy_seconds for s in stats),
             "exposed_growth_seconds": sum(s.exposed_growth_seconds for s in stats),
+            "fetched_weight_bytes": sum(s.fetched_weight_bytes for s in stats),
+            "exposed_weight_seconds": sum(s.exposed_weight_seconds for s in stats),
             "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
             "kept_output_share": max((s.kept_output_share for s in stats), default=0.0),
             "kept_output_bytes": max((s.kept_output_bytes for s in stats), default=0),

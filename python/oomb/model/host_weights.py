@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -112,7 +113,8 @@ class HostWeights:
     Attributes:
         host_bytes: of the weights.
         device_bytes: of the places they come to.
-        loaded_bytes: that were copied since the last call began.
+        loaded_bytes: that were ever copied.
+        stopwatch: measures how long compute waits for copies; None: nobody does.
         copies: how they are copied; a test may put others in place.
 
     Raises:
@@ -133,6 +135,8 @@ class HostWeights:
         self.host_bytes = sum(sizes)
         self.device_bytes = PLACES * max(sizes)
         self.loaded_bytes = 0
+        self.stopwatch: Any = None
+        self._device = device
         places = torch.empty(PLACES, max(sizes), dtype=torch.uint8, device=device)
         number = len(layers)
         self._places = [place_of(layer, number) for layer in range(number)]
@@ -163,7 +167,6 @@ class HostWeights:
         if self._active:
             return
         self._expect_in_place()
-        self.loaded_bytes = 0
         self._there, self._backward = [None] * PLACES, None
         self._inside.clear()
         after_all(self._leave_layers)  # others put back what they found, this perhaps
@@ -232,15 +235,23 @@ class HostWeights:
 
     def _bring(self, layer: int) -> None:
         place = self._places[layer]
-        if self._there[place] != layer:
-            assert not self._is_used(self._there[place])
-            self._load(layer)
-        self.copies.wait(place)
+        with self._measured():
+            if self._there[place] != layer:
+                assert not self._is_used(self._there[place])
+                self._load(layer)
+            self.copies.wait(place)
 
     def _bring_ahead(self, layer: int) -> None:
         there = self._there[self._places[layer]]
         if there != layer and not self._is_used(there):
-            self._load(layer)
+            with nullcontext() if self._device.type == "cuda" else self._measured():
+                self._load(layer)
+
+    def _measured(self) -> AbstractContextManager[None]:
+        if self.stopwatch is None:
+            return nullcontext()
+        running: AbstractContextManager[None] = self.stopwatch.running(self._device)
+        return running
 
     def _is_used(self, layer: int | None) -> bool:
         return layer is not None and (self._inside[layer] > 0 or layer == self._backward)

@@ -225,6 +225,7 @@ def _seconds_of_step(record: Record) -> str:
             ("fill", "fill_seconds"),
             ("sweep", "sweep_seconds"),
             ("copies waited for", "exposed_copy_seconds"),
+            ("weights waited for", "exposed_weight_seconds"),
             ("host memory waited for", "exposed_growth_seconds"),
         )
         if (record.get(key) or 0.0) > 1e-3 * seconds

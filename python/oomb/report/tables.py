@@ -63,6 +63,8 @@ def totals(runs: Sequence[Run]) -> str:
         ("kept outputs, most", "kept_output_bytes", "most", bytes_text),
         ("attention spared by them, median", "kept_output_seconds", "median", seconds_text),
         ("waited for copies, median", "exposed_copy_seconds", "median", seconds_text),
+        ("weights from the host, median", "fetched_weight_bytes", "median", bytes_text),
+        ("waited for them, median", "exposed_weight_seconds", "median", seconds_text),
         ("waited for host memory, most", "exposed_growth_seconds", "most", seconds_text),
     ):
         values = [run.column(key)[-1] if how == "last" else getattr(run, how)(key) for run in runs]
