@@ -8,6 +8,8 @@ over tokens again: the gradient of each probability p_e is c · E · f_e / rows,
 
     fill   chunk 0: count  chunk 1: count  …  last chunk: count    f is known, and so is L
     sweep  last chunk: c·E·f/rows to its router logits, beside the loss's gradient   …
+
+Ranks that share a sequence count the tokens that each runs; sums of counts are the whole one's.
 """
 
 from __future__ import annotations
@@ -22,15 +24,22 @@ from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.routers import Routers, counted
+from oomb.parallel.placement import Placement
 
 
 class RouterLoss:
-    """That of one call. A chunk hands on its router logits, as roots of its backward."""
+    """That of one call. A chunk hands on its router logits, as roots of its backward.
 
-    def __init__(self, routers: Routers, inputs: CallInputs, chunks: Chunks) -> None:
+    Args:
+        placement: which tokens of a chunk are run here.
+    """
+
+    def __init__(
+        self, routers: Routers, inputs: CallInputs, chunks: Chunks, placement: Placement
+    ) -> None:
         device = inputs.input_ids.device
         self._routers = routers
-        self._chunks = chunks
+        self._chunks, self._placement = chunks, placement
         self._batch = inputs.batch
         self._num_keys = inputs.num_keys
         self._chosen = torch.zeros(routers.experts, dtype=torch.float64, device=device)
@@ -58,9 +67,13 @@ class RouterLoss:
             self._rows += of_router.shape[0] if mask is None else mask.sum()
 
     def total(self) -> torch.Tensor:
-        """The loss, 0-d fp64, when the fill has run every chunk; sweeps may begin then."""
-        factor = self._routers.coefficient * self._routers.experts
-        self._slopes = factor * self._chosen / self._rows**2
+        """This rank's share of the loss, 0-d fp64, when the fill has run every chunk.
+
+        Sweeps may begin then.
+        """
+        counts = self._placement.total(torch.cat([self._chosen, self._rows[None]]))
+        chosen, rows = counts[:-1], counts[-1]
+        self._slopes = self._routers.coefficient * self._routers.experts * chosen / rows**2
         return (self._slopes * self._probabilities).sum()
 
     @contextmanager
@@ -91,9 +104,13 @@ class RouterLoss:
         return gradient.to(logits.dtype)
 
     def _mask(self, chunk: int) -> torch.Tensor | None:
-        """[batch · tokens] bool: tokens of a chunk that are no padding; None: all."""
-        if self._num_keys is None:
+        """[batch · tokens] bool: tokens run here that are no padding; None: all."""
+        slices = self._placement.slices(*self._chunks.span(chunk))
+        if self._num_keys is None and slices.run == slices.own:
             return None
-        begin, end = self._chunks.span(chunk)
-        positions = torch.arange(begin, end, device=self._num_keys.device)
-        return (positions < self._num_keys[:, None]).flatten()
+        (begin, end), (first, last) = slices.run, slices.own
+        positions = torch.arange(begin, end, device=self._rows.device)
+        counts = ((positions >= first) & (positions < last)).expand(self._batch, -1)
+        if self._num_keys is not None:
+            counts = counts & (positions < self._num_keys[:, None])
+        return counts.flatten()

@@ -42,7 +42,7 @@ class Admission:
         self._process = os.getpid()
         self._warned_of_far = False
         self._warned_of_unknown = False
-        expect_settings_fit(self._model, self._config, placement.ranks)
+        expect_settings_fit(self._model, self._config)
 
     def close(self) -> None:
         """Let no call in again."""

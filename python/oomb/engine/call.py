@@ -284,7 +284,7 @@ class Calls:
             grads,
             borders,
             placement,
-            None if routers is None else RouterLoss(routers, inputs, demand.chunks),
+            None if routers is None else RouterLoss(routers, inputs, demand.chunks, placement),
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)

@@ -14,20 +14,15 @@ from oomb.model.routers import asks_for_router_loss as asks_for_router_loss
 _WITHOUT = "set output_router_logits to False in the model's config to train without that loss"
 
 
-def expect_settings_fit(model: CausalModel, config: Config, ranks: int) -> None:
+def expect_settings_fit(model: CausalModel, config: Config) -> None:
     """Before the engine is made.
 
     Raises:
-        UnsupportedModelError: several ranks share a sequence, or not every chunk is swept whole.
+        UnsupportedModelError: not every chunk is swept whole.
     """
     if not asks_for_router_loss(model.causal):
         return
     name = type(model.causal).__name__
-    if ranks > 1:
-        raise UnsupportedModelError(
-            f"{name}: a router auxiliary loss (config.output_router_logits) over ranks that share "
-            f"a sequence is not supported; {_WITHOUT}"
-        )
     if not isinstance(config.backward, AllChunks):
         raise UnsupportedModelError(
             f"{name}: a router auxiliary loss (config.output_router_logits) needs "

@@ -144,8 +144,12 @@ def _refuse_scaled_router_loss(trainer: Any) -> None:
             f"gradient_accumulation_steps: expected 1, got {steps}: {why} would not be divided by "
             "it; the model's forward takes no num_items_in_batch"
         )
-    if ranks_in_job() > 1:
-        raise ValueError(f"world_size: expected 1, got {ranks_in_job()}: each would add {why}")
+    replicas = trainer.replicas.number
+    if replicas > 1:
+        raise ValueError(
+            "parallelism_config.cp_size: expected all processes to share each sequence, got "
+            f"{replicas} groups of them: each would add {why}"
+        )
 
 
 def _refuse_router_loss(trainer: Any) -> None:

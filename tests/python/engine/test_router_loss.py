@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine.router_loss import expect_settings_fit
-from oomb.model.causal import CausalModel
 
 from .models import of
 from .recurrent_models import make_recurrent
@@ -231,12 +229,6 @@ REFUSED_SETTINGS: dict[str, oomb.Config] = {
 def test_a_backward_that_is_not_whole_is_refused(name: str) -> None:
     with pytest.raises(oomb.UnsupportedModelError, match=f"router auxiliary loss.*got {name}"):
         oomb.Engine(routed(), REFUSED_SETTINGS[name])
-
-
-def test_ranks_that_share_a_sequence_are_refused() -> None:
-    with pytest.raises(oomb.UnsupportedModelError, match="router auxiliary loss .*over ranks"):
-        expect_settings_fit(CausalModel(routed()), CONFIG, 2)
-    expect_settings_fit(CausalModel(routed(output_router_logits=False)), CONFIG, 2)
 
 
 def test_calls_that_have_no_place_for_it_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.models import make
 from engine.reference import relative_error
+from engine.router_models import routed
 from oomb.hf import Trainer
 from oomb.hf.ranks import ReplicaAccelerator
 from oomb.parallel.replicas import Replicas
@@ -213,6 +214,40 @@ def objects_of(rank: int) -> list[list[int]]:
 def test_objects_of_each_replica(world: World) -> None:
     """``eval_use_gather_object=True``."""
     assert world.run(objects_of) == [[[0, 2, 1, 3], [0, 1]]] * RANKS
+
+
+def with_routers(rank: int, folder: Path, replicas: int) -> Any:
+    """Losses, evaluations and weights of a mixture of experts; or why it is refused."""
+    layout = {}
+    if rank >= 0:
+        sizes = {"dp_shard_size": replicas, "cp_size": RANKS // replicas}
+        layout = {"parallelism_config": ParallelismConfig(**sizes)}
+    with as_started(rank, RANKS):
+        given = {"args": arguments(folder, max_steps=2, **layout), "oomb_config": CONFIG}
+        data = masked()
+        try:
+            trainer = Trainer(
+                routed("Qwen3Moe"), train_dataset=data, eval_dataset=data[:3], **given
+            )
+        except ValueError as error:
+            return str(error)
+        trainer.train()
+        trainer.evaluate()
+        trainer.engine.close()
+    return logged(trainer, "loss"), logged(trainer, "eval_loss"), trainer.model.state_dict()
+
+
+def test_a_loss_of_routers(world: World, tmp_path: Path) -> None:
+    """Ranks of one sequence add it once; groups of them would each add it whole."""
+    world.start(with_routers, tmp_path / "ranks", 1)
+    losses, evaluated, weights = with_routers(-1, tmp_path / "alone", 1)
+    for found in world.answers():
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        assert found[1] == pytest.approx(evaluated, rel=1e-6)
+        for name, weight in weights.items():
+            assert relative_error(found[2][name], weight) < 1e-10
+    for text in world.run(with_routers, tmp_path / "groups", 2):
+        assert "cp_size: expected all processes to share each sequence, got 2 groups" in text
 
 
 def fine_tuned(rank: int, folder: Path) -> tuple[list[float], list[float], list[float]]:
