@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--optimizer-states", choices=("device", "host"), default="device")
     parser.add_argument("--budget", type=int, default=0, help="pages (TopKPages); 0: exact")
     parser.add_argument("--kv-grad-dtype", default="float32")
+    parser.add_argument("--keep-outputs", choices=("auto", "none", "all"), default="auto")
     parser.add_argument("--float8", action="store_true", help="torchao's, rowwise; with --full")
     parser.add_argument("--compile-float8", action="store_true", help="its layers, by torch")
     parser.add_argument("--steps", type=int, default=2, help="the last is quoted")
@@ -106,6 +107,7 @@ def main() -> None:
         main_grad_dtype=options.main_grad_dtype,
         main_grad_device=options.main_grad_device,
         kv_grad_dtype=options.kv_grad_dtype,
+        keep_outputs=options.keep_outputs,
         attention=oomb.TopKPages(budget=options.budget) if options.budget else oomb.Dense(),
         weights=options.weights,
     )
