@@ -183,6 +183,7 @@ def main() -> None:
         "loss": float(step.loss),
         "seconds": all_seconds[-1],
         "all_seconds": all_seconds,
+        "first_seconds": all_seconds[0],  # with the host's pinned memory
         "optimizer_seconds": stepping,
         "main_grad_device": options.main_grad_device,
         "optimizer_states": options.optimizer_states,
@@ -199,6 +200,7 @@ def main() -> None:
         "planned": {
             "fits": plan.fits,
             "seconds": plan.seconds,
+            "first_seconds": (plan.seconds or 0.0) + (plan.growth_seconds or 0.0),
             "torch_and_pages_gib": plan.device_bytes / GIB,
             "optimizer_seconds": plan.optimizer_seconds,
             "sums_wait_seconds": plan.duration.sums if plan.duration else None,

@@ -236,6 +236,8 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     console.print(_memory(prediction))
     if prediction.duration is not None:
         console.print(_time(prediction))
+        if prediction.growth_seconds:
+            console.print(_growth(prediction))
     elif not prediction.machine.local:
         console.print("time: unknown; give --gpu or --gpu-tflops")
     if prediction.duration is not None and prediction.duration.weights_hidden_from:
@@ -370,4 +372,13 @@ def _time(prediction: Prediction) -> str:
         f"time: {seconds_text(duration.total)} per sequence step, {count_text(speed)} tokens/s "
         f"({', '.join(parts)}; {source})"
         + (f"; the optimizer's step {seconds_text(step)}" if step else "")
+    )
+
+
+def _growth(prediction: Prediction) -> str:
+    assert prediction.growth_seconds is not None
+    return (
+        f"the first step: about {seconds_text(prediction.growth_seconds)} more, while "
+        f"{bytes_text(prediction.host_pool_bytes)} of the host's memory are pinned, if they are "
+        "new to the machine"
     )

@@ -121,6 +121,13 @@ class Pools:
         room, held = self.room(demand, config, needs), self._held(demand.layout, config)
         return fit(demand, config.keep_outputs, room, linear_flops=needs.linear_flops, held=held)
 
+    def to_pin(self, host_bytes: int) -> int:
+        """Of so many bytes of the host tier, those that are not pinned yet; 0 on a CPU."""
+        if self._device.type == "cpu":
+            return 0
+        there = 0 if self.manager is None else self.manager.stats().host.committed_bytes
+        return max(0, host_bytes - there)
+
     def room(self, demand: PageDemand, config: Config, needs: Needs) -> Room:
         """Memory that a call may have now, with that of the pools that are there."""
         assert not isinstance(config.device_memory, str)

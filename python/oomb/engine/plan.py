@@ -8,6 +8,7 @@ import torch
 
 from oomb.config import Config
 from oomb.core.fit import Room
+from oomb.core.growth import growth_seconds
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs, Pools
 from oomb.errors import OutOfMemoryError
@@ -24,6 +25,8 @@ class Plan:
         device_bytes: device tier, a chunk's activations and the gradient sums.
         host_bytes: host tier, page lists, and states at the borders between chunks.
         seconds: predicted time; None until a call of this shape was measured.
+        growth_seconds: what the call takes longer, about and at most, for memory of the host tier
+            that earlier calls have not pinned.
         fits: the call would begin now.
         advice: what to change, most useful first, and whether ordinary training would need less;
             empty where there is nothing to say.
@@ -40,6 +43,7 @@ class Plan:
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
     kept_output_seconds: float | None = None
+    growth_seconds: float = 0.0
 
 
 def plan_call(
@@ -87,6 +91,7 @@ def plan_call(
         advice=tuple(advice),
         kept_output_share=0.0 if kept is None else kept.share,
         kept_output_bytes=kept_bytes,
+        growth_seconds=growth_seconds(pools.to_pin(on_host)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from oomb.config import Config, SampledChunks
 from oomb.core.border_states import border_bytes
 from oomb.core.fit import Room, fit
+from oomb.core.growth import growth_seconds
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import Choices, rule_of
 from oomb.core.tiers import PageLayout
@@ -156,6 +157,7 @@ class Planner:
         trace = self._trace(config, call, recompute, waves=spills)
         duration: Duration | None = None
         stepping: float | None = None
+        growing: float | None = None
         if timed:
             rates = self._rates(config, call)
             if rates is not None:
@@ -170,6 +172,8 @@ class Planner:
                 )
                 duration = with_weights(duration, call, trace, rates, weights)
                 duration = with_sums(duration, call, trace, rates, sums)
+                pinned = pools.host_peak_bytes if self.machine.device_type == "cuda" else 0
+                growing = growth_seconds(pinned, duration.fill)
         return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
@@ -186,6 +190,7 @@ class Planner:
             optimizer_host_bytes=use.host_bytes,
             optimizer_states=optimizer_states,
             optimizer_seconds=stepping,
+            growth_seconds=growing,
             kept_gradient_bytes=gradients if accumulates else 0,
             call_bytes=_call_bytes(call, trace, sums.spared_bytes, shards),
             gathered_bytes=gathered,

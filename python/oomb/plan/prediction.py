@@ -40,6 +40,8 @@ class Prediction:
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         border_bytes: states of recurrences and convolutions between chunks, in host memory.
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
+        growth_seconds: what a process's first step takes longer, about, where the host tier's
+            memory is new to the machine; None where no rates are known.
         duration: seconds of the step by kind of work; None where no rates are known.
         shortage: what does not fit, one sentence; empty if all does.
     """
@@ -70,6 +72,7 @@ class Prediction:
     kept_output_share: float
     h2d_bytes: int
     d2h_bytes: int
+    growth_seconds: float | None
     duration: Duration | None
     shortage: str
 
