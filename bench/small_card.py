@@ -131,7 +131,7 @@ def main() -> None:
     if options.float8:
         from oomb.train.float8 import with_float8  # torchao, optional
 
-        with_float8(model, "rowwise")
+        with_float8(model, "rowwise", torch.device("cuda"))
         if options.compile_float8:
             for module in model.modules():
                 if type(module).__name__ == "Float8Linear":
