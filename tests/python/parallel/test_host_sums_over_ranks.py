@@ -15,6 +15,7 @@ from engine.test_host_sums import CopiesInTheEnd
 from .world import World, meshes
 
 IDS = random_ids(2, 91)
+SLOW = pytest.mark.slow
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "plain": (torch.float64, {}),
@@ -49,7 +50,9 @@ def found(rank: int, name: str, place: str) -> dict[str, torch.Tensor] | None:
     return made | take_gradients(model)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["plain", "rounded", *(pytest.param(x, marks=SLOW) for x in ("kept sums", "sampled"))]
+)
 def test_the_bits_are_those_of_sums_on_the_device(name: str, world: World) -> None:
     expected = world.run(found, name, "device")
     ours = world.run(found, name, "host")

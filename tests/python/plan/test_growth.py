@@ -61,9 +61,9 @@ def test_a_first_step_that_was_planned() -> None:
 
 def test_without_a_host_tier_nothing_grows() -> None:
     machine = Machine.described(gpu="h200", host_memory="120GiB")
-    assert Planner("qwen2.5-0.5b", machine).predict(8192).growth_seconds == 0
-    here = Planner("qwen2.5-0.5b", Machine.here("cpu")).predict(2048, timed=False)
-    assert here.growth_seconds is None
+    planner = Planner("qwen2.5-0.5b", machine)
+    assert planner.predict(8192, dry_run=False).growth_seconds == 0
+    assert planner.predict(8192, dry_run=False, timed=False).growth_seconds is None
 
 
 def test_an_engine_s_plan_asks_for_what_is_not_pinned_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_a_quantized_weight_that_requires_a_gradient_is_refused() -> None:
 # Plans --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("layer", marks=pytest.mark.slow)])
 def test_a_plan_counts_what_a_call_allocates(recompute: Any) -> None:
     """Unpacked weights of several layers would be more than all the rest."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 2048}
@@ -172,7 +172,9 @@ def test_a_plan_without_weights_counts_what_torchao_takes() -> None:
     lora = LoraConfig(**LORA, task_type="CAUSAL_LM")
     bare = bare_model(SHAPE, dtype=torch.bfloat16, adapter=lora, quantization="int8")
     predictions = [
-        Planner(model, Machine.described(gpu="h200")).predict(4096, oomb.Config(recompute="layer"))
+        Planner(model, Machine.described(gpu="h200")).predict(
+            4096, oomb.Config(recompute="layer"), timed=False, dry_run=False
+        )
         for model in (bare, adapted("int8", torch.bfloat16))
     ]
     described, real = predictions
