@@ -15,6 +15,7 @@ from transformers.integrations.integration_utils import (
 from oomb.config import Config
 from oomb.nearest import nearest
 from oomb.parallel.job import ranks_in_job
+from oomb.plan.machine import HELD
 from oomb.train.errors import BadInput
 from oomb.train.settings import RunSettings
 from oomb.train.tasks import arguments_kind, checked_options, task_of
@@ -109,9 +110,16 @@ def sharing_ranks(settings: RunSettings) -> Any:
 
 
 def _expect_no_other_place(settings: RunSettings) -> None:
-    policy, engine = settings.parallel.weights, settings.engine.made()
-    if policy == "replicated":
-        return
+    policy = settings.parallel.weights
+    hindrance = _hindrance_to_shards(settings)
+    if policy not in ("auto", "replicated") and hindrance is not None:
+        name, wanted, got = hindrance
+        raise BadInput(f"{name}: expected {wanted} beside parallel.weights {policy!r}, got {got}")
+
+
+def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
+    """A setting that does not go with shared weights: its name, what goes, what it is."""
+    engine = settings.engine.made()
     for name, value, expected in (
         ("engine.weights", engine.weights, "device"),
         ("engine.main_grad_device", engine.main_grad_device, "device"),
@@ -122,21 +130,38 @@ def _expect_no_other_place(settings: RunSettings) -> None:
     ):
         if value != expected:
             wanted = "none" if expected is None else repr(expected)
-            got = repr(value) if isinstance(value, str) else "some"
-            raise BadInput(
-                f"{name}: expected {wanted} beside parallel.weights {policy!r}, got {got}"
-            )
+            return name, wanted, repr(value) if isinstance(value, str) else "some"
+    return None
+
+
+def weights_to_try(settings: RunSettings) -> tuple[str, ...]:
+    """How processes may hold the weights, the fastest first."""
+    policy, sharing = settings.parallel.weights, sharing_ranks(settings)
+    if policy != "auto":
+        return (policy,)
+    alone = sharing is None or sharing.cp_size == 1
+    return HELD[:1] if alone or _hindrance_to_shards(settings) is not None else HELD
+
+
+def with_weights(settings: RunSettings, policy: str) -> RunSettings:
+    """The settings with what ``auto`` has come to."""
+    if settings.parallel.weights != "auto":
+        return settings
+    parallel = settings.parallel.model_copy(update={"weights": policy})
+    return settings.model_copy(update={"parallel": parallel})
 
 
 def shards_weights(settings: RunSettings) -> bool:
-    """Whether several processes share weights."""
+    """Whether several processes share weights; ``auto`` has been decided."""
+    assert settings.parallel.weights != "auto"
     sharing = sharing_ranks(settings)
     return settings.parallel.weights != "replicated" and sharing is not None and sharing.cp_size > 1
 
 
 def engine_config(settings: RunSettings) -> Config:
     """The engine's settings, with how weights are shared."""
-    config, policy = settings.engine.made(), settings.parallel.weights
+    config = settings.engine.made()
+    policy: Any = settings.parallel.weights
     return config if policy == "replicated" else replace(config, sharded_weights=policy)
 
 

@@ -17,7 +17,7 @@ from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
-from oomb.train.arguments import engine_config, sharing_ranks
+from oomb.train.arguments import engine_config, sharing_ranks, weights_to_try, with_weights
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
@@ -33,7 +33,6 @@ def plan_run(
     Raises:
         BadInput: more than there is; the text names the nearest settings that would fit.
     """
-    engine = engine_config(settings)
     asked: dict[str, Any] = {
         "batch_size": settings.training.batch_size * _sequences_per_example(settings),
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
@@ -43,13 +42,17 @@ def plan_run(
     model = _without_weights(settings, config)
     machine = Machine.here(device_of(settings.model).type)
     sharing = sharing_ranks(settings)
-    if sharing is not None:
-        policy = settings.parallel.weights
-        machine = machine.of_rank(sharing.cp_size, ranks_of_host(), policy)
-    prediction = predict(model, num_tokens, engine, machine=machine, **asked)
+    here = machine
+    for policy in weights_to_try(settings):
+        engine = engine_config(with_weights(settings, policy))
+        if sharing is not None:
+            here = machine.of_rank(sharing.cp_size, ranks_of_host(), policy)
+        prediction = predict(model, num_tokens, engine, machine=here, **asked)
+        if prediction.fits:
+            break
     _print_plan(console, prediction)
     if not prediction.fits:
-        nearest = recommend(model, num_tokens, machine=machine, config=engine, timed=False, **asked)
+        nearest = recommend(model, num_tokens, machine=here, config=engine, timed=False, **asked)
         raise BadInput(_refusal(prediction, nearest.fits, nearest.config, nearest.advice))
     return prediction
 
@@ -115,12 +118,14 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Modu
 
 def _print_plan(console: Console, prediction: Prediction) -> None:
     config, seconds = prediction.config, prediction.seconds
+    held = prediction.machine.weights
+    shared = "" if held == "replicated" else f", weights shared by {held}"
     time = "" if seconds is None else f", about {seconds_text(seconds)} per call"
     console.print(
         f"Plan: {prediction.num_tokens:,} tokens in chunks of {config.chunk_size:,}: "
         f"{bytes_text(prediction.device_bytes)} on the device "
         f"({bytes_text(prediction.device_pool_bytes)} of it pages), "
-        f"{bytes_text(prediction.host_bytes)} on the host{time}",
+        f"{bytes_text(prediction.host_bytes)} on the host{time}{shared}",
         markup=False,
         highlight=False,
         soft_wrap=True,

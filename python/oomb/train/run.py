@@ -31,6 +31,7 @@ from oomb.train.arguments import (
     shards_weights,
     sharing_ranks,
     training_arguments,
+    with_weights,
 )
 from oomb.train.chat import ChatTemplate
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
@@ -171,15 +172,16 @@ def _carry_out(
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
+    placed = with_weights(settings, prediction.machine.weights)
     # What is sharded comes to a device a layer at a time.
-    weights = "host" if shards_weights(settings) else settings.engine.made().weights
+    weights = "host" if shards_weights(placed) else settings.engine.made().weights
     scores = settings.task == "reward"
     model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
     arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
     told = use_one_gpu(arguments)
     if told is not None:
         _say(console, told)
-    trainer = build_trainer(settings, arguments, data, ready.config, model, ready.tokenizer)
+    trainer = build_trainer(placed, arguments, data, ready.config, model, ready.tokenizer)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:

@@ -293,8 +293,9 @@ class ParallelSettings(Section):
     cp: Count | None = None
     """Processes that share each sequence; a divisor of all. Groups of so many train on sequences \
 of their own, and their gradients are added. null: all share each sequence."""
-    weights: Literal["replicated", "zero1", "zero2", "zero3"] = "replicated"
-    """Whole on each process, or shared by those of a sequence, as `engine.sharded_weights` says."""
+    weights: Literal["auto", "replicated", "zero1", "zero2", "zero3"] = "auto"
+    """Whole on each process, or shared by those of a sequence, as `engine.sharded_weights` says. \
+`auto`: the first of these that fits by the plan."""
 
 
 class LoggingSettings(Section):
