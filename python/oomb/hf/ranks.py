@@ -101,6 +101,10 @@ class RanksTrainer(transformers.Trainer):
         """Sequences of an optimizer step, of all replicas."""
         return super().get_total_train_batch_size(args) // self.replicas.sharing
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """This rank's share of a sequence's; the stock trainer adds those of all processes."""
+        return int(super().floating_point_ops(inputs)) // self.replicas.sharing
+
 
 def _refuse_fsdp_environment() -> None:
     if os.environ.get(_FSDP_IN_ENVIRONMENT, "").lower() in ("true", "1", "yes"):

@@ -34,8 +34,21 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     _heads: list[FusedHead]
     _reference: Engine | None = None
 
-    def _refuse_ranks(self) -> None:
-        refuse_ranks("this trainer runs in one process; engine.two_pass works on several ranks")
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        groups = self.replicas.number
+        if groups > 1:
+            raise ValueError(
+                "parallelism_config.cp_size: expected all processes to share each sequence, got "
+                f"{groups} groups of them: TRL's losses are means over a process's own rows"
+            )
+
+    def _shard(self) -> None:
+        if self._will_shard or self._has_shards:
+            raise ValueError(
+                "shard_weights: expected False and a whole model, got sharded weights: FSDP2 would "
+                "gather them around TRL's own calls of the model, of which the engine answers each"
+            )
 
     def _refuse_loss(self) -> None:
         refuse_of_two_passes(self)
@@ -50,7 +63,7 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
         reference: Any = getattr(self, "ref_model", None)
         if reference is not None:
             reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
-            self._reference = Engine(reference, self.oomb_config)
+            self._reference = Engine(reference, self.oomb_config, mesh=self.replicas.mesh)
             self._heads.append(self._head(reference, self._reference))
 
     def _head(self, model: Any, engine: Engine) -> FusedHead:
@@ -118,8 +131,14 @@ class _ReferenceFirst(TwoPassTrainerMixin):
         the trainer is made, before the engine of training.
 
         Raises:
-            ValueError: weights are kept on the host, which one engine at a time can do.
+            ValueError: weights are kept on the host, which one engine at a time can do; or there
+                are several processes, which need not see the file that TRL's first one writes.
         """
+        if self.job.size > 1:
+            raise ValueError(
+                f"precompute_ref_log_probs: expected False in {self.job.size} processes, got True: "
+                "TRL keeps these values in a file that other processes need not see"
+            )
         if self._keeps_weights_on_host:
             raise ValueError(
                 "precompute_ref_log_probs: expected False beside weights='host', got True: an "
@@ -177,11 +196,19 @@ class KTOTrainer(_ReferenceFirst, StockKTOTrainer):
     _reference_columns = ("ref_logps", "ref_KL_logps")
 
 
-class GRPOTrainer(TwoPassTrainerMixin, StockGRPOTrainer):
+class _Generates(TwoPassTrainerMixin):
+    """Of one process: others would sample completions of their own for the same rows, and TRL
+    gathers rewards of all processes, past the accelerator that knows who shares a sequence."""
+
+    def _refuse_ranks(self) -> None:
+        refuse_ranks("a trainer that generates runs in one process; engine.two_pass works on more")
+
+
+class GRPOTrainer(_Generates, StockGRPOTrainer):
     """``trl.GRPOTrainer`` through the engine; it generates as TRL does."""
 
 
-class RLOOTrainer(TwoPassTrainerMixin, StockRLOOTrainer):
+class RLOOTrainer(_Generates, StockRLOOTrainer):
     """``trl.RLOOTrainer`` through the engine; it generates as TRL does."""
 
 

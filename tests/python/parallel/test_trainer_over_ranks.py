@@ -237,6 +237,7 @@ def with_routers(rank: int, folder: Path, replicas: int) -> Any:
     return logged(trainer, "loss"), logged(trainer, "eval_loss"), trainer.model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_loss_of_routers(world: World, tmp_path: Path) -> None:
     """Ranks of one sequence add it once; groups of them would each add it whole."""
     world.start(with_routers, tmp_path / "ranks", 1)
