@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .model import Rope
 from .tasks import TASKS
 from .training import Stage
 
@@ -14,18 +15,16 @@ class Level:
     """A length to train at, with each of several methods, beginning from the level before.
 
     Attributes:
-        theta: base of RoPE's angles from here on.
-        asked: lengths of evaluation.
+        asked: lengths of evaluation; none at a level that is only on the way.
         methods: names of ``training.methods``. Each goes on from its own
             model of the level before, where there is one, or else from that of its first method.
-        tried: page budgets under which models are evaluated, beside dense attention.
+        tried: methods under whose attention models are evaluated, beside dense attention.
     """
 
     stage: Stage
-    theta: float
-    asked: tuple[int, ...]
+    asked: tuple[int, ...] = ()
     methods: tuple[str, ...] = ("ordinary",)
-    tried: tuple[int, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,7 @@ class Profile:
     """
 
     size: str
+    rope: Rope
     page_size: int
     levels: tuple[Level, ...]
     number: int
@@ -52,75 +52,95 @@ def _stage(length: int, batch: int, rate: float, seconds: float, share: float = 
     return Stage(length=length, batch=batch, rate=rate, share=share, seconds=seconds)
 
 
-_SPARSE = ("16 pages", "SpaCO 1/2", "32 pages")
+def _way(
+    tokens: int, rates: dict[int, float], seconds: dict[int, float], most: int = 64
+) -> tuple[Level, ...]:
+    """Ordinary training at growing lengths, ``tokens`` a step in at most ``most`` sequences.
+
+    A length doubles from level to level: a model that finds needles at one finds most at its
+    double before it has trained there.
+    """
+    return tuple(
+        Level(stage=_stage(length, min(most, tokens // length), rate, seconds[length]))
+        for length, rate in rates.items()
+    )
+
+
+_WAY = (128, 256, 512, 1024, 2048, 4096, 8192)
 _ALL = (
-    *("exact", "64 pages", "32 pages", "16 pages", "SpaCO 1/2", "SpaCO 1/4", "bf16 gradients"),
-    *("1 back", "2 back", "4 back", "ordinary"),
-    *("64 pages, softmax", "32 pages, softmax", "16 pages, softmax"),
-    *("64 pages, sink, recent", "32 pages, sink, recent", "16 pages, sink, recent"),
+    *("exact", "64 pages, softmax", "SpaCO 1/2", "ordinary", "16 pages, softmax", "64 pages"),
+    *("16 pages", "32 pages, softmax", "32 pages", "SpaCO 1/4", "bf16 gradients"),
+    *("1 back", "2 back", "4 back", "16 pages, sink, recent"),
 )
 
 PROFILES = {
     # A CPU, seconds: that all of it runs.
     "smoke": Profile(
         size="tiny",
+        rope=Rope(1e8, 1024),
         page_size=16,
         levels=(
             Level(stage=Stage(length=128, batch=4, rate=4e-3, share=0.6, seconds=60, steps=2),
-                  theta=1e4, asked=(128,)),
+                  asked=(128,)),
             Level(stage=Stage(length=512, batch=1, rate=1e-3, share=0.3, seconds=60, steps=1),
-                  theta=4e4, asked=(1024,), methods=("exact", "16 pages", "1 back"),
-                  tried=(2,)),
+                  asked=(1024,), methods=("exact", "16 pages", "1 back"), tried=("16 pages",)),
         ),
         number=2,
         asked_tokens=2048,
         tasks=("needle",),
     ),
-    # A CPU, minutes: that a model learns at all.
+    # A CPU, seven minutes: that a model learns, and keeps what it learned.
     "cpu": Profile(
         size="tiny",
+        rope=Rope(1e8, 1024),
         page_size=16,
         levels=(
-            Level(stage=_stage(64, 32, 1e-2, 180, 0.8), theta=1e4, asked=(64, 128)),
-            Level(stage=_stage(512, 4, 3e-3, 60), theta=4e4, asked=(512,),
-                  methods=("exact", "16 pages"), tried=(16,)),
+            *_way(2048, {64: 2e-3, 128: 2e-3, 256: 2e-3}, {64: 30, 128: 20, 256: 20}, most=32),
+            Level(stage=_stage(512, 4, 1e-3, 30), asked=(512, 1024),
+                  methods=("ordinary", "exact", "16 pages", "16 pages, softmax", "SpaCO 1/2"),
+                  tried=("16 pages", "16 pages, softmax")),
         ),
         number=32,
-        asked_tokens=4096,
-        tasks=("needle", "needle, 8 keys"),
-        probe_seconds=30.0,
+        asked_tokens=8192,
+        tasks=("needle, 8 keys", "needle, 4 queries", "two facts"),
+        probe_seconds=10.0,
     ),
-    # One H200, four minutes: the shape of the answer.
+    # One H200, nine minutes: the shape of the answer.
     "quick": Profile(
         size="small",
+        rope=Rope(1e12, 131_072),
         page_size=64,
         levels=(
-            Level(stage=_stage(128, 64, 3e-3, 50, 0.8), theta=1e4, asked=()),
-            Level(stage=_stage(2048, 16, 1e-3, 20), theta=1e4, asked=(2048, 4096)),
-            Level(stage=_stage(16_384, 4, 5e-4, 20), theta=2e5, asked=(16_384, 65_536),
-                  methods=("exact", *_SPARSE), tried=(16, 32)),
+            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 30.0}),
+            Level(stage=_stage(16_384, 4, 2e-4, 20), asked=(16_384, 65_536),
+                  methods=("exact", "16 pages", "SpaCO 1/2", "16 pages, softmax", "32 pages",
+                           "ordinary"),
+                  tried=("16 pages", "16 pages, softmax")),
+            Level(stage=_stage(65_536, 1, 1e-4, 24), asked=(65_536, 131_072),
+                  methods=("16 pages, softmax", "exact"), tried=("16 pages, softmax",)),
         ),
-        number=24,
+        number=32,
         asked_tokens=2**19,
-        tasks=("needle", "needle, 8 keys", "two facts"),
+        tasks=("needle, 8 keys", "needle, 4 queries", "two facts"),
     ),
     # One H200, an hour in pieces.
     "full": Profile(
         size="base",
+        rope=Rope(1e12, 262_144),
         page_size=128,
         levels=(
-            Level(stage=_stage(128, 256, 1e-3, 90, 0.8), theta=1e4, asked=()),
-            Level(stage=_stage(2048, 16, 6e-4, 120), theta=1e4, asked=(2048, 4096)),
-            Level(stage=_stage(16_384, 4, 3e-4, 60), theta=2e5, asked=(16_384, 65_536),
-                  methods=_ALL, tried=(16, 32, 64)),
-            Level(stage=_stage(65_536, 1, 2e-4, 90), theta=1e6, asked=(65_536, 131_072, 262_144),
-                  methods=("exact", "64 pages", "16 pages", "SpaCO 1/2", "2 back"),
-                  tried=(16, 32, 64)),
-            Level(stage=_stage(131_072, 1, 1e-4, 120), theta=2e6, asked=(131_072, 262_144),
-                  methods=("exact", "64 pages"), tried=(64,)),
+            *_way(32_768, dict.fromkeys(_WAY, 1e-4), {**dict.fromkeys(_WAY, 20.0), 128: 60.0}),
+            Level(stage=_stage(16_384, 4, 1e-4, 45), asked=(16_384, 65_536), methods=_ALL,
+                  tried=("16 pages, softmax", "64 pages, softmax")),
+            Level(stage=_stage(32_768, 2, 1e-4, 60),
+                  methods=("exact", "64 pages, softmax", "16 pages, softmax")),
+            Level(stage=_stage(65_536, 1, 1e-4, 90), asked=(65_536, 131_072),
+                  methods=("64 pages, softmax", "exact", "16 pages, softmax"),
+                  tried=("64 pages, softmax",)),
         ),
-        number=50,
+        number=32,
         asked_tokens=2**19,
+        tasks=("needle, 8 keys", "needle, 4 queries", "two facts"),
         probe_seconds=15.0,
     ),
 }  # fmt: skip

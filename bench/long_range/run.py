@@ -22,22 +22,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.record import write_record
 
-import oomb
 from long_range.data import Data
 from long_range.evaluation import exact_match
-from long_range.model import SIZES, extended, load, new_model, save
+from long_range.model import SIZES, load, new_model, save
 from long_range.profiles import PROFILES, Piece, Profile, pieces
 from long_range.tables import table
-from long_range.training import engine_settings, methods, train
+from long_range.training import methods, train
 
+PROBE = "needle, 8 keys"  # one alone is found by who copies any fact
 _ENOUGH = 0.9  # of the needles
 _PROBED = 16  # sequences
+_DENSE = "exact"  # the method whose attention is dense
+_PARTS = 20  # of a training, whose losses are averaged
 
 
 class Run:
@@ -71,30 +74,32 @@ class Run:
                 return
 
     def _train(self, piece: Piece, found: dict[str, Any]) -> None:
-        stage, level = piece.level.stage, piece.level
+        stage, profile = piece.level.stage, self._profile
         if piece.begins_from is None:
-            model = new_model(SIZES[self._profile.size], self._seed)
+            model = new_model(SIZES[profile.size], self._seed, profile.rope)
         else:
-            model, _, _ = load(self._checkpoint(piece.begins_from))
-        positions = 4 * max(stage.length, *level.asked, 1)
-        model = extended(model, level.theta, positions)
+            model = load(self._checkpoint(piece.begins_from))
         model.to(self._device)  # type: ignore[arg-type]
-        config = methods(stage.length, self._profile.page_size, self._seed)[piece.method]
+        config = methods(stage.length, profile.page_size, self._seed)[piece.method]
         probes: list[dict[str, float]] = []
         tokens = 0.0
 
-        def probe(step: dict[str, float]) -> None:
+        def look(step: dict[str, float]) -> None:
+            share = self._asked(model, PROBE, stage.length, _DENSE, _PROBED)
+            probes.append({"seconds": step["seconds"], "tokens": tokens, "needle": share})
+            print(f"{piece.name}: {step['seconds']:.0f} s, loss {step['loss']:.3f}, "
+                  f"needles {share:.2f}", flush=True)  # fmt: skip
+
+        def count(step: dict[str, float]) -> None:
             nonlocal tokens
             tokens += step["tokens"]
             before = probes[-1]["seconds"] if probes else 0.0
-            if step["seconds"] - before >= self._profile.probe_seconds:
-                share = self._asked(model, "needle", stage.length, None, _PROBED)
-                probes.append({"seconds": step["seconds"], "tokens": tokens, "needle": share})
-                print(f"{piece.name}: {step['seconds']:.0f} s, loss {step['loss']:.3f}, "
-                      f"needles {share:.2f}", flush=True)  # fmt: skip
+            if step["seconds"] - before >= profile.probe_seconds:
+                look(step)
 
-        steps = train(model, config, stage, self._data, on_step=probe)
-        every = max(1, len(steps) // 50)
+        steps = train(model, config, stage, self._data, on_step=count)
+        if not probes or probes[-1]["tokens"] < tokens:
+            look(steps[-1])
         reached = next((one for one in probes if one["needle"] >= _ENOUGH), None)
         found |= {
             "method": piece.method,
@@ -103,7 +108,8 @@ class Run:
             "steps": len(steps),
             "tokens": tokens,
             "seconds": steps[-1]["seconds"],
-            "losses": [step["loss"] for step in steps[::every]],
+            "losses": means([step["loss"] for step in steps]),
+            "loss_is": "estimate" if piece.method.startswith("SpaCO") else "all chunks",
             "probes": probes,
             "reached": reached,
             "asked": {},
@@ -111,16 +117,16 @@ class Run:
         if self._device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        save(self._checkpoint(piece.name), model, self._profile.size, {"positions": positions})
+        save(self._checkpoint(piece.name), model, profile.size, profile.rope)
         self._write()
         self._model = piece.name, model
 
     def _ask(self, piece: Piece, found: dict[str, Any], deadline: float) -> bool:
         """Whether everything was asked."""
         for length in piece.level.asked:
-            for budget in (None, *piece.level.tried):
+            for method in (_DENSE, *piece.level.tried):
                 for task in self._profile.tasks:
-                    attention = "dense" if budget is None else f"{budget} pages"
+                    attention = "dense" if method == _DENSE else method
                     key = f"{task} | {length} | {attention}"
                     if key in found["asked"]:
                         continue
@@ -128,19 +134,18 @@ class Run:
                         print(f"no time left to ask {piece.name}", flush=True)
                         return False
                     model = self._trained(piece)
-                    share = self._asked(model, task, length, budget, self._profile.number)
+                    share = self._asked(model, task, length, method, self._profile.number)
                     found["asked"][key] = share
                     print(f"{piece.name}: {key}: {share:.2f}", flush=True)
                 self._write()
         return True
 
-    def _asked(self, model: Any, task: str, length: int, budget: int | None, number: int) -> float:
-        common = engine_settings(length, self._profile.page_size)
-        if budget is not None:
-            common["attention"] = oomb.TopKPages(budget=budget, share="kv_head")
+    def _asked(self, model: Any, task: str, length: int, method: str, number: int) -> float:
+        config = methods(length, self._profile.page_size, self._seed)[method]
+        assert config is not None, method
         return exact_match(
             model,
-            oomb.Config(**common),
+            config,
             self._data,
             task,
             length=length,
@@ -151,8 +156,7 @@ class Run:
     def _trained(self, piece: Piece) -> Any:
         name, model = getattr(self, "_model", ("", None))
         if name != piece.name:
-            model, _, saved = load(self._checkpoint(piece.name))
-            model = extended(model, piece.level.theta, saved["positions"])
+            model = load(self._checkpoint(piece.name))
             model.to(self._device).eval()  # type: ignore[arg-type]
             self._model = piece.name, model
         return model
@@ -164,6 +168,11 @@ class Run:
         parting = self._path.with_suffix(".part")
         write_record(parting, self.record)
         parting.replace(self._path)
+
+
+def means(losses: list[float]) -> list[float]:
+    """Of equal parts: a sampled step's loss is an estimate, the mean of many is near the loss."""
+    return [float(part.mean()) for part in np.array_split(losses, min(_PARTS, len(losses)))]
 
 
 def main() -> None:

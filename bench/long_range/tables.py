@@ -33,7 +33,9 @@ def _questions(names: list[str], found: Asked) -> str:
 
 
 def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
-    rows = [["trained", "steps", "tokens", "seconds", "tokens to 90 %", "seconds to 90 %"]]
+    """The loss is the mean of the last twentieth; of sampled chunks it is an estimate."""
+    rows = [["trained", "steps", "tokens", "seconds", "loss", "needles", "tokens to 90 %",
+             "seconds to 90 %"]]  # fmt: skip
     for name in names:
         found = [run["pieces"][name] for run in runs if "steps" in run["pieces"].get(name, {})]
         if not found:
@@ -45,6 +47,9 @@ def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
                 name,
                 *(f"{statistics.mean(one[key] for one in found):,.0f}"
                   for key in ("steps", "tokens", "seconds")),
+                f"{statistics.mean(one['losses'][-1] for one in found):.2f}"
+                + (" (estimate)" if found[0]["loss_is"] == "estimate" else ""),
+                _cell([one["probes"][-1]["needle"] for one in found]),
                 *(f"{statistics.mean(one[key] for one in reached):,.0f}" if every else "not reached"
                   for key in ("tokens", "seconds")),
             ]

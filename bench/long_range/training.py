@@ -38,7 +38,7 @@ class Stage:
     share: float
     seconds: float
     steps: int = 10**9
-    warm_up: int = 20
+    warm_up: int = 50
 
 
 def engine_settings(length: int, page_size: int) -> dict[str, Any]:

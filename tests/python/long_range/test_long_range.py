@@ -17,13 +17,15 @@ sys.path.insert(0, str(BENCH))
 
 from long_range.data import Data  # noqa: E402
 from long_range.evaluation import exact_match  # noqa: E402
-from long_range.model import SIZES, extended, load, new_model, save  # noqa: E402
+from long_range.model import SIZES, Rope, load, new_model, save  # noqa: E402
 from long_range.profiles import PROFILES, pieces  # noqa: E402
-from long_range.run import Run  # noqa: E402
+from long_range.run import Run, means  # noqa: E402
 from long_range.tables import table  # noqa: E402
 
 import oomb  # noqa: E402
 from long_range import tasks  # noqa: E402
+
+ROPE = Rope(1e8, 1024)
 
 
 def draws(task: str) -> list[tasks.Problem]:
@@ -91,9 +93,18 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert (first.weights[counted] == 1).all() and counted.any(dim=1).all()
 
 
+@pytest.mark.parametrize("length", [64, 512, 8192])
+def test_text_weighs_the_same_share_at_every_length(length: int) -> None:
+    batch = Data(0).training(0, 4, length, 0.6)
+    counted, text = batch.labels >= 0, batch.input_ids < 256
+    facts = ~counted & ~text
+    assert batch.weights[text].sum() / counted.sum() == pytest.approx(0.1, rel=1e-4)
+    assert (batch.weights[facts] == 0).all()
+
+
 def test_one_wrong_word_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits that know the text, but for one word of one answer."""
-    model = extended(new_model(SIZES["tiny"], 0), 1e4, 512)
+    model = new_model(SIZES["tiny"], 0, ROPE)
     data, asked = Data(0), Data(0).asked("needle", 4, 256, 4)[0]
     known = torch.nn.functional.one_hot(asked.input_ids, tasks.VOCABULARY).float()
     row, place = (asked.labels >= 0).nonzero()[3].tolist()
@@ -121,12 +132,37 @@ def test_one_wrong_word_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_checkpoint_is_the_model(tmp_path: Path) -> None:
-    model = new_model(SIZES["tiny"], 3)
-    save(tmp_path / "one.pt", model, "tiny", {"positions": 9})
-    found, size, record = load(tmp_path / "one.pt")
-    assert (size, record) == ("tiny", {"positions": 9})
+    model = new_model(SIZES["tiny"], 3, ROPE)
+    save(tmp_path / "one.pt", model, "tiny", ROPE)
+    found = load(tmp_path / "one.pt")
+    assert found.config.rope_parameters == model.config.rope_parameters
     for one, other in zip(found.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other.bfloat16().float())
+
+
+@pytest.mark.parametrize("length", [128, 512])
+def test_an_untrained_model_looks_names_up(length: int) -> None:
+    """Head 0 of layer 0 looks at the token before, head 0 of layer 1 behind the name asked for."""
+    model = new_model(SIZES["small"], 0, PROFILES["quick"].rope)
+    model.set_attn_implementation("eager")
+    found = 0
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        problem = tasks.TASKS["needle, 8 keys"](random)
+        tokens, counted = tasks.composed(problem, np.arange(5000) % 256, length, random)
+        with torch.no_grad():
+            seen = model(torch.from_numpy(tokens)[None], output_attentions=True).attentions
+        assert seen[0][0, 0].diagonal(-1).mean() > 0.9
+        asked = int(counted.nonzero()[0][0]) - 1
+        told = int((tokens == tokens[asked]).nonzero()[0][0]) + 1
+        found += int(seen[1][0, 0, asked].argmax()) == told
+    assert found >= 2
+
+
+def test_losses_are_averaged_over_all_steps() -> None:
+    losses = [float(step % 2) for step in range(400)]  # as of chunks that are kept half the time
+    assert means(losses) == [0.5] * 20
+    assert means([3.0, 5.0]) == [3.0, 5.0]
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -153,4 +189,5 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(json.dumps(record))
     assert run(1e6) == ["512 exact: needle | 1024 | dense: 0.00"]
     printed = table([json.loads(path.read_text())])
-    assert "1,024 tokens, 2 pages" in printed and "| 512 1 back |" in printed
+    assert "1,024 tokens, 16 pages" in printed and "| 512 1 back |" in printed
+    assert all(found["probes"] for found in record["pieces"].values())
