@@ -1,4 +1,4 @@
-"""Training of large language models on million-token contexts, on one GPU."""
+"""Training of large language models on million-token contexts."""
 
 from __future__ import annotations
 

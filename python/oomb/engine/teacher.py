@@ -118,8 +118,9 @@ class TeacherTargets:
             ValueError: an argument does not fit.
         """
         tensor = isinstance(token_ids, torch.Tensor) and token_ids.ndim == 3
+        tensor = tensor and token_ids.numel() > 0
         integral = tensor and not token_ids.is_floating_point()
-        expect(integral, "token_ids", "integers [batch, tokens, k]", _what(token_ids))
+        expect(integral, "token_ids", "integers [batch, tokens, k], k > 0", _what(token_ids))
         shape = token_ids.shape
         sizes = [(*shape[:2], shape[2] + 1), tuple(shape)]
         fits = isinstance(logprobs, torch.Tensor) and tuple(logprobs.shape) in sizes

@@ -276,6 +276,7 @@ def test_an_argument_that_does_not_fit(mistake: str) -> None:
         ((IDS[:, :, None], IDS[:, :, None]), "logprobs: expected floating-point numbers"),
         ((IDS[:, :, None], torch.zeros(2, 3, 1)), r"logprobs: expected .* got .*\(2, 3, 1\)"),
         ((None, None), "token_ids: expected integers .* got None"),
+        ((IDS[:, :, None][..., :0], torch.zeros(*IDS.shape, 1)), "token_ids: expected integers"),
     ],
 )
 def test_what_cannot_have_been_stored(stored: Any, message: str) -> None:
