@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -106,10 +105,15 @@ def test_other_decoders_of_the_same_parts_work(name: str) -> None:
         assert_equal(chunked(model, config, ids, ids), expected, 1e-5)
 
 
-class ConfiguredLinear(nn.Linear):
-    """As torchao's float8 layers are: its config is none of transformers'."""
+@dataclass(frozen=True)
+class LayerConfig:
+    """As torchao's Float8LinearConfig: none of transformers', and nobody may write to it."""
 
-    config = SimpleNamespace(round_scales_to_power_of_2=False)
+    round_scales_to_power_of_2: bool = False
+
+
+class ConfiguredLinear(nn.Linear):
+    config = LayerConfig()
 
 
 def test_layers_with_a_config_of_another_kind() -> None:

@@ -51,6 +51,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"use_cache": [1]}, "use_cache: expected true or false, got [1]"),
     ({"tie_word_embeddings": {}}, "tie_word_embeddings: expected true or false, got {}"),
     ({"num_attention_heads": "six"}, "num_attention_heads"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of 6 heads, got 5"),
     ({"hidden_act": "none"}, "expected a config that a model can be made from"),
     ({"rope_parameters": {"rope_theta": None}}, "model: "),
     ({"model_type": ["qwen2"]}, "expected a config that a model can be made from"),
