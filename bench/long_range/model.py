@@ -34,7 +34,7 @@ class Rope:
 SIZES = {
     "tiny": Size(2, 128, 4, 2, 256),  # 0.4M parameters, for a CPU
     "small": Size(4, 384, 6, 2, 1024),  # 6.5M parameters, 13 MB in bf16
-    "base": Size(12, 768, 12, 4, 2048),  # 76M
+    "base": Size(5, 768, 6, 2, 4096),  # 56M
 }
 
 
@@ -75,7 +75,7 @@ def save(path: Path, model: Qwen2ForCausalLM, size: str, rope: Rope) -> None:
 
 
 def load(path: Path) -> Qwen2ForCausalLM:
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     model = new_model(SIZES[saved["size"]], 0, Rope(**saved["rope"]))
     model.load_state_dict(saved["weights"], strict=False)
     return model

@@ -31,6 +31,7 @@ from support.record import write_record
 
 from long_range.data import Data
 from long_range.evaluation import exact_match
+from long_range.foretold import foretold
 from long_range.model import SIZES, load, new_model, save
 from long_range.profiles import PROFILES, Piece, Profile, pieces
 from long_range.tables import table
@@ -138,7 +139,23 @@ class Run:
                     found["asked"][key] = share
                     print(f"{piece.name}: {key}: {share:.2f}", flush=True)
                 self._write()
+            if piece.method == _DENSE and piece.level.tried and time.perf_counter() <= deadline:
+                self._foretell(piece, found, length)
         return True
+
+    def _foretell(self, piece: Piece, found: dict[str, Any], length: int) -> None:
+        told = found.setdefault("foretold", {})
+        if str(length) not in told:
+            told[str(length)] = foretold(
+                self._trained(piece),
+                self._data,
+                PROBE,
+                piece.level.tried,
+                length=length,
+                page_size=self._profile.page_size,
+            )
+            print(f"{piece.name}: the audit at {length}: {told[str(length)]}", flush=True)
+            self._write()
 
     def _asked(self, model: Any, task: str, length: int, method: str, number: int) -> float:
         config = methods(length, self._profile.page_size, self._seed)[method]

@@ -20,7 +20,28 @@ def table(runs: list[dict[str, Any]]) -> str:
                 shares.setdefault(title, {}).setdefault((name, task), []).append(share)
     parts = [_training(runs, names)]
     parts += [f"{title}\n\n{_questions(names, found)}" for title, found in shares.items()]
+    parts += _foretold(runs, names)
     return "\n\n".join(parts)
+
+
+def _foretold(runs: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """What the audit said of a model, by length: error of the gradient, past attention seen."""
+    told: dict[tuple[str, str], dict[str, list[dict[str, float]]]] = {}
+    for run in runs:
+        for name in names:
+            for length, rules in run["pieces"].get(name, {}).get("foretold", {}).items():
+                for rule, figures in rules.items():
+                    told.setdefault((name, length), {}).setdefault(rule, []).append(figures)
+    parts = []
+    for (name, length), found in told.items():
+        rows = [["the audit", "error of the gradient", "past attention seen, least layer"]]
+        rows += [
+            [rule, *(_cell([one[key] for one in each if one[key] is not None])
+                     for key in ("gradient", "past"))]
+            for rule, each in found.items()
+        ]  # fmt: skip
+        parts.append(f"{name}, foretold at {int(length):,} tokens\n\n{_markdown(rows)}")
+    return parts
 
 
 def _questions(names: list[str], found: Asked) -> str:

@@ -50,15 +50,16 @@ def methods(length: int, page_size: int, seed: int) -> dict[str, oomb.Config | N
     """Ways to train by name; None: ordinary backward."""
     common = engine_settings(length, page_size)
     changed: dict[str, dict[str, Any]] = {"exact": {}}
-    for budget in (16, 32, 64):
-        pages: dict[str, Any] = {"budget": budget, "share": "kv_head"}
-        changed[f"{budget} pages"] = {"attention": oomb.TopKPages(**pages)}
-        changed[f"{budget} pages, softmax"] = {
-            "attention": oomb.TopKPages(**pages, score="token_softmax")
-        }
-        changed[f"{budget} pages, sink, recent"] = {
-            "attention": oomb.TopKPages(**pages, sink_pages=1, recent_pages=2)
-        }
+    scores: dict[str, dict[str, Any]] = {
+        "": {},
+        ", softmax": {"score": "token_softmax"},
+        ", bounds": {"score": "token_softmax", "summary": "bounds"},
+        ", sink, recent": {"sink_pages": 1, "recent_pages": 2},
+    }
+    for budget in (16, 32, 64, 128, 256):
+        for name, score in scores.items():
+            rule = oomb.TopKPages(budget=budget, share="kv_head", **score)
+            changed[f"{budget} pages{name}"] = {"attention": rule}
     for part in (2, 4):
         rule = oomb.SampledChunks(keep=1 / part, seed=seed, cap=2.0)
         changed[f"SpaCO 1/{part}"] = {"backward": rule}

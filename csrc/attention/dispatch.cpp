@@ -175,11 +175,12 @@ void page_gradient_read(const PageGradientReadParams& params) {
 }
 
 void page_score(const PageScoreParams& params) {
-  check_shape(params.shape, 256);
+  check_shape(params.shape, 512);  // bounds of keys have twice their head dim
   on_device_of(params.q, pages::page_score, params);
 }
 
 int64_t page_score_workspace_bytes(const PageScoreParams& params) {
+  const DeviceGuard guard(device_of(params.q));
   return pages::page_score_workspace_bytes(params);
 }
 

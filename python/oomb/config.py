@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 Score = Literal["block_mean", "token_softmax"]  # csrc/attention/params.h defines them
+Summary = Literal["mean", "bounds"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -128,6 +129,9 @@ class PageRule(ABC):
     share: Literal["all_heads", "kv_head"] = "all_heads"
     """One list for all heads, or one for each key/value head."""
 
+    summary: Summary = "mean"
+    """What is known of a page: the mean of its keys, or bounds (:mod:`oomb.ops.page_bounds`)."""
+
     @property
     @abstractmethod
     def max_pages(self) -> int:
@@ -143,7 +147,9 @@ class PageRule(ABC):
         Args:
             q: [batch, query heads, tokens, head_dim], after RoPE.
             summaries: [batch, pages, key/value heads, head_dim], the mean key of every page after
-                RoPE; rows from ``past.num_pages`` on are not written yet.
+                RoPE; where ``summary`` is ``"bounds"`` [..., 2 * head_dim], the highest of each
+                number of its keys and then the lowest with its sign turned. Rows from
+                ``past.num_pages`` on are not written yet.
             past: where the chunk stands.
 
         Returns:
@@ -168,8 +174,11 @@ class TopKPages(PageRule):
     Attributes:
         budget: past pages per query block. A past of no more pages is seen whole.
         share: one list for all heads (``"all_heads"``) or one per key/value head (``"kv_head"``).
-        score: ``"block_mean"`` (mean query of the block · mean key of the page) or
+        score: ``"block_mean"`` (mean query of the block · summary of the page) or
             ``"token_softmax"`` (the rule of the OOMB paper: per token a softmax over pages).
+        summary: what a page is scored by: ``"mean"`` (the mean of its keys) or ``"bounds"`` (the
+            most that q · k can be for any of them, as in Quest): twice the work, and one key that
+            matters is not lost among the others.
         sink_pages: first pages that are always chosen, within the budget.
         recent_pages: latest pages that are always chosen, within the budget.
         chunk_budget: bound on the distinct past pages that one layer of a chunk may use; None: no
@@ -179,17 +188,16 @@ class TopKPages(PageRule):
     budget: int = 64
     share: Literal["all_heads", "kv_head"] = "all_heads"
     score: Score = "block_mean"
+    summary: Summary = "mean"
     sink_pages: int = 0
     recent_pages: int = 0
     chunk_budget: int | None = None
 
     def __post_init__(self) -> None:
         _expect(_is_count(self.budget, 1), "budget", "an int >= 1", self.budget)
-        _expect(
-            self.share in ("all_heads", "kv_head"), "share", "'all_heads' or 'kv_head'", self.share
-        )
-        scores = get_args(Score)
-        _expect(self.score in scores, "score", " or ".join(map(repr, scores)), self.score)
+        _expect_one_of("share", self.share, ("all_heads", "kv_head"))
+        _expect_one_of("score", self.score, get_args(Score))
+        _expect_one_of("summary", self.summary, get_args(Summary))
         _expect(_is_count(self.sink_pages, 0), "sink_pages", "an int >= 0", self.sink_pages)
         _expect(_is_count(self.recent_pages, 0), "recent_pages", "an int >= 0", self.recent_pages)
         forced = self.sink_pages + self.recent_pages
@@ -197,13 +205,8 @@ class TopKPages(PageRule):
             forced <= self.budget, "sink_pages + recent_pages", f"<= budget {self.budget}", forced
         )
         bound = self.chunk_budget
-        least = self.budget
-        _expect(
-            bound is None or _is_count(bound, least),
-            "chunk_budget",
-            f"None or >= budget {least}",
-            bound,
-        )
+        fits = bound is None or _is_count(bound, self.budget)
+        _expect(fits, "chunk_budget", f"None or >= budget {self.budget}", bound)
 
     @property
     def max_pages(self) -> int:
@@ -392,6 +395,7 @@ def _expect_rule(rule: PageRule) -> None:
     most = rule.max_pages
     _expect(_is_count(most, 1), "attention.max_pages", "an int >= 1", most)
     _expect_one_of("attention.share", rule.share, ("all_heads", "kv_head"))
+    _expect_one_of("attention.summary", rule.summary, get_args(Summary))
     _expect(type(rule).__hash__ is not None, "attention", "a frozen dataclass", rule)
 
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // What happens to pages outside the attention kernels, on a CUDA device: writing them, reading
-// their gradients, scoring them, choosing among them. Any head dim up to 256, any page size.
+// their gradients, scoring them, choosing among them. Any head dim up to 512, any page size.
 
 #include <cstdint>
 

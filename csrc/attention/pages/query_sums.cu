@@ -35,32 +35,38 @@ __global__ void __launch_bounds__(kThreads)
   sums[head * p.shape.chunk * p.shape.head_dim + index] = device::store<Out>(sum);
 }
 
-// One block per (query block, kv head, sequence). Threads: row groups x D, as in page_write.
+// One block per (query block, kv head, sequence). Threads: row groups x D, as in page_write; a head
+// dim above kThreads takes several rounds.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     block_means_kernel(const PageScoreParams p, Acc<T>* __restrict__ means) {
   using A = Acc<T>;
   __shared__ A partial[kThreads];
   const int head_dim = static_cast<int>(p.shape.head_dim);
-  const int groups = kThreads / head_dim;
-  const int group = threadIdx.x / head_dim;
-  const int d = threadIdx.x % head_dim;
+  const int width = min(head_dim, kThreads);
+  const int groups = kThreads / width;
+  const int group = threadIdx.x / width;
   const int64_t first = blockIdx.x * p.shape.page_size;
   const int64_t last = min(first + p.shape.page_size, real_rows(p, blockIdx.z));
-  A sum = 0;
-  if (group < groups) {
-    for (int64_t row = first + group; row < last; row += groups) {
-      sum += sum_over_group<T>(p, blockIdx.z, blockIdx.y, row, d);
-    }
-  }
-  partial[threadIdx.x] = sum;
-  __syncthreads();
-  if (group > 0) return;
-  for (int g = 1; g < groups; ++g) sum += partial[g * head_dim + d];
   const int64_t count = (last - first) * (p.shape.query_heads / p.shape.kv_heads);
   const int64_t block = blockIdx.z * int64_t{gridDim.x} + blockIdx.x;
-  means[(block * p.shape.kv_heads + blockIdx.y) * head_dim + d] =
-      count > 0 ? sum / static_cast<A>(count) : A(0);
+  for (int base = 0; base < head_dim; base += width) {
+    const int d = base + threadIdx.x % width;
+    A sum = 0;
+    if (group < groups && d < head_dim) {
+      for (int64_t row = first + group; row < last; row += groups) {
+        sum += sum_over_group<T>(p, blockIdx.z, blockIdx.y, row, d);
+      }
+    }
+    partial[threadIdx.x] = sum;
+    __syncthreads();
+    if (group == 0 && d < head_dim) {
+      for (int g = 1; g < groups; ++g) sum += partial[g * width + threadIdx.x];
+      means[(block * p.shape.kv_heads + blockIdx.y) * head_dim + d] =
+          count > 0 ? sum / static_cast<A>(count) : A(0);
+    }
+    __syncthreads();
+  }
 }
 
 }  // namespace

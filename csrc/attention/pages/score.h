@@ -33,7 +33,7 @@ void block_means(const PageScoreParams& params, void* means);
 // inputs' own type for the matrix path.
 void group_sums(const PageScoreParams& params, void* sums, bool input_type);
 
-// token_softmax with tensor cores: 16-bit inputs, head dim 64 or 128, page size 64 or 128.
+// token_softmax with tensor cores: 16-bit inputs, head dim 64 to 256, page size 64 or 128.
 bool matrix_path_takes(const PageScoreParams& params);
 int64_t token_softmax_splits(const PageScoreParams& params);
 // partials: (max, sum) in base 2 of each split of the pages, [splits, B, Hkv, C] of two floats

@@ -1,4 +1,5 @@
-// token_softmax with tensor cores: 16-bit inputs, head dim and page size 64 or 128.
+// token_softmax with tensor cores: 16-bit inputs, page size 64 or 128, head dim 64, 128 or, where
+// the GPU has the shared memory, 256 (bounds of keys of 128).
 //
 // Pass 1, tokens on the rows: a warp keeps its tokens' group-summed queries in registers, page
 // summaries stream through shared memory. Every lane keeps its own running maximum and sum over the
@@ -13,6 +14,7 @@
 
 #include <cfloat>
 
+#include "attention/device/device_attribute.h"
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
@@ -46,10 +48,10 @@ __device__ void load_rows(uint32_t tile, const T* source, int64_t row_stride, in
 
 template <int kDim, int kBlock>
 struct PassOne {
-  static constexpr int kPages = 64;  // of one tile
+  static constexpr int kPages = kDim * kBlock > 128 * 128 ? 32 : 64;  // of one tile
   static constexpr int kStageBytes = Tile<kDim>::bytes(kPages);
-  static constexpr int kSharedBytes = 2 * kStageBytes;
-  static_assert(Tile<kDim>::bytes(kBlock) <= kSharedBytes);
+  static constexpr int kBlockBytes = Tile<kDim>::bytes(kBlock);  // its tokens come first
+  static constexpr int kSharedBytes = kBlockBytes > 2 * kStageBytes ? kBlockBytes : 2 * kStageBytes;
 };
 
 // Grid: (query blocks, kv heads * batch, splits).
@@ -334,19 +336,34 @@ void launch(const PageScoreParams& params, const void* sums, void* partials) {
 
 template <typename T>
 void launch(const PageScoreParams& params, const void* sums, void* partials) {
-  const bool narrow = params.shape.head_dim == 64, small = params.shape.page_size == 64;
-  if (narrow && small) return launch<T, 64, 64>(params, sums, partials);
-  if (narrow) return launch<T, 64, 128>(params, sums, partials);
-  if (small) return launch<T, 128, 64>(params, sums, partials);
-  launch<T, 128, 128>(params, sums, partials);
+  const bool small = params.shape.page_size == 64;
+  switch (params.shape.head_dim) {
+    case 64:
+      return small ? launch<T, 64, 64>(params, sums, partials)
+                   : launch<T, 64, 128>(params, sums, partials);
+    case 128:
+      return small ? launch<T, 128, 64>(params, sums, partials)
+                   : launch<T, 128, 128>(params, sums, partials);
+    default:
+      return small ? launch<T, 256, 64>(params, sums, partials)
+                   : launch<T, 256, 128>(params, sums, partials);
+  }
+}
+
+int shared_bytes(const PageScoreParams& params) {
+  if (params.shape.head_dim <= 128) return PassTwo<128, 128>::kSharedBytes;
+  return params.shape.page_size == 64 ? PassTwo<256, 64>::kSharedBytes
+                                      : PassTwo<256, 128>::kSharedBytes;
 }
 
 }  // namespace
 
 bool matrix_path_takes(const PageScoreParams& params) {
-  const auto fits = [](int64_t size) { return size == 64 || size == 128; };
-  return size_of(params.dtype) == 2 && fits(params.shape.head_dim) &&
-         fits(params.shape.page_size) && reinterpret_cast<uintptr_t>(params.summary) % 16 == 0;
+  const int64_t dim = params.shape.head_dim, page_size = params.shape.page_size;
+  return size_of(params.dtype) == 2 && (dim == 64 || dim == 128 || dim == 256) &&
+         (page_size == 64 || page_size == 128) &&
+         reinterpret_cast<uintptr_t>(params.summary) % 16 == 0 &&
+         device::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= shared_bytes(params);
 }
 
 // Enough blocks for two rounds of a large GPU, whatever GPU it is: the result must not depend on

@@ -10,11 +10,11 @@
 // The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P
 // V. A tile's keys may be parted among several blocks, one after the other (forward_plan.h).
 
+#include "attention/device/device_attribute.h"
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
-#include "attention/sm80/device_attribute.h"
 #include "attention/sm80/forward_plan.h"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
@@ -350,7 +350,7 @@ struct Forward {
                                                              Shape::kSharedBytes),
                "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return ForwardPlan(params, Shape::kRows,
-                       blocks * device_attribute(cudaDevAttrMultiProcessorCount));
+                       blocks * device::device_attribute(cudaDevAttrMultiProcessorCount));
   }
 
   static void launch(const ForwardParams& params) {

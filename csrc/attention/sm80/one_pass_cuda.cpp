@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "attention/sm80/device_attribute.h"
+#include "attention/device/device_attribute.h"
 #include "attention/sm80/one_pass.h"
 #include "common/math.h"
 
@@ -12,7 +12,7 @@ bool one_pass(const BackwardParams& params) {
   if (params.shape.page_size != kOnePassKeys || (dim != 64 && dim != 128)) return false;
   constexpr int kStatic = 1024;  // at most, beside it
   const int needed = (dim == 64 ? kOnePassSharedBytes<64> : kOnePassSharedBytes<128>)+kStatic;
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed;
+  return device::device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed;
 }
 
 OnePassGrid::OnePassGrid(const BackwardParams& params, const BackwardPlan& plan) {
@@ -23,7 +23,7 @@ OnePassGrid::OnePassGrid(const BackwardParams& params, const BackwardPlan& plan)
   units = (own_tiles + pages) * heads;
   if (plan.turns == nullptr) return;
   const int64_t steps = plan.query_tiles * (shape.query_heads / shape.kv_heads);
-  const int64_t busy = 2 * int64_t{device_attribute(cudaDevAttrMultiProcessorCount)};
+  const int64_t busy = 2 * int64_t{device::device_attribute(cudaDevAttrMultiProcessorCount)};
   heads_together = static_cast<int>(std::min(heads, ceil_div(busy, steps)));
   while (heads % heads_together != 0) ++heads_together;
 }

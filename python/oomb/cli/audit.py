@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from oomb.cli.refusal import CORRECTABLE, check_out, refuse
-from oomb.config import Config, SampledChunks, Score, TopKPages, TruncatedChunks
+from oomb.config import Config, SampledChunks, Score, Summary, TopKPages, TruncatedChunks
 from oomb.lengths import parse_length
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def audit(
     budget: Annotated[str, typer.Option(help="Pages per query block: 8,16,32; '' for none.")] = "",
     share: Annotated[str, typer.Option(help="all_heads or kv_head.")] = "all_heads",
     score: Annotated[str, typer.Option(help=" or ".join(get_args(Score)) + ".")] = "block_mean",
+    summary: Annotated[str, typer.Option(help=" or ".join(get_args(Summary)) + ".")] = "mean",
     keep: Annotated[str, typer.Option(help="Shares of chunks to sweep: 0.25,0.5.")] = "",
     cap: Annotated[str, typer.Option(help="Caps to try beside none: 2,4.")] = "2",
     window: Annotated[
@@ -60,7 +61,12 @@ def audit(
     """
     try:
         rules = [
-            TopKPages(budget=int(number), share=share, score=score)  # type: ignore[arg-type]
+            TopKPages(
+                budget=int(number),
+                share=share,  # type: ignore[arg-type]
+                score=score,  # type: ignore[arg-type]
+                summary=summary,  # type: ignore[arg-type]
+            )
             for number in _numbers("budget", budget, int)
         ]
         samplings = []

@@ -201,14 +201,16 @@ class ChunkAttention:
         return dq, dk, dv
 
     def _writing(self, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:
-        """Writes keys and values [B, Hkv, C, D] of a chunk, and their mean keys."""
+        """Writes keys and values [B, Hkv, C, D] of a chunk, and what its pages are chosen by."""
         pages = self.pages
         begin, end = pages.chunks.span(chunk)
         first, last = pages.layers.chunks[layer].pages(chunk)
         num_rows = None
         if pages.num_keys is not None:
             num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
-        summary = None if pages.choice is None else pages.choice.summaries(layer)
+        page_size, means = pages.layout.page_size_of(layer), None
+        if pages.choice is not None:
+            means = pages.choice.summarize(layer, k, first, page_size, num_rows)
 
         def write(page_begin: int, page_end: int) -> None:
             _C.page_write(
@@ -218,9 +220,9 @@ class ChunkAttention:
                 slots=pages.tables[layer][:, first:last],
                 page_begin=page_begin,
                 page_end=page_end,
-                page_size=pages.layout.page_size_of(layer),
+                page_size=page_size,
                 num_rows=num_rows,
-                summary=None if summary is None else summary[:, first:last],
+                summary=means,
                 stream=pages.stream,
             )
 

@@ -10,6 +10,7 @@ from oomb.config import PageRule, Past, TopKPages
 from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.page_demand import Demand
 from oomb.core.page_lists import ListSizes, PageLists
+from oomb.ops.page_bounds import page_bounds
 from oomb.ops.selection import top_k_lists
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
@@ -119,12 +120,12 @@ class PageChoice:
     """Past pages that the query blocks of a call see, under a :class:`oomb.PageRule`.
 
     A choice is made the first time that a layer's queries of a chunk exist: in the fill, for the
-    chunk that the sweep begins with in the sweep. Every later pass uses it. So the sweep needs mean
-    keys for its first chunk alone; they are freed layer by layer.
+    chunk that the sweep begins with in the sweep. Every later pass uses it. So the sweep needs
+    summaries for its first chunk alone; they are freed layer by layer.
 
     Args:
-        summaries: per layer [batch, pages, kv_heads, head_dim], room for the mean key of each page;
-            None: the layer has a sliding window and sees all of it.
+        summaries: per layer [batch, pages, kv_heads, head_dim or twice that], room for what is
+            known of each page; None: the layer has a sliding window and sees all of it.
 
     Attributes:
         copies: ranks that hold the same keys, and so have the same lists of each key.
@@ -148,7 +149,7 @@ class PageChoice:
 
     @staticmethod
     def of(demand: Demand, rule: PageRule, placement: Placement) -> PageChoice:
-        """With room for the mean keys of a call, and for its lists.
+        """With room for the summaries of a call's pages, and for its lists.
 
         Raises:
             OutOfMemoryError: the host has no memory for the lists.
@@ -159,7 +160,7 @@ class PageChoice:
         choosing = [layer for layer, shape in enumerate(demand.shapes) if not shape.window]
         summaries: list[torch.Tensor | None] = [None] * len(demand.shapes)
         for layer in layers.choosing_from:
-            shape = (batch, max_pages, layout.kv_heads, layout.head_dim)
+            shape = (batch, max_pages, layout.kv_heads, layout.summary_width(rule.summary))
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
         keeps = demand.reach is not None or demand.config.record_selection
         lists = demand.lists
@@ -169,9 +170,33 @@ class PageChoice:
         copies = demand.shapes[choosing[0]].copies if choosing else 1
         return PageChoice(selector, lists, summaries, demand.chunks, layers, copies)
 
-    def summaries(self, layer: int) -> torch.Tensor | None:
-        """Mean keys, to be written with the pages."""
-        return self._summaries[layer]
+    def summarize(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        first: int,
+        page_size: int,
+        num_rows: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Room for the mean keys of a chunk's pages, to be written with them.
+
+        Bounds are written at once; then, and where nothing is chosen, there is none. A last chunk,
+        which nothing reads as past, has no room either.
+
+        Args:
+            k: [batch, kv_heads, tokens, head_dim], the chunk's keys.
+            first: its first page.
+            num_rows: [batch], its real tokens; None: all.
+        """
+        summary = self._summaries[layer]
+        if summary is None:
+            return None
+        own = summary[:, first : first - (-k.shape[2] // page_size)]
+        if own.shape[3] == k.shape[3]:
+            return own
+        if own.shape[1] > 0:
+            own.copy_(page_bounds(k.detach(), page_size, num_rows))
+        return None
 
     def choose(
         self,
@@ -198,7 +223,7 @@ class PageChoice:
         self.lists.keep(layer, chunk, chosen)
 
     def _of_past(self, summary: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Mean keys [batch, pages, kv_heads, head_dim] of a chunk's past, where it is in ranges."""
+        """Summaries [batch, pages, kv_heads, width] of a chunk's past, where it is in ranges."""
         ranges = self._chunks.past(chunk)
         if len(ranges) == 1 and ranges[0][0] == 0:  # what lies behind is not looked at
             return summary

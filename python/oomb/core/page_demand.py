@@ -250,13 +250,14 @@ class PageDemand:
 
     @property
     def choosing_bytes(self) -> int:
-        """On the device until the sweep has begun: mean keys of the pages, and the scores of a
+        """On the device until the sweep has begun: summaries of the pages, and the scores of a
         layer's past pages for the blocks of a chunk."""
         if self.selection is None:
             return 0
         layers = len(self.layers.choosing_from)
         pages = self.chunks.first_page(self.filled) * self.batch
-        return layers * pages * self.layout.summary_bytes + self._score_bytes
+        summary = self.layout.summary_bytes(self.selection.summary)
+        return layers * pages * summary + self._score_bytes
 
     @property
     def _score_bytes(self) -> int:

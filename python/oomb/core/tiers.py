@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oomb import _C
+from oomb.config import Summary
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import LayerShape
 
@@ -52,10 +53,13 @@ class PageLayout:
     def page_size_of(self, layer: int) -> int:
         return self.page_sizes[layer] if self.page_sizes else self.page_size
 
-    @property
-    def summary_bytes(self) -> int:
-        """Mean key of a page, per KV head."""
-        return self.kv_heads * self.head_dim * self.element_bytes
+    def summary_width(self, summary: Summary) -> int:
+        """Numbers that tell a head's keys of a page."""
+        return self.head_dim * (2 if summary == "bounds" else 1)
+
+    def summary_bytes(self, summary: Summary) -> int:
+        """What is known of a page's keys, in all KV heads."""
+        return self.kv_heads * self.summary_width(summary) * self.element_bytes
 
     @property
     def grad_slots(self) -> int:

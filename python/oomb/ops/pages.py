@@ -212,7 +212,7 @@ def page_scores(
     Args:
         q: [batch, heads, tokens, head_dim].
         summary: [batch, pages, kv_heads, head_dim] in q's dtype, mean keys of the pages, as from
-            ``page_write``.
+            ``page_write``. Or bounds from ``page_bounds``, and ``bounding_queries(q)`` for q.
         num_past: past tokens.
         page_size: tokens per page, and queries per block.
         score: as :attr:`oomb.TopKPages.score`.

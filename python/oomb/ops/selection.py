@@ -9,6 +9,7 @@ import torch
 from oomb import _C
 from oomb.config import Past, TopKPages
 from oomb.ops.launch import stream_of, workspace_on
+from oomb.ops.page_bounds import bounding_queries
 
 
 class OverRanks(Protocol):
@@ -39,9 +40,12 @@ def top_k_lists(
     heads = 1 if rule.share == "all_heads" else summaries.shape[2]
     blocks = -(-tokens // past.page_size)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    asked = q.detach()
+    if rule.summary == "bounds":
+        asked = bounding_queries(asked)
     scores = torch.empty(batch, blocks, heads, past.num_pages, dtype=dtype, device=q.device)
     _C.page_score(
-        q=q.detach(),
+        q=asked,
         summary=summaries,
         scores=scores,
         kind=rule.score,

@@ -35,16 +35,26 @@ def scores_of_chunk(
             candidates = [p for p in range(pages) if (p + 1) * page > low and p * page < length]
             for h in range(kv_heads if candidates else 0):
                 heads = slice(h * group, (h + 1) * group)
-                means = torch.stack(
-                    [k[b, h, p * page : min((p + 1) * page, length)].mean(0) for p in candidates]
-                )
-                queries = q[b, heads, first:last]
+                keys = [k[b, h, p * page : min((p + 1) * page, length)] for p in candidates]
+                products = _products(rule, q[b, heads, first:last], keys)
                 if rule.score == "block_mean":
-                    values = means @ queries.mean(dim=(0, 1))
+                    values = products.mean(dim=(0, 1))
                 else:
-                    values = (queries.sum(dim=0) @ means.T).softmax(-1).sum(0)
+                    values = products.sum(dim=0).softmax(-1).sum(0)
                 result[b, block, h, candidates] = values
     return result.sum(dim=2, keepdim=True) if rule.share == "all_heads" else result
+
+
+def _products(
+    rule: oomb.TopKPages, queries: torch.Tensor, keys: list[torch.Tensor]
+) -> torch.Tensor:
+    """Of queries [heads, tokens, head_dim] and pages of keys: [heads, tokens, pages]."""
+    if rule.summary == "mean":
+        return torch.stack([queries @ page.mean(0) for page in keys], dim=-1)
+    return torch.stack(
+        [(queries[:, :, None] * torch.stack([page.amax(0), page.amin(0)])).amax(2).sum(2)
+         for page in keys], dim=-1
+    )  # fmt: skip
 
 
 def keep_best_of_chunk(scores: torch.Tensor, rule: oomb.TopKPages) -> torch.Tensor:

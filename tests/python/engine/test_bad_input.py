@@ -26,6 +26,7 @@ SETTINGS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: oomb.TopKPages(budget=True), "budget: ", "True"),
     (lambda: oomb.TopKPages(share="head"), "share: .*'kv_head'", "'head'"),  # type: ignore[arg-type]
     (lambda: oomb.TopKPages(score="mean"), "score: .*'block_mean'", "'mean'"),  # type: ignore[arg-type]
+    (lambda: oomb.TopKPages(summary="max"), "summary: .*'bounds'", "'max'"),  # type: ignore[arg-type]
     (lambda: oomb.TopKPages(sink_pages=-1), "sink_pages: ", "-1"),
     (
         lambda: oomb.TopKPages(budget=3, sink_pages=2, recent_pages=2),

@@ -43,6 +43,7 @@ def rule_of(choose: random.Random) -> oomb.TopKPages:
         budget=budget,
         share=choose.choice(["all_heads", "kv_head"]),  # type: ignore[arg-type]
         score=choose.choice(["block_mean", "token_softmax"]),  # type: ignore[arg-type]
+        summary=choose.choice(["mean", "bounds"]),  # type: ignore[arg-type]
         sink_pages=sink,
         recent_pages=choose.randint(0, budget - sink),
         chunk_budget=choose.choice([None, budget, budget + 3]),

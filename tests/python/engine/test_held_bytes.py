@@ -42,13 +42,17 @@ def held(
 
 @pytest.mark.parametrize(
     ("attention", "lists", "means"),
-    [(oomb.Dense(), 0.0, 0.0), (oomb.TopKPages(budget=BUDGET), LISTS, MEANS)],
-    ids=["dense", "sparse"],
+    [
+        (oomb.Dense(), 0.0, 0.0),
+        (oomb.TopKPages(budget=BUDGET), LISTS, MEANS),
+        (oomb.TopKPages(budget=BUDGET, summary="bounds"), LISTS, 2 * MEANS),
+    ],
+    ids=["dense", "sparse", "bounds"],
 )
 def test_bytes_per_token(
     attention: oomb.Dense | oomb.TopKPages, lists: float, means: float
 ) -> None:
-    """Mean keys until the sweep has begun; page lists once, where the host has them."""
+    """Summaries of pages until the sweep has begun; page lists once, where the host has them."""
     short, long = held(SHORT, attention), held(LONG, attention)
     filled = (long["fill", 0] - short["fill", 0]) / TOKENS
     assert filled == INPUTS + lists + means
@@ -58,7 +62,12 @@ def test_bytes_per_token(
 
 
 @pytest.mark.parametrize(
-    ("attention", "means"), [(oomb.Dense(), 0.0), (oomb.TopKPages(budget=BUDGET), MEANS)]
+    ("attention", "means"),
+    [
+        (oomb.Dense(), 0.0),
+        (oomb.TopKPages(budget=BUDGET), MEANS),
+        (oomb.TopKPages(budget=BUDGET, summary="bounds"), 2 * MEANS),
+    ],
 )
 def test_bytes_per_token_of_evaluate(attention: oomb.Dense | oomb.TopKPages, means: float) -> None:
     """Nothing comes behind it that would read page lists again."""

@@ -72,6 +72,8 @@ RULES = {
     "block mean per head": oomb.TopKPages(budget=3, share="kv_head"),
     "token softmax": oomb.TopKPages(budget=3, score="token_softmax"),
     "token softmax per head": oomb.TopKPages(budget=2, score="token_softmax", share="kv_head"),
+    "bounds": oomb.TopKPages(budget=3, summary="bounds", share="kv_head"),
+    "bounds, token softmax": oomb.TopKPages(budget=3, summary="bounds", score="token_softmax"),
     "one page": oomb.TopKPages(budget=1),
     "sink and recent": oomb.TopKPages(budget=4, sink_pages=1, recent_pages=2),
     "forced pages alone": oomb.TopKPages(budget=3, sink_pages=2, recent_pages=1, share="kv_head"),
@@ -202,11 +204,12 @@ def test_a_choice_is_made_once(
         ]
 
 
-def test_evaluate_in_two_tiers() -> None:
+@pytest.mark.parametrize("summary", ["mean", "bounds"])
+def test_evaluate_in_two_tiers(summary: Any) -> None:
     """Two chunks take turns, and the host has the lists of those two alone: to load their pages."""
     model = make("llama")
     ids = random_ids(2, 200)
-    rule = oomb.TopKPages(budget=3)
+    rule = oomb.TopKPages(budget=3, summary=summary)
     settings: dict[str, Any] = {"chunk_size": CHUNK, "page_size": PAGE, "attention": rule}
     losses = []
     for tiers in ({}, {"device_memory": 30_000, "host_memory": "1MiB"}):

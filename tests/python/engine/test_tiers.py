@@ -68,6 +68,12 @@ CONFIGURATIONS: dict[str, tuple[str, torch.dtype, dict[str, Any], Inputs]] = {
         {"attention": oomb.TopKPages(budget=3, share="kv_head")},
         padded(),
     ),
+    "sparse by bounds": (
+        "llama",
+        torch.float32,
+        {"attention": oomb.TopKPages(budget=3, summary="bounds", score="token_softmax")},
+        padded(),
+    ),
     "sampled": ("llama", torch.float32, {"backward": oomb.SampledChunks(keep=0.6)}, plain()),
     "truncated": ("llama", torch.float32, {"backward": oomb.TruncatedChunks(window=1)}, padded()),
     "kept outputs": ("llama", torch.float32, {"keep_outputs": "all"}, padded()),

@@ -146,7 +146,10 @@ def reference_scores(
 @pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "page_size"),
-    [(128, 128), (128, 64), (64, 64), (64, 128), (96, 128), (33, 20), (256, 8)],
+    [
+        *((128, 128), (128, 64), (64, 64), (64, 128), (256, 64), (256, 128)),
+        *((96, 128), (33, 20), (256, 8), (300, 16), (512, 64)),
+    ],
 )
 @pytest.mark.parametrize("limits", ["none", "documents", "padding"])
 @pytest.mark.parametrize("shared", [True, False])
@@ -181,7 +184,7 @@ def test_page_score(
         workspace=workspace,
     )
     # With tensor cores the group's sum is rounded to the inputs' type.
-    matrix = dtype in (FP16, BF16) and head_dim in (64, 128) and page_size in (64, 128)
+    matrix = dtype in (FP16, BF16) and head_dim in (64, 128, 256) and page_size in (64, 128)
     expected = reference_scores(
         q, summary, kind, past, page_size, heads, first_key, num_keys, dtype if matrix else FP64
     )

@@ -100,6 +100,14 @@ CASES = {
         is_ordinary=False,
         tokens=120,
     ),
+    "pages by bounds": Case(
+        config={
+            "attention": oomb.TopKPages(budget=3, summary="bounds", score="token_softmax"),
+        },
+        is_ordinary=False,
+        tokens=120,
+        batch=2,
+    ),
     "pages that spill": Case(
         config={"attention": oomb.TopKPages(budget=2), "recompute": "layer"},
         is_ordinary=False,
@@ -154,6 +162,7 @@ CASES |= {
     for name, rule in {
         "pages": oomb.TopKPages(budget=2, score="token_softmax"),
         "pages per head": oomb.TopKPages(budget=2, share="kv_head", chunk_budget=4),
+        "pages by bounds": oomb.TopKPages(budget=2, share="kv_head", summary="bounds"),
         "own rule": Widest(share="kv_head"),
     }.items()
 }

@@ -4,7 +4,7 @@
 
 #include "common/cuda_check.h"
 
-namespace oomb::attention::sm80 {
+namespace oomb::attention::device {
 
 // Of the current device.
 inline int device_attribute(cudaDeviceAttr which) {
@@ -14,4 +14,4 @@ inline int device_attribute(cudaDeviceAttr which) {
   return value;
 }
 
-}  // namespace oomb::attention::sm80
+}  // namespace oomb::attention::device
