@@ -68,16 +68,9 @@ def _way(
 
 _WAY = (128, 256, 512, 1024, 2048, 4096, 8192)
 _ALL = (
-    *(
-        "exact",
-        "64 pages, bounds",
-        "SpaCO 1/2",
-        "ordinary",
-        "16 pages, bounds",
-        "64 pages, softmax",
-    ),
-    *("64 pages", "32 pages, bounds", "16 pages, softmax", "16 pages", "SpaCO 1/4"),
-    *("bf16 gradients", "1 back", "2 back", "4 back", "16 pages, sink, recent"),
+    *("exact", "64 pages, bounds", "SpaCO 1/2", "ordinary", "16 pages, bounds"),
+    *("64 pages, softmax", "64 pages", "32 pages, bounds", "16 pages, softmax", "16 pages"),
+    *("SpaCO 1/4", "bf16 gradients", "1 back", "2 back", "4 back", "16 pages, sink, recent"),
 )
 _NEEDLES = ("needle, 8 keys", "needle, 4 queries", "two facts")
 

@@ -26,6 +26,13 @@ def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
 
 
+ATTENTION: dict[str, oomb.Dense | oomb.TopKPages] = {
+    "dense": oomb.Dense(),
+    "topk": oomb.TopKPages(budget=4),
+    "bounds": oomb.TopKPages(budget=4, summary="bounds", score="token_softmax"),
+}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kv_grad_dtype", ["float32", "bfloat16"])
 def test_bf16_error_is_at_most_twice_that_of_ordinary_training(
@@ -54,9 +61,7 @@ def test_fp32_equals_ordinary_training() -> None:
     assert worst(ours, expected) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
-)
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPages) -> None:
     ids, model = tokens(batch=2), make_model(torch.bfloat16)
     slot = 2 * PAGE * 64 * 2
@@ -73,9 +78,7 @@ def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPage
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("kv_grad_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
-)
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_own_chunk_alone_or_not_has_the_same_bits(
     attention: oomb.Dense | oomb.TopKPages,
     kv_grad_dtype: str,
@@ -97,9 +100,7 @@ def test_own_chunk_alone_or_not_has_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
-)
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_kept_outputs_change_no_bit(
     attention: oomb.Dense | oomb.TopKPages, dtype: torch.dtype
 ) -> None:
@@ -217,9 +218,7 @@ def test_a_gpu_that_cannot_map_memory_has_the_same_bits_and_gives_it_back() -> N
 
 
 @pytest.mark.parametrize("spills", [False, True], ids=["in HBM", "two tiers"])
-@pytest.mark.parametrize(
-    "attention", [oomb.Dense(), oomb.TopKPages(budget=4)], ids=["dense", "topk"]
-)
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_what_the_sweep_holds_for_each_token(
     attention: oomb.Dense | oomb.TopKPages, spills: bool
 ) -> None:
