@@ -5,8 +5,9 @@
     python bench/page_operations.py --json -     # bench/results/page-operations-….json
 
 "page write" puts the chunk's keys and values into pages, with the mean key of each; "scores" rate
-every past page for every block of queries (shared by all heads); "selection" chooses. GB/s count
-what an operation has to read and write once; token_softmax is bound by its products instead.
+every past page for every block of queries (shared by all heads), by mean keys or by bounds of keys;
+"selection" chooses. GB/s count what an operation has to read and write once; token_softmax is bound
+by its products instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 import torch
 from support.attention_problem import median_ms, write_json
 
-from oomb.ops import page_scores, page_select, page_write, pages_like
+from oomb.ops import (
+    bounding_queries,
+    page_bounds,
+    page_scores,
+    page_select,
+    page_write,
+    pages_like,
+)
 
 UNITS = {"K": 2**10, "M": 2**20}
 
@@ -46,17 +54,28 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     pool = pages_like(k, 4 * chunk_pages, size)
     slots = torch.randperm(4 * chunk_pages, device="cuda")[None, :chunk_pages].to(torch.int32)
     own_summary = torch.empty(1, chunk_pages, kv_heads, dim, **kwargs)
+    bounds = torch.randn(1, past_pages, kv_heads, 2 * dim, **kwargs).abs()
     scores = page_scores(q, summary, past, size)
+
+    def by_bounds(score: str) -> torch.Tensor:
+        return page_scores(bounding_queries(q), bounds, past, size, score=score)
+
     calls = {
         "page write": lambda: page_write(k, v, pool, slots, summary=own_summary, check=False),
         "scores, block_mean": lambda: page_scores(q, summary, past, size),
         "scores, token_softmax": lambda: page_scores(q, summary, past, size, score="token_softmax"),
+        "bounds": lambda: page_bounds(k, size),
+        "by bounds, block_mean": lambda: by_bounds("block_mean"),
+        "by bounds, token_softmax": lambda: by_bounds("token_softmax"),
         "selection": lambda: page_select(scores, options.budget),
     }
     moved = {
         "page write": 2 * (k.nbytes + v.nbytes) + own_summary.nbytes,
         "scores, block_mean": q.nbytes + summary.nbytes + scores.nbytes,
         "scores, token_softmax": q.nbytes + summary.nbytes + scores.nbytes,
+        "bounds": k.nbytes + 2 * own_summary.nbytes,
+        "by bounds, block_mean": q.nbytes + bounds.nbytes + scores.nbytes,
+        "by bounds, token_softmax": q.nbytes + bounds.nbytes + scores.nbytes,
         "selection": scores.nbytes + blocks * options.budget * 4,
     }
     rows = []
@@ -68,11 +87,12 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
             "gb_per_second": moved[name] / milliseconds / 1e6,
         }
         if "token_softmax" in name:
-            products = 2 * 2 * chunk * kv_heads * past_pages * dim
+            width = 2 * dim if "bounds" in name else dim
+            products = 2 * 2 * chunk * kv_heads * past_pages * width
             row["tflops"] = products / milliseconds / 1e9
         rows.append(row)
         rate = f", {row['tflops']:.0f} TFLOP/s" if "tflops" in row else ""
-        print(f"{name:22} {milliseconds:7.3f} ms  {row['gb_per_second']:6.0f} GB/s{rate}")
+        print(f"{name:24} {milliseconds:7.3f} ms  {row['gb_per_second']:6.0f} GB/s{rate}")
     return rows
 
 

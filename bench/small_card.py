@@ -133,6 +133,9 @@ def main() -> None:
 
         with_float8(model, "rowwise", torch.device("cuda"))
         if options.compile_float8:
+            # Four shapes of weights, full and last chunks, with and without a graph.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.automatic_dynamic_shapes = False
             for module in model.modules():
                 if type(module).__name__ == "Float8Linear":
                     module.compile()
