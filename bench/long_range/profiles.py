@@ -90,7 +90,7 @@ PROFILES = {
         asked_tokens=2048,
         tasks=("needle",),
     ),
-    # A CPU, eight minutes: that a model learns, and keeps what it learned.
+    # A CPU, a quarter of an hour: what each method does to a tiny model.
     "cpu": Profile(
         size="tiny",
         rope=Rope(1e8, 4096),
@@ -99,7 +99,8 @@ PROFILES = {
             *_way(2048, {64: 2e-3, 128: 2e-3, 256: 2e-3}, {64: 30, 128: 20, 256: 20}, most=32),
             Level(stage=_stage(512, 4, 1e-3, 30), asked=(512, 4096),
                   methods=("ordinary", "exact", "16 pages, bounds", "16 pages, softmax",
-                           "16 pages", "SpaCO 1/2"),
+                           "16 pages", "16 pages, sink, recent", "SpaCO 1/2", "SpaCO 1/4",
+                           "bf16 gradients", "1 back", "4 back"),
                   tried=("16 pages, bounds", "16 pages, softmax", "16 pages")),
         ),
         number=32,

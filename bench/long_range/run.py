@@ -1,7 +1,7 @@
 """Whether models trained by chunks, sparsely or in part find what is far back.
 
     python bench/long_range/run.py quick --folder runs/quick [--seconds 540] [--seed 0]
-    python bench/long_range/run.py --table runs/quick
+    python bench/long_range/run.py --table runs/quick [--picture quality.png]
 
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
@@ -33,6 +33,7 @@ from long_range.data import Data
 from long_range.evaluation import exact_match
 from long_range.foretold import foretold
 from long_range.model import SIZES, load, new_model, save
+from long_range.picture import draw
 from long_range.profiles import PROFILES, Piece, Profile, pieces
 from long_range.tables import table
 from long_range.training import methods, train
@@ -200,9 +201,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--table", type=Path, help="print the results of a folder")
+    parser.add_argument("--picture", type=Path, help="of that folder: eight keys")
     options = parser.parse_args()
     if options.table is not None:
-        print(table([json.loads(f.read_text()) for f in sorted(options.table.glob("*.json"))]))
+        runs = [json.loads(f.read_text()) for f in sorted(options.table.glob("*.json"))]
+        print(table(runs))
+        if options.picture is not None:
+            draw(options.picture, runs, PROBE)
     elif options.profile is None or options.folder is None:
         parser.error("expected a profile and --folder, or --table FOLDER")
     else:

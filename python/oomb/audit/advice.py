@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit
 
 
+# Means lose one key that matters among others: docs/quality.md.
+_BOUNDS = ", or summary bounds with score token_softmax"
+
+
 def advice(
     sparse: Sequence[SparseAudit],
     sampled: Sequence[SampledAudit],
@@ -38,10 +42,11 @@ def _about_budgets(sparse: Sequence[SparseAudit], tolerance: float) -> str:
             f"{_weakest_layer(best)}."
         )
     best = min(ordered, key=lambda one: one.gradient.error)
+    by_means = all(one.rule.summary == "mean" for one in ordered)
     return (
         f"No budget of {tried} keeps the gradient within {tolerance:.0%} of the exact one: the "
         f"nearest, {best.rule.budget}, is {best.gradient.error:.1%} off"
-        f"{_weakest_layer(best)}. Try more, or stay exact."
+        f"{_weakest_layer(best)}. Try more{_BOUNDS if by_means else ''}, or stay exact."
     )
 
 
