@@ -272,8 +272,9 @@ dims, and read one another's keys and values, as in the released sizes of Gemma 
 text; which families take images, exactly too, says [images and videos](vision.md).
 
 On a GPU attention runs on tensor cores with heads of 64 and 128 in bf16, and of 256 on Hopper;
-other sizes, those of latent attention and the 512 of Gemma 4's global layers among them, run on the
-plain kernels, which are slow. Heads above 256 take no page rule there.
+other sizes, those of latent attention and the 512 of Gemma 4's global layers among them, and soft
+caps (Gemma 2, VaultGemma) run on the plain kernels, which are slow. Heads above 256 take no page
+rule there.
 """
 _PARTS = (
     ("Exact, with keys and values alone", "exact", "(pages)", ""),

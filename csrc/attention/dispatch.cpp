@@ -103,7 +103,7 @@ void check_shape(const Shape& shape, int64_t largest) {
          concat("a multiple of the ", shape.kv_heads, " kv heads"), shape.query_heads);
 }
 
-void warn_once(const Shape& shape, DType dtype) {
+void warn_once(const Shape& shape, DType dtype, double cap) {
   if (settings().warned.exchange(true)) return;
   std::function<void(const std::string&)> hook;
   {
@@ -111,7 +111,7 @@ void warn_once(const Shape& shape, DType dtype) {
     hook = settings().warning_hook;
   }
   if (hook) {
-    hook(concat("attention with ", describe(shape, dtype),
+    hook(concat("attention with ", describe(shape, dtype, cap),
                 " has no fast kernel on this GPU: the plain one runs, which is correct and slow. "
                 "Fast ones take: ",
                 describe_fast(kPreference)));
@@ -130,7 +130,7 @@ const Kernels& choose(const Params& params, bool warn) {
   }
   const Kernels& chosen = choose_kernels(kPreference, params, compute_capability(device), forced);
   if (warn && chosen.fast_for == nullptr && forced == nullptr)
-    warn_once(params.shape, params.dtype);
+    warn_once(params.shape, params.dtype, params.cap);
   return chosen;
 }
 

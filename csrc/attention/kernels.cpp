@@ -14,7 +14,7 @@ template <typename Params>
 const Kernels& choose(Preference all, const Params& params, int capability, const Kernels* forced) {
   if (forced != nullptr) {
     expect(forced->takes(params, capability), "OOMB_ATTENTION",
-           concat("an implementation that takes ", describe(params.shape, params.dtype),
+           concat("an implementation that takes ", describe(params.shape, params.dtype, params.cap),
                   " on compute capability ", capability / 10, ".", capability % 10),
            forced->name);
     return *forced;
@@ -22,15 +22,16 @@ const Kernels& choose(Preference all, const Params& params, int capability, cons
   for (const Kernels* kernels : all) {
     if (kernels->takes(params, capability)) return *kernels;
   }
-  throw InvalidArgument(
-      concat("q: expected what some kernels take, got ", describe(params.shape, params.dtype)));
+  throw InvalidArgument(concat("q: expected what some kernels take, got ",
+                               describe(params.shape, params.dtype, params.cap)));
 }
 
 }  // namespace
 
-std::string describe(const Shape& shape, DType dtype) {
+std::string describe(const Shape& shape, DType dtype, double cap) {
+  const std::string capped = cap > 0 ? concat(", scores capped at ", cap) : "";
   return concat(name_of(dtype), ", head dim ", shape.head_dim, ", pages of ", shape.page_size,
-                " tokens");
+                " tokens", capped);
 }
 
 const Kernels& kernels_named(Preference all, const std::string& name) {

@@ -77,7 +77,7 @@ const Kernels& choose_kernels(Preference all, const ForwardParams& params, int c
 const Kernels& choose_kernels(Preference all, const BackwardParams& params, int capability,
                               const Kernels* forced);
 
-// "bfloat16, head dim 80, pages of 64 tokens"
-std::string describe(const Shape& shape, DType dtype);
+// "bfloat16, head dim 80, pages of 64 tokens, scores capped at 50"
+std::string describe(const Shape& shape, DType dtype, double cap);
 
 }  // namespace oomb::attention

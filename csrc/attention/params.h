@@ -75,6 +75,7 @@ struct ForwardParams {
   PastPages past;
   DType dtype = DType::kFloat32;  // of q, k, v, pages and o
   double scale = 1.0;
+  double cap = 0.0;  // of the scaled scores: cap * tanh(score / cap), before the mask; 0: none
 
   const void* q = nullptr;  // [B, Hq, C, D]
   const void* k = nullptr;  // [B, Hkv, C, D], the own chunk
@@ -113,6 +114,7 @@ struct BackwardParams {
   GradientPages grads;
   DType dtype = DType::kFloat32;
   double scale = 1.0;
+  double cap = 0.0;  // as in ForwardParams
   bool deterministic = true;
 
   const void* q = nullptr;

@@ -1,5 +1,6 @@
 #include "bindings/nouns.h"
 
+#include <cmath>
 #include <utility>
 
 #include "common/checked.h"
@@ -83,13 +84,15 @@ attention::Visibility Visibility::of(const Geometry& geometry) const {
   return result;
 }
 
-Chunk::Chunk(py::object q, py::object k, py::object v, double scale,
+Chunk::Chunk(py::object q, py::object k, py::object v, double scale, double cap,
              const std::optional<Visibility>& visibility)
     : q(std::move(q)),
       k(std::move(k)),
       v(std::move(v)),
       scale(scale),
+      cap(cap),
       visibility(visibility ? *visibility : Visibility(0, py::none(), py::none())) {
+  expect(cap >= 0 && std::isfinite(cap), "cap", "a finite number >= 0", cap);
   attention::ForwardParams params;
   fill(params, 1);
 }

@@ -36,7 +36,7 @@ struct Visibility {
 
 // The chunk that attends: its queries, its own keys and values, and what the queries may see.
 struct Chunk {
-  Chunk(pybind11::object q, pybind11::object k, pybind11::object v, double scale,
+  Chunk(pybind11::object q, pybind11::object k, pybind11::object v, double scale, double cap,
         const std::optional<Visibility>& visibility);
 
   // Into the parameters of a forward or a backward.
@@ -48,6 +48,7 @@ struct Chunk {
     params.shape = geometry.shape;
     params.dtype = geometry.dtype;
     params.scale = scale;
+    params.cap = cap;
     params.visibility = visibility.of(geometry);
     params.q = queries.data;
     params.k = keys.data;
@@ -60,6 +61,7 @@ struct Chunk {
 
   pybind11::object q, k, v;
   double scale;
+  double cap;
   Visibility visibility;
 };
 

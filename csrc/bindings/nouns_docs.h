@@ -30,6 +30,7 @@ Args:
     q: [B, Hq, C, D]; the last dimension is contiguous, here and below.
     k, v: [B, Hkv, C, D] of q's dtype, the chunk's own keys and values.
     scale: of the logits.
+    cap: the scaled logits s become cap * tanh(s / cap), before anything is hidden; 0: they stay.
     visibility: None: all keys that lie before a query.
 )doc";
 

@@ -32,12 +32,15 @@ void bind_nouns(py::module_& module) {
       .def_readonly("first_key", &Visibility::first_key)
       .def_readonly("num_keys", &Visibility::num_keys);
   py::class_<Chunk>(module, "Chunk", kChunkDoc)
-      .def(py::init<py::object, py::object, py::object, double, const std::optional<Visibility>&>(),
-           named, arg("q"), arg("k"), arg("v"), arg("scale"), arg("visibility") = none)
+      .def(py::init<py::object, py::object, py::object, double, double,
+                    const std::optional<Visibility>&>(),
+           named, arg("q"), arg("k"), arg("v"), arg("scale"), arg("cap") = 0.0,
+           arg("visibility") = none)
       .def_readonly("q", &Chunk::q)
       .def_readonly("k", &Chunk::k)
       .def_readonly("v", &Chunk::v)
       .def_readonly("scale", &Chunk::scale)
+      .def_readonly("cap", &Chunk::cap)
       .def_readonly("visibility", &Chunk::visibility);
   py::class_<Wave>(module, "Wave", kWaveDoc)
       .def(py::init<int64_t, int64_t, bool, bool, std::optional<bool>>(), named, arg("begin") = 0,

@@ -186,12 +186,20 @@ class Chunk:
     """The chunk that attends: queries [B, Hq, C, D], its own keys and values [B, Hkv, C, D]."""
 
     def __init__(
-        self, *, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility | None = None
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        cap: float = 0.0,
+        visibility: Visibility | None = None,
     ) -> None: ...
     q: Final[Tensor]
     k: Final[Tensor]
     v: Final[Tensor]
     scale: Final[float]
+    cap: Final[float]
     visibility: Final[Visibility]
 
 class Wave:

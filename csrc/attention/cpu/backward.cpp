@@ -183,7 +183,7 @@ class Backward {
       t.padded_dim = padded_dim_;
       t.vectors = rows[i].vectors;
       t.rows = rows[i].rows;
-      t.scale_log2 = static_cast<Real>(p_.scale * std::numbers::log2e);
+      t.of_product = {p_.scale, p_.cap};
       t.q_t = queries.q_t.get() + i * width * shape_.head_dim;
       t.do_t = queries.do_t.get() + i * width * shape_.head_dim;
       t.q = queries.q.get() + i * width * padded_dim_;

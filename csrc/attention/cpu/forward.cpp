@@ -99,7 +99,7 @@ class Forward {
         if (t.mask.masked) panels.fill_mask(i, tile, s.first.get(), s.last.get());
         t.head_dim = shape_.head_dim;
         t.vectors = panels[i].vectors;
-        t.scale_log2 = static_cast<Real>(p_.scale * std::numbers::log2e);
+        t.of_product = {p_.scale, p_.cap};
         t.q = s.q.get() + i * panel_size;
         t.scores = s.scores.get();
         t.acc = s.acc.get() + i * panel_size;

@@ -14,6 +14,7 @@
 // K and V are read as they lie in their pages, one scalar at a time, broadcast over the rows.
 
 #include <cstdint>
+#include <numbers>
 #include <vector>
 
 #include "common/dtype.h"
@@ -37,13 +38,27 @@ struct KeyTile {
   int64_t v_stride = 0;
 };
 
+// What makes scores of products q . k. Scores are kept in base 2.
+template <typename Real>
+struct Scores {
+  Real scale_log2 = 0;  // scale * log2(e)
+  Real cap_log2 = 0;    // cap * log2(e): a score is cap_log2 * tanh(product * per_cap); 0: no cap
+  Real per_cap = 0;     // scale / cap
+
+  Scores() = default;
+  Scores(double scale, double cap)
+      : scale_log2(static_cast<Real>(scale * std::numbers::log2e)),
+        cap_log2(static_cast<Real>(cap * std::numbers::log2e)),
+        per_cap(cap > 0 ? static_cast<Real>(scale / cap) : Real{0}) {}
+};
+
 template <typename Real>
 struct ForwardTile {
   KeyTile<Real> tile;
   RowMask<Real> mask;
   int64_t head_dim = 0;
-  int64_t vectors = 0;      // vectors of the panel in use, panel_rows / lanes at most
-  Real scale_log2 = 0;      // scale * log2(e): scores are kept in base 2
+  int64_t vectors = 0;  // vectors of the panel in use, panel_rows / lanes at most
+  Scores<Real> of_product;
   const Real* q = nullptr;  // [D, panel_rows]
   Real* scores = nullptr;   // [keys, panel_rows], scratch
   Real* acc = nullptr;      // [D, panel_rows], unnormalised output
@@ -59,7 +74,7 @@ struct BackwardTile {
   int64_t padded_dim = 0;  // head_dim rounded up to whole vectors
   int64_t vectors = 0;
   int64_t rows = 0;  // rows of the panel in use
-  Real scale_log2 = 0;
+  Scores<Real> of_product;
   const Real* q_t = nullptr;       // [D, panel_rows]
   const Real* do_t = nullptr;      // [D, panel_rows]
   const Real* q = nullptr;         // [rows, padded_dim]

@@ -72,6 +72,31 @@ template <typename S, typename Real>
   return x < kLowest ? Vec{} : result;
 }
 
+// tanh x by 2^y - 1 at y = -2 |x| log2(e), which the series gives to the last digits near 0 too.
+template <typename S, typename Real>
+[[gnu::always_inline]] inline typename S::Vec tanh(typename S::Vec x, Real) {
+  using Vec = typename S::Vec;
+  using BitVec = typename S::BitVec;
+  constexpr int kFractionBits = sizeof(Real) == 8 ? 52 : 23;
+  constexpr Real kLowest = -120;  // there tanh is 1
+  constexpr Real kShift = static_cast<Real>(int64_t{3} << (kFractionBits - 1));
+  constexpr Real kTwoLog2e = static_cast<Real>(2 * 1.44269504088896340736);
+  const Vec y = (x < Real{0} ? x : -x) * kTwoLog2e;
+  const Vec clamped = S::larger(S::fill(kLowest), y);  // in this order NaN stays
+  const Vec shifted = clamped + kShift;
+  const Vec fraction = clamped - (shifted - kShift);  // in [-1/2, 1/2]
+  Vec series = S::fill(kExp2Series<Real>.coefficients[Exp2Series<Real>::kDegree]);
+#pragma GCC unroll 16
+  for (int i = Exp2Series<Real>::kDegree - 1; i >= 1; --i) {
+    series = series * fraction + kExp2Series<Real>.coefficients[i];
+  }
+  const BitVec exponent = reinterpret_cast<BitVec>(shifted) << kFractionBits;
+  const Vec power = reinterpret_cast<Vec>(reinterpret_cast<BitVec>(S::fill(Real{1})) + exponent);
+  const Vec below = (power - Real{1}) + power * (series * fraction);  // 2^y - 1, in (-1, 0]
+  const Vec result = -below / (below + Real{2});
+  return x < Real{0} ? -result : result;
+}
+
 // sum over k of a(i, k) * b[k][n] for kRows rows i and kVectors vectors of columns n. a(i, k) is
 // a[i * a_stride + k], or a[k * a_stride + i] where a is read transposed.
 template <typename Real, int kBytes, int kRows, int kVectors, bool kTransposed>
@@ -143,13 +168,26 @@ struct Kernels {
   template <int kVectors>
   static void forward_vectors(const ForwardTile<Real>& t) {
     const int64_t keys = t.tile.keys;
+    const Real scale_log2 = t.of_product.scale_log2;
     Vec max[kVectors];
     for (int j = 0; j < kVectors; ++j) max[j] = S::load(t.max + j * kLanes);
-    if (t.mask.masked) {
+    if (t.of_product.cap_log2 > 0) {
+      multiply_vectors<kVectors>(keys, t.head_dim, t.tile.k, t.tile.k_stride, t.q, t.scores);
+      for (int64_t key = 0; key < keys; ++key) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kVectors; ++j) {
+          Real* at = t.scores + key * kPanelRows + j * kLanes;
+          Vec score = t.of_product.cap_log2 * tanh<S>(S::load(at) * t.of_product.per_cap, Real{});
+          if (t.mask.masked) score = hide(t.mask, key, j, score, -kInfinity);
+          S::store(at, score);
+          max[j] = S::larger(score, max[j]);
+        }
+      }
+    } else if (t.mask.masked) {
       product_rows<Real, kBytes, kRows, kVectors, false>(
           keys, t.head_dim, t.tile.k, t.tile.k_stride, t.q, kPanelRows, 0,
           [&](int64_t key, int j, Vec sum) __attribute__((always_inline)) {
-            const Vec score = hide(t.mask, key, j, sum * t.scale_log2, -kInfinity);
+            const Vec score = hide(t.mask, key, j, sum * scale_log2, -kInfinity);
             S::store(t.scores + key * kPanelRows + j * kLanes, score);
             max[j] = S::larger(score, max[j]);
           });
@@ -157,7 +195,7 @@ struct Kernels {
       product_rows<Real, kBytes, kRows, kVectors, false>(
           keys, t.head_dim, t.tile.k, t.tile.k_stride, t.q, kPanelRows, 0,
           [&](int64_t key, int j, Vec sum) __attribute__((always_inline)) {
-            const Vec score = sum * t.scale_log2;
+            const Vec score = sum * scale_log2;
             S::store(t.scores + key * kPanelRows + j * kLanes, score);
             max[j] = S::larger(score, max[j]);
           });
@@ -218,6 +256,7 @@ struct Kernels {
   template <int kVectors>
   static void backward_vectors(const BackwardTile<Real>& t) {
     const int64_t keys = t.tile.keys;
+    const Scores<Real> of_product = t.of_product;
     product_rows<Real, kBytes, kRows, kVectors, false>(
         keys, t.head_dim, t.tile.k, t.tile.k_stride, t.q_t, kPanelRows, 0,
         [&](int64_t key, int j, Vec sum)
@@ -237,10 +276,16 @@ struct Kernels {
       for (int j = 0; j < kVectors; ++j) {
         Real* p = t.p + key * kPanelRows + j * kLanes;
         Real* ds = t.ds + key * kPanelRows + j * kLanes;
-        Vec weight = exp2<S>(S::load(p) * t.scale_log2 - lse[j], Real{});
+        Vec score = S::load(p) * of_product.scale_log2, slope = S::fill(Real{1});
+        if (of_product.cap_log2 > 0) {
+          const Vec part = tanh<S>(S::load(p) * of_product.per_cap, Real{});
+          score = of_product.cap_log2 * part;
+          slope = Real{1} - part * part;
+        }
+        Vec weight = exp2<S>(score - lse[j], Real{});
         if (t.mask.masked) weight = hide(t.mask, key, j, weight, 0);
         S::store(p, weight);
-        S::store(ds, weight * (S::load(ds) - delta[j]));
+        S::store(ds, weight * (S::load(ds) - delta[j]) * slope);
       }
     }
     if (t.dq != nullptr) {

@@ -66,7 +66,7 @@ __device__ void probabilities(const Shared<C>& shared, const BackwardParams& p, 
   using A = typename C::A;
   const int x = threadIdx.x % C::kWidth, y = threadIdx.x / C::kWidth;
   const int head_dim = static_cast<int>(p.shape.head_dim);
-  const A scale = static_cast<A>(p.scale);
+  const A scale = static_cast<A>(p.scale), cap = static_cast<A>(p.cap);
   A s[C::kRows][C::kRows], dp[C::kRows][C::kRows];
   multiply_tiles<C>(s, shared.q, shared.k, head_dim);
   multiply_tiles<C>(dp, shared.d_o, shared.v, head_dim);
@@ -84,9 +84,12 @@ __device__ void probabilities(const Shared<C>& shared, const BackwardParams& p, 
       const int key = first_key + column;
       const bool seen = column < count && key >= keys.begin && key < keys.end &&
                         lse > device::minus_infinity<A>();
-      const A probability = seen ? exp(s[i][j] * scale - lse) : A(0);
+      const A score = capped(s[i][j] * scale, cap);
+      const A part = cap > A(0) ? score / cap : A(0);
+      const A probability = seen ? exp(score - lse) : A(0);
       shared.p[row * (C::kTile + 1) + column] = probability;
-      shared.ds[row * (C::kTile + 1) + column] = seen ? probability * (dp[i][j] - delta) : A(0);
+      shared.ds[row * (C::kTile + 1) + column] =
+          seen ? probability * (dp[i][j] - delta) * (A(1) - part * part) : A(0);
     }
   }
 }

@@ -74,6 +74,12 @@ __device__ void load_tile(typename C::A* tile, const typename C::Element* source
   }
 }
 
+// What a scaled score is under a soft cap; a cap of 0 is none.
+template <typename A>
+__device__ A capped(A score, A cap) {
+  return cap > A(0) ? cap * tanh(score / cap) : score;
+}
+
 // result[i][j] = left row y + i * kWidth . right row x + j * kWidth
 template <typename C>
 __device__ void multiply_tiles(typename C::A (&result)[C::kRows][C::kRows],

@@ -21,7 +21,7 @@ struct Softmax {
   A* queries;        // shared, [kTile, D + 1]
   A* tile;           // shared, keys and then values
   A* probabilities;  // shared, [kTile, kTile + 1]
-  A scale;
+  A scale, cap;
   int head_dim;
 
   // Key tile: `count` keys from key number `first` on.
@@ -40,7 +40,7 @@ struct Softmax {
         const int column = x + j * C::kWidth;
         const bool seen =
             column < count && first + column >= keys[i].begin && first + column < keys[i].end;
-        scores[i][j] = seen ? scores[i][j] * scale : device::minus_infinity<A>();
+        scores[i][j] = seen ? capped(scores[i][j] * scale, cap) : device::minus_infinity<A>();
         top = max(top, scores[i][j]);
       }
       for (int step = C::kWidth / 2; step > 0; step /= 2) {
@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(C::kThreads) forward_kernel(const ForwardParam
   softmax.tile = softmax.queries + C::kTile * (head_dim + 1);
   softmax.probabilities = softmax.tile + C::kTile * (head_dim + 1);
   softmax.scale = static_cast<A>(p.scale);
+  softmax.cap = static_cast<A>(p.cap);
   softmax.head_dim = head_dim;
   load_tile<C>(softmax.queries,
                static_cast<const T*>(p.q) + batch * p.q_strides.batch + head * p.q_strides.head +

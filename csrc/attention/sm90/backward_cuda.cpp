@@ -147,7 +147,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
 
 bool backward_supported(const BackwardParams& params) {
   const Shape& shape = params.shape;
-  return params.dtype == DType::kBFloat16 &&
+  return params.dtype == DType::kBFloat16 && params.cap == 0 &&
          (shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256) &&
          (shape.page_size == 64 || shape.page_size == 128) &&
          (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16);
@@ -160,9 +160,10 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 void backward(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
-  expect(backward_supported(params), "head_dim, page_size, dtype",
-         "64, 128 or 256, 64 or 128, bfloat16",
-         concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype)));
+  expect(
+      backward_supported(params), "head_dim, page_size, dtype, cap",
+      "64, 128 or 256, 64 or 128, bfloat16, 0",
+      concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype), ", ", params.cap));
   expect(params.dq_acc != nullptr || (params.first_wave && params.last_wave), "dq_acc",
          "an accumulator where the past comes in several waves", "none");
   const BackwardWorkspace workspace = plan_workspace(params, params.workspace);

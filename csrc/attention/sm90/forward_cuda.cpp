@@ -61,7 +61,7 @@ void check(const ForwardParams& params) {
 
 bool forward_supported(const ForwardParams& params) {
   const Shape& shape = params.shape;
-  return params.dtype == DType::kBFloat16 && takes_head_dim(shape.head_dim) &&
+  return params.dtype == DType::kBFloat16 && params.cap == 0 && takes_head_dim(shape.head_dim) &&
          (shape.page_size == 64 || shape.page_size == 128) && params.scale > 0;
 }
 

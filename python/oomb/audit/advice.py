@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit
 
-
 # Means lose one key that matters among others: docs/quality.md.
 _BOUNDS = ", or summary bounds with score token_softmax"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from oomb.audit.outputs import LayerAttention
+from oomb.model.interface import soft_capped
 
 _SLAB_PAGES = 32  # of keys at a time: what bounds the memory of a block's scores
 
@@ -78,7 +79,8 @@ def _add_block(
 
     def scores(low: int, high: int) -> torch.Tensor:
         keys = attention.keys[:, :, low:high].to(queries.device, queries.dtype)
-        return queries @ keys[:, :, None].transpose(-1, -2)  # [B, Hkv, group, rows, keys]
+        scaled = queries @ keys[:, :, None].transpose(-1, -2)  # [B, Hkv, group, rows, keys]
+        return soft_capped(scaled, attention.softcap)
 
     own = scores(begin, first + rows)
     index = torch.arange(begin, first + rows, device=queries.device)

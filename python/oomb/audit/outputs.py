@@ -25,6 +25,7 @@ class LayerAttention:
     """
 
     scale: float
+    softcap: float  # 0: none
     queries: torch.Tensor
     keys: torch.Tensor
 
@@ -39,6 +40,7 @@ class _Pieces:
     keys: list[torch.Tensor] = field(default_factory=list)
     seen_keys: int = 0
     scale: float = 1.0
+    softcap: float = 0.0
 
 
 class Recorder:
@@ -80,7 +82,7 @@ class Recorder:
         if not pieces.keys:
             return None
         queries, keys = torch.cat(pieces.queries, dim=2), torch.cat(pieces.keys, dim=2)
-        return LayerAttention(pieces.scale, queries, keys)
+        return LayerAttention(pieces.scale, pieces.softcap, queries, keys)
 
     def _hook(self, index: int) -> Any:
         def keep(_: Any, __: Any, output: Any) -> None:
@@ -100,7 +102,7 @@ class Recorder:
         pieces.queries.append(call.q[:, :, rows].to("cpu", copy=True))
         pieces.keys.append(call.k.to("cpu", copy=True))
         pieces.seen_keys += call.q.shape[2]
-        pieces.scale = call.scale
+        pieces.scale, pieces.softcap = call.scale, call.softcap
 
     def _of_chunk(self, begin: int, tokens: int) -> torch.Tensor:
         return self._rows[begin : begin + tokens]

@@ -97,6 +97,7 @@ class ChunkAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
+        softcap: float,
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o [B, Hq, C, D] and lse [B, Hq, C] of a chunk, after :meth:`begin`.
@@ -115,7 +116,7 @@ class ChunkAttention:
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
             chunk, output = (
-                self._chunk(run.chunk, layer, q, k, v, scale, window),
+                self._chunk(run.chunk, layer, q, k, v, scale, softcap, window),
                 _C.Output(o=o, lse=lse),
             )
             state = None
@@ -156,6 +157,7 @@ class ChunkAttention:
         d_o: torch.Tensor,
         d_lse: torch.Tensor | None,
         scale: float,
+        softcap: float,
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
@@ -167,7 +169,7 @@ class ChunkAttention:
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
             chunk, output = (
-                self._chunk(run.chunk, layer, q, k, v, scale, window),
+                self._chunk(run.chunk, layer, q, k, v, scale, softcap, window),
                 _C.Output(o=o, lse=lse),
             )
             d_output = _C.Output(o=d_o, lse=d_lse)
@@ -256,10 +258,11 @@ class ChunkAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
+        softcap: float,
         window: int,
     ) -> _C.Chunk:
         visibility = self.pages.visibility(layer, chunk, window)
-        return _C.Chunk(q=q, k=k, v=v, scale=scale, visibility=visibility)
+        return _C.Chunk(q=q, k=k, v=v, scale=scale, cap=softcap, visibility=visibility)
 
 
 def _piece(
@@ -298,12 +301,15 @@ def chunk_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    softcap: float,
     window: int,
     call: int,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the active call ``call`` at ``layer`` for the current chunk."""
-    return ChunkAttention.active[call].forward(current_run(), layer, q, k, v, scale, window)
+    return ChunkAttention.active[call].forward(
+        current_run(), layer, q, k, v, scale, softcap, window
+    )
 
 
 @chunk_attention.register_fake
@@ -312,6 +318,7 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    softcap: float,
     window: int,
     call: int,
     layer: int,
@@ -321,7 +328,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.window, ctx.call, ctx.layer = inputs
+    q, k, v, ctx.scale, ctx.softcap, ctx.window, ctx.call, ctx.layer = inputs
     ctx.run = current_run()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
@@ -343,9 +350,10 @@ def _backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) ->
         d_o,
         None if d_lse is None else d_lse.contiguous(),
         ctx.scale,
+        ctx.softcap,
         ctx.window,
     )
-    return *grads, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 chunk_attention.register_autograd(_backward, setup_context=_setup)

@@ -11,6 +11,7 @@ import torch
 from oomb.config import Config
 from oomb.core.layout import Chunks
 from oomb.core.tree import TreeChunks
+from oomb.model.interface import AttentionCall
 
 Block = torch.Tensor  # [n, length] places in a chunk's tokens [B * C], of n blocks of a length
 
@@ -70,7 +71,7 @@ def with_later_keys(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
+    call: AttentionCall,
     block: Block,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention o [B, Hq, C, D], lse [B, Hq, C] over earlier keys and, within blocks, later ones.
@@ -92,7 +93,7 @@ def with_later_keys(
         taken = taken.unflatten(0, (number, length - 1)).transpose(1, 2)
         return torch.repeat_interleave(taken, repeated, dim=1)
 
-    scores = of(q, rows) @ of(k, keys, groups).transpose(-1, -2) * scale
+    scores = call.capped(of(q, rows) @ of(k, keys, groups).transpose(-1, -2) * call.scale)
     earlier = torch.ones(length - 1, length - 1, dtype=torch.bool, device=q.device).tril(-1)
     scores = scores.masked_fill(earlier, -torch.inf)
     later = scores.logsumexp(dim=-1)

@@ -121,7 +121,7 @@ class ImageRows:
 
         def added(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             for block in blocks:
-                o, lse = with_later_keys(o, lse, q, k, v, call.scale, block)
+                o, lse = with_later_keys(o, lse, q, k, v, call, block)
             return o, lse
 
         return added

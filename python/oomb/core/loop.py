@@ -245,7 +245,9 @@ class ChunkLoop:
             attention.begin(run, layer, q, k, v, shares)
             if turns is not None:
                 self._let_the_other_run(turns)
-            o, lse = chunk_attention(q, k, v, call.scale, window, self._attention.id, layer)
+            o, lse = chunk_attention(
+                q, k, v, call.scale, call.softcap, window, self._attention.id, layer
+            )
             return o, lse
 
         o, lse = self._runner.attention(attend, q, k, v)

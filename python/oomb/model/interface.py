@@ -52,9 +52,19 @@ class AttentionCall:
     v: torch.Tensor
     scale: float
     window: int  # 0: unlimited
+    softcap: float  # of the scaled logits; 0: none
     sinks: torch.Tensor | None  # [Hq] logits of the attention sink
     mask: torch.Tensor | None
     block: int = 0  # tokens see their own block of so many, counted from their document's first
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scaled logits under the call's soft cap."""
+        return soft_capped(logits, self.softcap)
+
+
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(logits / cap)``; a cap of 0 leaves them."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 # Takes a call, returns o as [B, Hq, C, D of v].
@@ -95,6 +105,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     if _handler is None:
@@ -103,11 +114,6 @@ def _attention(
     for name, given in keywords.items():
         if name == "is_causal" and given in (None, True):
             continue
-        if name == "softcap" and given is not None:
-            raise UnsupportedModelError(
-                f"{where}: soft-capped attention (softcap={given}) is not supported; the model "
-                "would be another one without its cap"
-            )
         if name not in _INERT and given is not None and given is not False:
             raise UnsupportedModelError(
                 f"{where}: attention keyword {name}={_short(given)} is not supported"
@@ -132,6 +138,7 @@ def _attention(
         v=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
+        softcap=float(softcap or 0.0),
         sinks=s_aux,
         mask=attention_mask,
     )

@@ -73,6 +73,7 @@ def _watched(function: Any, name: str, seen: Seen) -> Any:
             v=value,
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
             window=int(keywords.get("sliding_window") or 0),
+            softcap=float(keywords.get("softcap") or 0.0),
             sinks=None if sinks is None else sinks.detach().clone(),  # weights may go again
             mask=None,
         )
@@ -104,7 +105,7 @@ def plain_attention(call: AttentionCall) -> torch.Tensor:
         hidden |= distance >= call.window
     if call.block:
         hidden |= row[:, None] // call.block != row // call.block
-    logits = (q @ k.transpose(2, 3) * call.scale).masked_fill(hidden, float("-inf"))
+    logits = call.capped(q @ k.transpose(2, 3) * call.scale).masked_fill(hidden, float("-inf"))
     if call.sinks is not None:
         sinks = call.sinks.double().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, sinks), dim=-1)

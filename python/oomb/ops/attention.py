@@ -38,6 +38,7 @@ def _paged_attention(
     dkv_table: torch.Tensor | None,
     num_past: int,
     scale: float,
+    softcap: float,
     window: int,
     selection: torch.Tensor | None,
     first_key: torch.Tensor | None,
@@ -46,7 +47,7 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = _outputs(q)
     _C.attention_forward(
-        chunk=_chunk(q, k, v, scale, window, first_key, num_keys),
+        chunk=_chunk(q, k, v, scale, softcap, window, first_key, num_keys),
         past=_past(kv_pages, block_table, num_past, selection),
         output=_C.Output(o=o, lse=lse),
         workspace=workspace_on(q.device),
@@ -75,6 +76,7 @@ def _paged_attention_backward(
     dkv_table: torch.Tensor | None,
     num_past: int,
     scale: float,
+    softcap: float,
     window: int,
     selection: torch.Tensor | None,
     first_key: torch.Tensor | None,
@@ -92,7 +94,7 @@ def _paged_attention_backward(
             dtype=str(dkv_pages.dtype).removeprefix("torch."),
         )
     _C.attention_backward(
-        chunk=_chunk(q, k, v, scale, window, first_key, num_keys),
+        chunk=_chunk(q, k, v, scale, softcap, window, first_key, num_keys),
         past=_past(kv_pages, block_table, num_past, selection),
         output=_C.Output(o=o, lse=lse),
         d_output=_C.Output(o=d_o, lse=d_lse),
@@ -145,6 +147,7 @@ def paged_attention(
     *,
     num_past: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     dkv_table: torch.Tensor | None = None,
     window: int = 0,
     selection: torch.Tensor | None = None,
@@ -169,6 +172,8 @@ def paged_attention(
             Sequences may share pages; those that receive gradients they may not.
         num_past: past tokens; None: all pages are full.
         scale: of the logits; None: head_dim ** -0.5.
+        softcap: scaled logits s become softcap * tanh(s / softcap) before anything is hidden
+            (Gemma 2, arXiv:2408.00118); None: they stay.
         dkv_table: int32 [batch, pages]: slot of each page's gradient in dkv_pages, -1 for none;
             None: as in block_table.
         window: tokens: a query sees its last ``window`` keys, itself included; 0: all.
@@ -206,6 +211,8 @@ def paged_attention(
         scale = q.shape[-1] ** -0.5
     elif not isinstance(scale, Real) or not math.isfinite(scale):
         refuse("scale", "a finite number", repr(scale))
+    if softcap is not None and not _is_cap(softcap):
+        refuse("softcap", "a finite number > 0 or None", repr(softcap))
     if not isinstance(deterministic, bool):
         refuse("deterministic", "a bool", repr(deterministic))
     if check:
@@ -224,6 +231,7 @@ def paged_attention(
         dkv_table,
         num_past,
         float(scale),
+        0.0 if softcap is None else float(softcap),
         window,
         selection,
         first_key,
@@ -231,6 +239,11 @@ def paged_attention(
         deterministic,
     )
     return out
+
+
+def _is_cap(value: object) -> bool:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 
 
 def _check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -346,12 +359,13 @@ def _chunk(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    softcap: float,
     window: int,
     first_key: torch.Tensor | None,
     num_keys: torch.Tensor | None,
 ) -> _C.Chunk:
     visibility = _C.Visibility(window=window, first_key=first_key, num_keys=num_keys)
-    return _C.Chunk(q=q, k=k, v=v, scale=scale, visibility=visibility)
+    return _C.Chunk(q=q, k=k, v=v, scale=scale, cap=softcap, visibility=visibility)
 
 
 def _past(

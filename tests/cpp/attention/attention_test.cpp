@@ -47,6 +47,8 @@ const std::vector<Case>& cases() {
        .list_per_head = true},
       {.name = "ListedTailAndWindow", .past = 5 * 16 + 3, .window = 70, .listed = {0, 3, 5}},
       {.name = "SomeWithoutGradient", .past = 6 * 16, .no_gradient = {0, 3}},
+      {.name = "Capped", .past = 3 * 16 + 9, .cap = 1.5},
+      {.name = "CappedFarAway", .batch = 2, .query_heads = 6, .chunk = 37, .cap = 50},
       {.name = "Everything",
        .batch = 2,
        .query_heads = 6,
@@ -59,6 +61,18 @@ const std::vector<Case>& cases() {
        .listed = {0, 3, 4, 6},
        .list_per_head = true,
        .no_gradient = {4}},
+      {.name = "CappedAndHidden",
+       .batch = 2,
+       .query_heads = 6,
+       .chunk = 53,
+       .past = 6 * 16 + 5,
+       .window = 60,
+       .documents = {0, 20, 110},
+       .num_keys = {154, 118},
+       .listed = {0, 3, 4, 6},
+       .list_per_head = true,
+       .no_gradient = {4},
+       .cap = 2.5},
   };
   return all;
 }

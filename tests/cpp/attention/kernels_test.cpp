@@ -97,6 +97,15 @@ TEST(KernelsTest, ForcedOnesRunOrRefuse) {
                  "OOMB_ATTENTION: expected an implementation that takes bfloat16, head dim 80, "
                  "pages of 32 tokens on compute capability 8.6, got older");
   }
+  params.cap = 50;
+  try {
+    choose_kernels(kAll, params, 86, &kOlder);
+    FAIL() << "expected a refusal";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("32 tokens, scores capped at 50 on"),
+              std::string::npos)
+        << error.what();
+  }
 }
 
 TEST(KernelsTest, NamesAreThoseDeclared) {

@@ -38,6 +38,7 @@ struct Case {
   std::vector<int32_t> listed = {};     // pages every query block attends to; empty: all
   bool list_per_head = false;           // the last kv head's lists lack their first page
   std::vector<int32_t> no_gradient = {};
+  double cap = 0;  // of scaled scores, which lie within about 4
 
   int64_t pages() const { return ceil_div(past, page); }
   int64_t blocks() const { return ceil_div(chunk, page); }
@@ -105,6 +106,7 @@ class Problem {
     p.past = past();
     p.dtype = dtype_of<Storage>();
     p.scale = scale;
+    p.cap = c.cap;
     p.q = q.data();
     p.k = k.data() + c.past * c.head_dim;
     p.v = v.data() + c.past * c.head_dim;
@@ -134,6 +136,7 @@ class Problem {
     p.past = f.past;
     p.dtype = f.dtype;
     p.scale = f.scale;
+    p.cap = f.cap;
     p.q = f.q;
     p.k = f.k;
     p.v = f.v;

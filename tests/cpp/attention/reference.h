@@ -52,12 +52,14 @@ Results<double> reference(const Problem<Storage, Gradient>& problem) {
       for (int64_t row = 0; row < c.chunk; ++row) {
         const int64_t query = problem.at(c.query_heads, c.chunk, b, h, row);
         std::vector<int64_t> keys;
-        std::vector<double> weights;
+        std::vector<double> weights, slopes;  // slopes: of the soft cap
         double max = -std::numeric_limits<double>::infinity();
         for (int64_t key = 0; key < c.tokens(); ++key) {
           if (!sees(problem, b, kv_head, row, key)) continue;
           keys.push_back(problem.at(c.kv_heads, c.tokens(), b, kv_head, key));
-          weights.push_back(dot(problem.q, query, problem.k, keys.back()) * problem.scale);
+          const double score = dot(problem.q, query, problem.k, keys.back()) * problem.scale;
+          weights.push_back(c.cap > 0 ? c.cap * std::tanh(score / c.cap) : score);
+          slopes.push_back(c.cap > 0 ? 1 - std::pow(weights.back() / c.cap, 2) : 1.0);
           max = std::max(max, weights.back());
         }
         if (keys.empty()) {
@@ -77,7 +79,8 @@ Results<double> reference(const Problem<Storage, Gradient>& problem) {
         const auto statistic = static_cast<size_t>((b * c.query_heads + h) * c.chunk + row);
         const double d_lse = static_cast<double>(problem.d_lse[statistic]);
         for (size_t i = 0; i < keys.size(); ++i) {
-          const double d_score = weights[i] * (d_weights[i] - mean + d_lse) * problem.scale;
+          const double d_score =
+              weights[i] * (d_weights[i] - mean + d_lse) * slopes[i] * problem.scale;
           const int64_t page = (keys[i] / c.head_dim) % c.tokens() / c.page;
           const bool wanted =
               (keys[i] / c.head_dim) % c.tokens() >= c.past || problem.has_gradient(page);

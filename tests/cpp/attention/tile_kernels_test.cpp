@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <ostream>
 #include <random>
 #include <vector>
@@ -53,7 +54,7 @@ class TileKernelsTest : public ::testing::TestWithParam<InstructionSet> {
     tile.tile = {keys, exponents.data(), exponents.data(), 1, 1};
     tile.head_dim = 1;
     tile.vectors = 1;
-    tile.scale_log2 = 1;
+    tile.of_product.scale_log2 = 1;
     tile.q = q.data();
     tile.scores = scores.data();
     tile.acc = acc.data();
@@ -81,6 +82,46 @@ class TileKernelsTest : public ::testing::TestWithParam<InstructionSet> {
     const Real infinity = std::numeric_limits<Real>::infinity();
     EXPECT_EQ(exp2_of<Real>({0, -infinity, 2 * lowest, -1, -2}),
               (std::vector<Real>{1, 0, 0, Real{0.5}, Real{0.25}}));
+  }
+
+  // The largest score of one key that has the product q . k, base 2, under a cap.
+  template <typename Real>
+  Real capped(Real product, double cap) {
+    const TileKernels<Real>& kernels = kernels_of<Real>(GetParam());
+    const auto width = static_cast<size_t>(kernels.panel_rows);
+    std::vector<Real> q(width, 1), acc(width, 0), sum(width, 0), scores(width);
+    std::vector<Real> max(width, std::numeric_limits<Real>::lowest() / 2);
+    ForwardTile<Real> tile;
+    tile.tile = {1, &product, &product, 1, 1};
+    tile.head_dim = 1;
+    tile.vectors = 1;
+    tile.of_product = {1.0, cap};
+    tile.q = q.data();
+    tile.scores = scores.data();
+    tile.acc = acc.data();
+    tile.max = max.data();
+    tile.sum = sum.data();
+    kernels.forward(tile);
+    return max[0];
+  }
+
+  // From scores a cap leaves alone to those it holds, all to the last digits.
+  template <typename Real>
+  void expect_cap_accurate(double bound) {
+    const double cap = 50;
+    double worst = 0;
+    for (int i = -300; i <= 300; ++i) {
+      const double size = cap * std::exp2(std::abs(i) / 10.0 - 25);  // up to 32 caps
+      const auto product = static_cast<Real>(i < 0 ? -size : size);
+      const long double exact = cap * std::numbers::log2e_v<long double> *
+                                std::tanh(static_cast<long double>(product) / cap);
+      const long double got = capped(product, cap);
+      worst = std::max(worst, static_cast<double>(std::abs((got - exact) / exact)));
+    }
+    EXPECT_LE(worst, bound);
+    EXPECT_EQ(capped(Real{0}, cap), Real{0});
+    EXPECT_EQ(capped(std::numeric_limits<Real>::infinity(), cap),
+              static_cast<Real>(cap * std::numbers::log2e));
   }
 
   // All shapes of blocks: rows with rests of 1, 2 and 4, one to three vectors.
@@ -154,7 +195,7 @@ void TileKernelsTest::expect_backward(int64_t head_dim, bool masked, double boun
   tile.padded_dim = padded;
   tile.vectors = width / kernels.lanes;
   tile.rows = rows;
-  tile.scale_log2 = static_cast<Real>(scale);
+  tile.of_product.scale_log2 = static_cast<Real>(scale);
   tile.q_t = q_t.data();
   tile.do_t = do_t.data();
   tile.q = q.data();
@@ -203,6 +244,11 @@ void TileKernelsTest::expect_backward(int64_t head_dim, bool masked, double boun
 TEST_P(TileKernelsTest, Exp2IsAccurateToTheLastBits) {
   expect_exp2_accurate<float>(-125, 1.2e-7);
   expect_exp2_accurate<double>(-1021, 4.5e-16);
+}
+
+TEST_P(TileKernelsTest, SoftCapIsAccurateToTheLastBits) {
+  expect_cap_accurate<float>(5e-7);
+  expect_cap_accurate<double>(1e-15);
 }
 
 TEST_P(TileKernelsTest, ProductOfEveryBlockShape) {

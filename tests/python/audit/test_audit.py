@@ -359,7 +359,7 @@ def test_padded_lists_name_no_page() -> None:
     q, k = torch.randn(1, 2, 4, 8).double(), torch.randn(1, 1, 12, 8).double()
     lists = torch.tensor([[[[1, -1]], [[-1, -1]]]], dtype=torch.int32)  # [1, 2 blocks, 1, 2]
     found = attention_mass(
-        LayerAttention(0.5, q, k),
+        LayerAttention(0.5, 0.0, q, k),
         [4, 5],
         [None, None, lists],
         chunk_size=4,

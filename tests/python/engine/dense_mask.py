@@ -81,6 +81,7 @@ def _attention(
     scaling: float,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     assert _visible is not None
@@ -92,7 +93,10 @@ def _attention(
     far = _visible.constant()
     products = query @ key.transpose(-1, -2)
     products = torch.where(far, query @ key.detach().transpose(-1, -2), products)
-    scores = (products * scaling).masked_fill(~mask, -torch.inf)
+    scores = products * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
     if s_aux is not None:
         sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 VOCABULARY = 97
 
@@ -58,6 +59,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "gemma2": (  # caps so low that both are felt
+        "Gemma2",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "vaultgemma": (
+        "VaultGemma",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "granite": (
         "Granite",
         {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
@@ -65,6 +84,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.2}),
     "cohere-norm": ("Cohere", {"logit_scale": 0.2, "use_qk_norm": True}),
 }
+
+CAPPED = "soft_capped"
+
+
+def _soft_capped(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As Gemma 2's eager one, whose softmax rounds to fp32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = softcap * torch.tanh(query @ key.mT * scaling / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(CAPPED, _soft_capped)
+AttentionMaskInterface.register(CAPPED, eager_mask)
 
 # Rotary variants on top of an architecture; 40 positions are "short" for them, 75 "long".
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
@@ -110,6 +154,8 @@ def make(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> PreT
     if prefix == "GptOss":  # sinks need eager attention; other experts kernels know no fp64
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")
+    elif prefix in ("Gemma2", "VaultGemma"):  # sdpa knows no soft cap
+        model.set_attn_implementation(CAPPED)
     else:
         model.set_attn_implementation("sdpa")
     spread_weights(model)
@@ -154,7 +200,9 @@ def keep_norms_in_float64(model: nn.Module) -> None:
     """Replace forwards that round to fp32 inside, for chunked and ordinary training alike."""
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
+        if kind in ("Gemma2RMSNorm", "VaultGemmaRMSNorm"):
+            module.forward = _gemma_norm(module)
+        elif kind.endswith("RMSNorm"):
             module.forward = _rms_norm(module)
         elif kind == "CohereLayerNorm":
             module.forward = _layer_norm(module)
@@ -164,6 +212,14 @@ def _rms_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
         return norm.weight * (x * scale)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _gemma_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+        return (1 + norm.weight) * (x * scale)  # type: ignore[no-any-return]
 
     return forward
 

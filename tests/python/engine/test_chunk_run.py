@@ -67,7 +67,7 @@ def test_backward_is_that_of_the_chunk_whose_forward_it_was(
     for run in (FILL, SWEEP):
         q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
         with run.under_way():
-            outputs.append(chunk_attention(q, k, v, 1.0, 0, CALL, 0)[0])
+            outputs.append(chunk_attention(q, k, v, 1.0, 0.0, 0, CALL, 0)[0])
     in_a_bare_thread(lambda: outputs[0].sum().backward())
     with FILL.under_way():
         outputs[1].sum().backward()

@@ -82,6 +82,14 @@ def test_lengths(chunk: int, page: int, tokens: int) -> None:
     assert_equal(result, ordinary(model, ids, ids))
 
 
+@pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
+@pytest.mark.parametrize("tail", [1, 2, 3])
+def test_soft_caps_with_tails(name: str, tail: int) -> None:
+    """Last chunks of one to three tokens."""
+    model, ids = make(name), random_ids(2, 64 + tail)
+    assert_equal(chunked(model, config(), ids, ids), ordinary(model, ids, ids))
+
+
 @pytest.mark.parametrize(("chunk", "page", "tokens"), LENGTHS[:6])
 def test_lengths_with_windows(chunk: int, page: int, tokens: int) -> None:
     model = make("mistral")
@@ -107,7 +115,7 @@ def test_heads(heads: tuple[int, int], head_dim: int) -> None:
     assert_equal(chunked(model, config(), ids, ids), ordinary(model, ids, ids))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss", "gemma2", "vaultgemma"])
 @pytest.mark.parametrize("lengths", [(75, 50, 9), (16, 75, 17), (75, 75, 1), (40, 32, 48)], ids=str)
 def test_right_padding(name: str, lengths: tuple[int, ...]) -> None:
     """Three sequences; whole chunks of some are padding; padded labels are ignored."""

@@ -100,7 +100,7 @@ def test_evaluate_has_the_loss_of_training(ids: torch.Tensor, dtype: torch.dtype
         assert step.num_valid_tokens == trained.num_valid_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss", "cohere", "granite"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss", "cohere", "granite", "gemma2"])
 def test_logprobs(ids: torch.Tensor, name: str) -> None:
     model = make(name)
     labels = ids.clone()

@@ -91,11 +91,11 @@ def test_equals_dense_attention_under_the_selected_mask(rule: str, inputs: str) 
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "mistral", "phi3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "mistral", "phi3", "gpt-oss", "gemma2"])
 def test_architectures(name: str, recompute: str) -> None:
     """Sliding-window layers ignore the rule."""
     result, expected, visible = run(name, RULES["block mean"], recompute=recompute)
-    sliding_layers = {"mistral": {0, 1, 2}, "gpt-oss": {0, 2}}.get(name, set())
+    sliding_layers = {"mistral": {0, 1, 2}, "gpt-oss": {0, 2}, "gemma2": {0, 2}}.get(name, set())
     for layer, per_chunk in enumerate(visible.selection):
         sliding = layer in sliding_layers
         assert all(lists is None for lists in per_chunk) == sliding

@@ -207,7 +207,8 @@ def test_leaving_out_a_wait_is_noticed(wait: str) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.0], ids=["100 %", "25 %", "smallest"])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-tied", "qwen3", "mistral", "phi3", "gpt-oss", "granite", "cohere"]
+    "name",
+    ["llama", "qwen2-tied", "qwen3", "mistral", "phi3", "gpt-oss", "granite", "cohere", "gemma2"],
 )
 def test_is_exact_with_any_tier(name: str, share: float) -> None:
     model = make(name)

@@ -27,10 +27,6 @@ from .reference import assert_equal, chunked, ordinary, random_ids
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
 
 
-def gemma2() -> nn.Module:
-    return of("Gemma2", attn_implementation="eager")
-
-
 def mamba() -> nn.Module:
     return of("Mamba")
 
@@ -309,7 +305,6 @@ def looks_at_other_tokens() -> nn.Module:
 
 
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
-    (gemma2, r"^layer 0 \(Gemma2Attention\): soft-capped attention \(softcap=50"),
     (mamba, r"layers\.0\.mixer \(MambaMixer\): asks its cache for the state of Mamba-1"),
     (jamba, r"layers\.0\.mamba \(JambaMambaMixer\): asks its cache for the state of Mamba-1"),
     (minimax, r"layers\.1\.self_attn \(MiniMaxLightningAttention\): asks .* lightning attention"),

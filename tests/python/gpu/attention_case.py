@@ -42,6 +42,10 @@ LIMITS: list[dict[str, Any]] = [
 ]
 
 
+def soft_capped(scores: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     batch: int = 1
@@ -61,6 +65,7 @@ class Case:
     dkv_dtype: torch.dtype = torch.float32
     deterministic: bool = True
     seed: int = 0
+    softcap: float = 0.0
 
     @property
     def pages(self) -> int:
@@ -206,7 +211,7 @@ class Problem:
         q, k, v = (t.nan_to_num(0.0).to(dtype).contiguous().requires_grad_() for t in leaves)
         seen = self.visible()
         scores = (q @ k.repeat_interleave(c.group, dim=1).transpose(-1, -2)) * self.scale
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = soft_capped(scores, c.softcap).masked_fill(~seen, float("-inf"))
         empty = ~seen.any(dim=-1, keepdim=True)
         lse = torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1)
         p = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
@@ -219,6 +224,7 @@ class Problem:
         """o and lse in float64, without the gradients that dense() needs room for."""
         k, v = self._for_each_head(torch.float64)
         scores = (self.q.double() @ k.transpose(-1, -2)) * self.scale
+        scores = soft_capped(scores, self.case.softcap)
         scores.masked_fill_(~self.visible(), float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)
         scores -= lse.masked_fill(lse == float("-inf"), 0.0)[..., None]
@@ -246,7 +252,14 @@ class Problem:
             window=c.window, first_key=self.first_key, num_keys=self.num_keys
         )
         return dict(
-            chunk=_C.Chunk(q=self.q, k=self.k, v=self.v, scale=self.scale, visibility=visibility),
+            chunk=_C.Chunk(
+                q=self.q,
+                k=self.k,
+                v=self.v,
+                scale=self.scale,
+                cap=c.softcap,
+                visibility=visibility,
+            ),
             past=_C.PastPages(
                 page_size=c.page_size,
                 pool=pool_of(self.pool),

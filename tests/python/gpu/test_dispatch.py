@@ -27,6 +27,8 @@ def unforced():
         ("sm80", Case(page_size=32)),
         ("sm90", Case(dtype=torch.float16)),
         ("sm90", Case(head_dim=96)),
+        ("sm80", Case(softcap=50.0)),
+        ("sm90", Case(softcap=50.0)),
     ],
     ids=str,
 )

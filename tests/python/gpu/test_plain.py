@@ -42,6 +42,26 @@ def test_head_dims(head_dim: int, lists: str, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("lists", ["dense", "per_head"])
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+def test_soft_caps(softcap: float, lists: str, dtype: torch.dtype) -> None:
+    check(
+        Case(
+            head_dim=80,
+            page_size=32,
+            chunk=75,
+            past=170,
+            batch=2,
+            window=100,
+            lists=lists,
+            dtype=dtype,
+            dkv_dtype=gradient_dtype(dtype),
+            softcap=softcap,
+        )
+    )
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
 @pytest.mark.parametrize("head_dim", [264, 512])

@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     dkv_dtype: torch.dtype = torch.float64
     no_gradient_pages: tuple[int, ...] = ()
+    softcap: float = 0.0
     seed: int = 0
 
     @property
@@ -127,7 +128,10 @@ class Problem:
         visibility = _C.Visibility(
             window=self.case.window, first_key=self.first_key, num_keys=self.num_keys
         )
-        return _C.Chunk(q=self.q, k=self.k, v=self.v, scale=self.scale, visibility=visibility)
+        cap = self.case.softcap
+        return _C.Chunk(
+            q=self.q, k=self.k, v=self.v, scale=self.scale, cap=cap, visibility=visibility
+        )
 
     def past(self) -> _C.PastPages:
         return _C.PastPages(
@@ -240,6 +244,8 @@ class Problem:
         k = self.k_all.double().where(used, 0).requires_grad_()
         v = self.v_all.double().where(used, 0).requires_grad_()
         scores = (q.unflatten(1, (case.kv_heads, group)) @ k[:, :, None].mT) * self.scale
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
         scores = scores.masked_fill(~seen[:, :, None], -math.inf)
         lse = scores.logsumexp(-1)
         nothing = lse == -math.inf

@@ -15,6 +15,8 @@ from oomb import _C
 CASES = {
     "plain": Case(),
     "one_token": Case(chunk=1),
+    "capped": Case(num_past=3 * 16 + 9, softcap=1.5),
+    "capped_window": Case(num_past=3 * 16 + 9, window=20, softcap=2.5),
     "one_token_no_past": Case(chunk=1, num_past=0),
     "no_past": Case(num_past=0),
     "one_page": Case(num_past=16),

@@ -32,7 +32,7 @@ class Inputs:
         if listed:
             lists = torch.tensor([[0, 2], [1, -1], [2, 3]], dtype=torch.int32, device=device)
             selection = lists[None, :, None].contiguous()
-        self.rest: tuple[Any, ...] = (self.table, None, PAST, HEAD_DIM**-0.5, 0, selection)
+        self.rest: tuple[Any, ...] = (self.table, None, PAST, HEAD_DIM**-0.5, 2.0, 0, selection)
         self.rest += (None, None, True)
 
 

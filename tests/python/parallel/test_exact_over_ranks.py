@@ -79,6 +79,10 @@ CASES = {
     "a loss of one's own": Case(batch=2, call="token_loss", is_ordinary=False),
     "window": Case(model="mistral", batch=2),
     "sinks": Case(model="gpt-oss"),
+    "soft caps": Case(model="gemma2", batch=2),
+    "soft caps, recompute, two tiers": Case(
+        model="gemma2", config={"recompute": "layer"}, slots=26, tokens=140
+    ),
     "sinks, recompute": Case(model="gpt-oss", config={"recompute": "layer"}),
     "tied, norms of heads": Case(model="qwen3-tied"),
     "one rank's slice ignored": Case(call="slice ignored"),

@@ -112,12 +112,11 @@ def test_fused_kernels_keep_less() -> None:
     assert fused.sweep_peak_bytes < plain.sweep_peak_bytes
 
 
-def test_a_model_that_cannot_be_run_is_refused_as_the_engine_does() -> None:
+def test_soft_caps_are_planned() -> None:
     config = transformers.Gemma2Config(
         hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=8, vocab_size=97
     )
-    with pytest.raises(UnsupportedModelError, match="^layer 0 .*soft-capped attention"):
-        Planner(config, Machine.here("cpu"))
+    Planner(config, Machine.here("cpu"))
 
 
 class LooksAtValues(torch.nn.Module):
