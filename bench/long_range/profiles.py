@@ -105,7 +105,6 @@ PROFILES = {
         ),
         number=32,
         asked_tokens=8192,
-        tasks=_NEEDLES,
         probe_seconds=10.0,
     ),
     # One H200, ten minutes: the shape of the answer.
