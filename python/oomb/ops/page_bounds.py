@@ -57,5 +57,16 @@ def page_bounds(
 
 
 def bounding_queries(q: torch.Tensor) -> torch.Tensor:
-    """Queries [..., head_dim] as [..., 2 * head_dim]; their product with bounds is q's bound."""
+    """Queries whose products with bounds of pages are the bounds of their products with keys.
+
+    Args:
+        q: [batch, heads, tokens, head_dim], after RoPE.
+
+    Returns:
+        [batch, heads, tokens, 2 * head_dim] of q's dtype: what is positive in q, then in -q.
+
+    Raises:
+        ValueError: q is no such tensor.
+    """
+    check_tensor("q", q, ("batch", "heads", "tokens", "head_dim"), dtypes=FLOATS)
     return torch.cat([q, -q], dim=-1).clamp(min=0)

@@ -26,7 +26,7 @@ def test_the_product_is_the_bound(num_rows: tuple[int, int] | None) -> None:
     rows = None if num_rows is None else torch.tensor(num_rows)
     bounds = page_bounds(k, PAGE, rows)
     assert bounds.shape == (B, 6, H, 2 * DIM)
-    above = torch.einsum("bhd,bphd->bhp", bounding_queries(q), bounds)
+    above = torch.einsum("bhd,bphd->bhp", bounding_queries(q[:, :, None])[:, :, 0], bounds)
     for b in range(B):
         length = TOKENS if num_rows is None else num_rows[b]
         for h in range(H):
@@ -60,7 +60,7 @@ def test_a_key_among_many_is_seen() -> None:
         q[16:] = 0
         k[0, 0, 300 * 64 + 17] = 4 * q
         means = k.view(pages, 64, dim).mean(1) @ q
-        bounds = page_bounds(k, 64)[0, :, 0] @ bounding_queries(q)
+        bounds = page_bounds(k, 64)[0, :, 0] @ bounding_queries(q[None, None, None])[0, 0, 0]
         found["mean"] += int(means.argmax()) == 300
         found["bounds"] += int(bounds.argmax()) == 300
     assert found["bounds"] == 10 and found["mean"] <= 6, found
@@ -78,3 +78,8 @@ def test_bad_arguments(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"k": torch.zeros(2, 1, 8, 4), "page_size": 4}
     with pytest.raises(ValueError, match=message):
         page_bounds(**arguments | change)  # type: ignore[arg-type]
+
+
+def test_queries_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"q: expected \[batch, heads, tokens, head_dim\], got"):
+        bounding_queries(torch.zeros(2, 8))
