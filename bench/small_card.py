@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--main-grad-dtype", default="float32")
     parser.add_argument("--main-grad-device", choices=("device", "host"), default="device")
-    parser.add_argument("--optimizer", choices=("none", "adamw"), default="none")
+    parser.add_argument("--optimizer", choices=("none", "adamw", "adamw_8bit"), default="none")
     parser.add_argument("--optimizer-states", choices=("device", "host"), default="device")
     parser.add_argument("--budget", type=int, default=0, help="pages (TopKPages); 0: exact")
     parser.add_argument("--kv-grad-dtype", default="float32")
@@ -89,8 +89,9 @@ def main() -> None:
 
     before = used_bytes()
     on_host = options.weights == "host"
+    positions = max(2**18, options.tokens)
     model: Any = random_model(
-        SHAPES[options.model], device="cuda", dtype=torch.bfloat16, positions=2**18
+        SHAPES[options.model], device="cuda", dtype=torch.bfloat16, positions=positions
     )
     adapter: Any = None
     if not options.full:
@@ -121,11 +122,11 @@ def main() -> None:
         adapter=adapter,
         quantization=None if options.full or on_host else "nf4",
     )
-    steps_it = options.optimizer == "adamw"
+    names = {"none": None, "adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
     plan = planner.predict(
         options.tokens,
         config,
-        optimizer="adamw_torch_fused" if steps_it else None,
+        optimizer=names[options.optimizer],
         optimizer_states=options.optimizer_states,
     )
     if options.float8:
@@ -140,9 +141,14 @@ def main() -> None:
                 if type(module).__name__ == "Float8Linear":
                     module.compile()
     optimizer: Any = None
-    if steps_it:
+    if options.optimizer != "none":
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        if options.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        else:
+            from bitsandbytes.optim import AdamW8bit  # optional
+
+            optimizer = AdamW8bit(trained, lr=1e-6)
         if options.optimizer_states == "host":
             optimizer = HostStates(optimizer, free_gradients=True)
     ids = torch.randint(1, 30000, (1, options.tokens), device="cuda")
@@ -189,6 +195,7 @@ def main() -> None:
         "first_seconds": all_seconds[0],  # with the host's pinned memory
         "optimizer_seconds": stepping,
         "main_grad_device": options.main_grad_device,
+        "optimizer": options.optimizer,
         "optimizer_states": options.optimizer_states,
         "float8": options.float8,
         "budget": options.budget,

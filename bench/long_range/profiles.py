@@ -18,7 +18,8 @@ class Level:
         asked: lengths of evaluation; none at a level that is only on the way.
         methods: names of ``training.methods``. Each goes on from its own
             model of the level before, where there is one, or else from that of its first method.
-        tried: methods under whose attention models are evaluated, beside dense attention.
+        tried: methods under whose attention models are evaluated, beside dense attention
+            and a model's own.
     """
 
     stage: Stage
@@ -34,6 +35,7 @@ class Profile:
     Attributes:
         number: sequences of each task and length.
         tasks: that are asked.
+        far_tasks: those asked beyond a level's own length too; none named: all of them.
         asked_tokens: that are asked at once.
         probe_seconds: of training between two looks at the share of needles found.
     """
@@ -45,6 +47,7 @@ class Profile:
     number: int
     asked_tokens: int
     tasks: tuple[str, ...] = tuple(TASKS)
+    far_tasks: tuple[str, ...] = ()
     probe_seconds: float = 5.0
 
 
@@ -124,6 +127,24 @@ PROFILES = {
         number=32,
         asked_tokens=2**19,
         tasks=_NEEDLES,
+    ),
+    # One H200, a quarter of an hour: every other method and task at one length.
+    "methods": Profile(
+        size="base",
+        rope=Rope(1e12, 131_072),
+        page_size=128,
+        levels=(
+            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 12.0), 128: 60.0}),
+            Level(stage=_stage(16_384, 4, 2e-4, 20), asked=(16_384, 65_536),
+                  methods=("exact", "ordinary", "SpaCO 1/2", "SpaCO 1/4", "1 back",
+                           "bf16 gradients", "32 pages, bounds", "64 pages, softmax", "64 pages",
+                           "64 pages, sink, recent", "16 pages, bounds", "16 pages, softmax",
+                           "4 back"),
+                  tried=("64 pages, bounds",)),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        far_tasks=_NEEDLES,
     ),
     # One H200, an hour in pieces.
     "full": Profile(

@@ -6,7 +6,7 @@
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
 times the length it was trained on, under dense attention and under page budgets. A profile names
-sizes and lengths: smoke, cpu, quick, full.
+sizes and lengths: smoke, cpu, quick, methods, full.
 
 A run is made of pieces: a training, then its questions. What is done stands in
 ``results-SEED.json`` and in checkpoints (bf16 weights) beside it; called again it goes on with what
@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import oomb
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -125,9 +127,13 @@ class Run:
 
     def _ask(self, piece: Piece, found: dict[str, Any], deadline: float) -> bool:
         """Whether everything was asked."""
+        tried = dict.fromkeys((_DENSE, *piece.level.tried, *self._own_attention(piece)))
         for length in piece.level.asked:
-            for method in (_DENSE, *piece.level.tried):
-                for task in self._profile.tasks:
+            tasks = self._profile.tasks
+            if length > piece.level.stage.length:
+                tasks = self._profile.far_tasks or tasks
+            for method in tried:
+                for task in tasks:
                     attention = "dense" if method == _DENSE else method
                     key = f"{task} | {length} | {attention}"
                     if key in found["asked"]:
@@ -143,6 +149,13 @@ class Run:
             if piece.method == _DENSE and piece.level.tried and time.perf_counter() <= deadline:
                 self._foretell(piece, found, length)
         return True
+
+    def _own_attention(self, piece: Piece) -> tuple[str, ...]:
+        """Its method, where that attends to pages of a budget."""
+        stage = piece.level.stage
+        config = methods(stage.length, self._profile.page_size, self._seed)[piece.method]
+        sparse = config is not None and isinstance(config.attention, oomb.TopKPages)
+        return (piece.method,) if sparse else ()
 
     def _foretell(self, piece: Piece, found: dict[str, Any], length: int) -> None:
         told = found.setdefault("foretold", {})
