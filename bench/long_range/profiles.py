@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .model import Rope
@@ -186,11 +186,12 @@ def named(level: Level, method: str) -> str:
     return f"{level.stage.length} {method}"
 
 
-def pieces(profile: Profile) -> Iterator[Piece]:
-    """All of a run, in order."""
+def pieces(profile: Profile, last: Sequence[str] = ()) -> Iterator[Piece]:
+    """All of a run, in order; of its last level the methods in ``last``, if any are named."""
     before: Level | None = None
     for level in profile.levels:
-        for method in level.methods:
+        chosen = last if last and level is profile.levels[-1] else level.methods
+        for method in chosen:
             start = None
             if before is not None:
                 start = named(before, method if method in before.methods else before.methods[0])

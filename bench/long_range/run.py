@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ class Run:
         )
         self._data = Data(seed)
 
-    def go_on(self, deadline: float) -> None:
-        """Every piece that is missing, as long as there is time."""
-        for piece in pieces(self._profile):
+    def go_on(self, deadline: float, last: Sequence[str] = ()) -> None:
+        """Every piece that is missing, as long as there is time; ``last``: as in ``pieces``."""
+        for piece in pieces(self._profile, last):
             found = self.record["pieces"].setdefault(piece.name, {})
             if "seconds" not in found:
                 if time.perf_counter() + piece.level.stage.seconds > deadline:
@@ -212,6 +213,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="results and checkpoints")
     parser.add_argument("--seconds", type=float, default=540.0, help="of this call")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--method", action="append", default=[], help="of the last level, in this order [all]"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--table", type=Path, help="print the results of a folder")
     parser.add_argument("--picture", type=Path, help="of that folder: eight keys")
@@ -224,8 +228,11 @@ def main() -> None:
     elif options.profile is None or options.folder is None:
         parser.error("expected a profile and --folder, or --table FOLDER")
     else:
+        known = PROFILES[options.profile].levels[-1].methods
+        if unknown := [name for name in options.method if name not in known]:
+            parser.error(f"--method: expected some of {', '.join(known)}, got {unknown[0]}")
         run = Run(options.profile, options.folder, options.seed, options.device)
-        run.go_on(time.perf_counter() + options.seconds)
+        run.go_on(time.perf_counter() + options.seconds, options.method)
 
 
 if __name__ == "__main__":

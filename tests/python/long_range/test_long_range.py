@@ -173,6 +173,12 @@ def test_every_piece_begins_from_one_before_it(name: str) -> None:
         known.add(piece.name)
 
 
+def test_the_methods_of_the_last_level_can_be_chosen() -> None:
+    smoke = PROFILES["smoke"]
+    chosen = [piece.name for piece in pieces(smoke, ["1 back", "exact"])]
+    assert chosen == ["128 ordinary", "512 1 back", "512 exact"]
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(seconds: float) -> list[str]:
         Run("smoke", tmp_path, 0, "cpu").go_on(time.perf_counter() + seconds)
