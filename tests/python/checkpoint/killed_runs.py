@@ -164,7 +164,12 @@ def kill(number: int, folder: Path, reference: dict[int, str], seconds: float) -
             after = draw.randrange(STEPS - NEXT - 4)  # steps, and then about two more
             while len(read_losses(run_folder.with_suffix(".txt"))) < after:
                 time.sleep(0.002)
-            time.sleep(draw.uniform(0.0, 2.0) * seconds / STEPS)
+            # Where the whole run was slowed by others, its steps were longer than these.
+            latest = time.perf_counter() + draw.uniform(0.0, 2.0) * seconds / STEPS
+            while time.perf_counter() < latest:
+                if len(read_losses(run_folder.with_suffix(".txt"))) >= STEPS - NEXT - 2:
+                    break
+                time.sleep(0.002)
             os.kill(child, signal.SIGKILL)
         code = ended(child)
         left = sorted(p.name for p in (run_folder / "checkpoints").glob(".unfinished*"))
