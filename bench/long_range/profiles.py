@@ -128,7 +128,7 @@ PROFILES = {
         asked_tokens=2**19,
         tasks=_NEEDLES,
     ),
-    # One H200, a quarter of an hour: every other method and task at one length.
+    # One H200, two calls of ten minutes: every other method and task at one length.
     "methods": Profile(
         size="base",
         rope=Rope(1e12, 131_072),

@@ -162,13 +162,13 @@ def kill(number: int, folder: Path, reference: dict[int, str], seconds: float) -
         child = in_child(work)
         if not inside:
             after = draw.randrange(STEPS - NEXT - 4)  # steps, and then about two more
-            while len(read_losses(run_folder.with_suffix(".txt"))) < after:
+            losses = run_folder.with_suffix(".txt")
+            while len(read_losses(losses)) < after:
                 time.sleep(0.002)
-            # Where the whole run was slowed by others, its steps were longer than these.
-            latest = time.perf_counter() + draw.uniform(0.0, 2.0) * seconds / STEPS
-            while time.perf_counter() < latest:
-                if len(read_losses(run_folder.with_suffix(".txt"))) >= STEPS - NEXT - 2:
-                    break
+            # Steps are counted too: others may have slowed the run that took ``seconds``.
+            latest, most = draw.uniform(0.0, 2.0) * seconds / STEPS, STEPS - NEXT - 2
+            latest += time.perf_counter()
+            while time.perf_counter() < latest and len(read_losses(losses)) < most:
                 time.sleep(0.002)
             os.kill(child, signal.SIGKILL)
         code = ended(child)

@@ -19,7 +19,7 @@ from long_range.data import Data  # noqa: E402
 from long_range.evaluation import exact_match  # noqa: E402
 from long_range.model import SIZES, Rope, load, new_model, save  # noqa: E402
 from long_range.profiles import PROFILES, pieces  # noqa: E402
-from long_range.run import Run, means  # noqa: E402
+from long_range.run import Run, main, means  # noqa: E402
 from long_range.tables import table  # noqa: E402
 
 import oomb  # noqa: E402
@@ -177,6 +177,19 @@ def test_the_methods_of_the_last_level_can_be_chosen() -> None:
     smoke = PROFILES["smoke"]
     chosen = [piece.name for piece in pieces(smoke, ["1 back", "exact"])]
     assert chosen == ["128 ordinary", "512 1 back", "512 exact"]
+
+
+def test_an_unknown_method_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["run.py", "smoke", "--folder", folder, "--method", "2 back"])
+    with pytest.raises(SystemExit):
+        main()
+    assert (
+        "--method: expected some of exact, 16 pages, 1 back, got 2 back" in capsys.readouterr().err
+    )
+    assert not Path(folder).exists()
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
