@@ -8,6 +8,7 @@ from typing import Any
 
 from oomb.engine.ranks import shard_model
 from oomb.hf.ranks import RanksTrainer
+from oomb.parallel.handed_out import from_first
 from oomb.parallel.whole import gathered, is_sharded, loading_whole, optimizer_shards
 
 # Their update of a value looks at that value's gradient and states alone.
@@ -67,7 +68,8 @@ class ShardedTrainer(RanksTrainer):
                 f"{type(self.optimizer).__name__} of the whole weights, which would train nothing; "
                 "make one by optim or optimizer_cls_and_kwargs, or pass a model that is sharded"
             )
-        shard_model(self.model, self.replicas.mesh)
+        with from_first(self.model, self.job, self.args.device):
+            shard_model(self.model, self.replicas.mesh)
 
     def _has_mixed_mesh_grads(self, *_: Any, **__: Any) -> bool:
         """False: the accelerator's clipping knows shards and whole gradients."""

@@ -49,7 +49,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
         optimizer_states: ``"device"``, or ``"host"``: the optimizer, whichever ``optim=`` names,
             keeps its states in host memory (:class:`oomb.optim.HostStates`).
         shard_weights: the ranks of a sequence share weights, gradients and optimizer states, as
-            ``oomb_config.sharded_weights`` says; a model on the CPU is never whole on a GPU. A
+            ``oomb_config.sharded_weights`` says; a model on the CPU is never whole on a GPU. On
+            ranks other than the first it may be on the meta device: they get rank 0's weights. A
             model that is sharded over these ranks already is taken as it is.
 
     Everything else is as in the trainer it stands before.

@@ -39,7 +39,8 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> No
         fully_shard(layer, mesh=mesh, ignored_params=whole)
     fully_shard(model, mesh=mesh, ignored_params=whole)
     for parameter in whole:
-        parameter.data = parameter.data.to(mesh.device_type)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(mesh.device_type)
 
 
 def of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

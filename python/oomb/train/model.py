@@ -28,7 +28,8 @@ from oomb.hub import hub_arguments
 from oomb.model.quantized import keep_training_layout
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
-from oomb.parallel.job import expect_gpu_for_each, ranks_in_job
+from oomb.parallel.job import Job, expect_gpu_for_each, ranks_in_job
+from oomb.trace.bare import bare_model
 from oomb.train.errors import BadInput
 from oomb.train.float8 import with_float8
 from oomb.train.rope import extend_positions
@@ -142,6 +143,28 @@ def load_model(
     if settings.float8 is not None:
         with_float8(model, settings.float8, device_of(settings))
     return model if lora is None else with_adapters(model, lora, scores=scores)
+
+
+def load_by_first(
+    settings: ModelSettings, lora: LoraSettings | None, config: PreTrainedConfig, job: Job
+) -> PreTrainedModel:
+    """A model that the ranks of a job will shard: rank 0 has its weights, on the CPU.
+
+    The others have the same model on the meta device; all read it where code of its own or float8
+    makes it.
+
+    Raises:
+        BadInput: as :func:`load_model`, on all ranks.
+    """
+
+    def own() -> PreTrainedModel:
+        if job.is_first or settings.trust_remote_code or settings.float8 is not None:
+            return load_model(settings, lora, config, "host")
+        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        bare: Any = bare_model(config, dtype=dtype).eval()  # as from_pretrained leaves it
+        return bare if lora is None else with_adapters(bare, lora)
+
+    return job.together(own)
 
 
 def with_one_label(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -38,7 +38,7 @@ from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
 from oomb.train.examples import ExampleRule, Examples, check_first_examples
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
-from oomb.train.model import device_of, load_config, load_model, load_tokenizer
+from oomb.train.model import device_of, load_by_first, load_config, load_model, load_tokenizer
 from oomb.train.planning import finish, plan_run
 from oomb.train.publish import check_hub, publish
 from oomb.train.rope import check_positions
@@ -173,10 +173,11 @@ def _carry_out(
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
     placed = with_weights(settings, prediction.machine.weights)
-    # What is sharded comes to a device a layer at a time.
-    weights = "host" if shards_weights(placed) else settings.engine.made().weights
-    scores = settings.task == "reward"
-    model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
+    if shards_weights(placed):
+        model = load_by_first(settings.model, settings.lora, ready.config, job)
+    else:
+        weights, scores = settings.engine.made().weights, settings.task == "reward"
+        model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
     arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
     told = use_one_gpu(arguments)
     if told is not None:

@@ -60,8 +60,9 @@ def test_as_many_sequences_divided_otherwise(
     assert resumed.state.train_batch_size == batch
     now = layout(7, 1, 1)
     assert layout_of_newest(tmp_path / "run", now) == layout(batch, 6 // batch, 1)
-    (resumed.checkpoint_store().path_of(STEPS) / "training.json").write_text("{}")
-    assert layout_of_newest(tmp_path / "run", now) == now, "damaged: it says nothing"
+    damaged = resumed.checkpoint_store().path_of(STEPS) / "training.json"
+    damaged.write_text('{"batch_size": 5}')
+    assert layout_of_newest(tmp_path / "run", now) == now, "it says nothing"
 
 
 @pytest.mark.parametrize(

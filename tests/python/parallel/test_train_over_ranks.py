@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
 from oomb.core.attention import ChunkAttention
@@ -42,6 +43,8 @@ def trained(rank: int, folder: Path, name: str, *arguments: str, fail: str = "")
     with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
         if fail and rank == 1:
             begin_to_fail(patch, fail)
+        if rank > 0 and any(x.startswith("parallel.weights=zero") for x in arguments):
+            patch.delattr(AutoModelForCausalLM, "from_pretrained")  # rank 0 alone reads weights
         result = run(folder / "run.yaml", f"output_dir={folder / name}", *arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -228,3 +231,24 @@ def test_pairs_that_share_weights(world: World, folder: Path, alone: Path) -> No
     assert_same(folder / "sharded-pairs", folder / "two-calls")
     config = AutoConfig.from_pretrained(folder / "sharded-pairs" / "model")
     assert config.architectures == ["Qwen2ForCausalLM"]
+
+
+def test_adapters_on_shared_weights(world: World, folder: Path) -> None:
+    """Rank 0 draws the adapters; their first product is 0, so the second step shows them."""
+    arguments = ["training.steps=2", "lora.r=4"]
+    assert trained(-1, folder, "adapters", *arguments)[0] == 0
+    start(world, folder, "adapters-shared", *arguments, "parallel.weights=zero3")
+    assert_same(folder / "adapters-shared", folder / "adapters")
+
+
+def test_damaged_weights_that_rank_0_reads(world: World, folder: Path) -> None:
+    """All end, and it is said once."""
+    shutil.copytree(folder / "model", folder / "damaged")
+    file = folder / "damaged" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    arguments = [f"model.name={folder / 'damaged'}", "parallel.weights=zero3"]
+    found = world.run(trained, folder, "unread", *arguments)
+    assert [code for code, _ in found] == [2] * RANKS, found
+    assert "model.name: expected weights, got " in found[0][1]
+    assert [output for _, output in found[1:]] == [""] * (RANKS - 1)
+    assert not (folder / "unread").exists()
