@@ -65,9 +65,13 @@ def plan_run(
 def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: Console) -> None:
     """Put what the run's steps took into its plan, and print both."""
     metrics = read_run(run)
-    longest = max((record["tokens"] for record in metrics.metrics.steps), default=0)
+    # Before a resume a step may have been divided otherwise.
+    begun = metrics.metrics.start.get("resumed_from_step") or 0
+    steps = metrics.metrics.steps
+    own = [record for record in steps if record["step"] > begun] or steps
+    longest = max(record["tokens"] for record in own)
     # Of steps as long as those predicted, but the first, which also allocates.
-    alike = [record for record in metrics.metrics.steps if record["tokens"] == longest]
+    alike = [record for record in own if record["tokens"] == longest]
     seconds = statistics.median(
         record["fill_seconds"] + record["sweep_seconds"] for record in alike[1:] or alike
     )
