@@ -119,7 +119,7 @@ def kill_once(
     """Seconds from the kill to the end of all ranks, and the step; None: the run came to its end.
 
     Raises:
-        SystemExit: ranks are still there long after the kill.
+        SystemExit: the run failed by itself, or ranks are still there long after the kill.
     """
     steps = len(losses(run))
     until = steps + draw.randint(1, 2 * STEPS_A_KILL - 1)
@@ -127,7 +127,9 @@ def kill_once(
     job = started(file, ranks, f"output_dir={run}", *arguments, log=log)
     while job.poll() is None and max(losses(run), default=0) < until:
         time.sleep(POLL_SECONDS)
-    if job.poll() is not None:
+    if job.poll():
+        raise SystemExit(f"a run failed that nobody had killed:\n{log.read_text()[-2000:]}")
+    if job.poll() == 0:
         return None
     time.sleep(draw.random() * 0.2)
     others = ranks_of(job.pid)
@@ -137,7 +139,7 @@ def kill_once(
     began = time.perf_counter()
     while any(Path(f"/proc/{one}").exists() for one in others):
         if time.perf_counter() - began > MOST_SECONDS:
-            raise SystemExit(f"ranks {others} hang after a kill; see {log}")
+            raise SystemExit(f"ranks {others} hang after a kill:\n{log.read_text()[-2000:]}")
         time.sleep(POLL_SECONDS)
     seconds = time.perf_counter() - began
     job.wait(MOST_SECONDS)

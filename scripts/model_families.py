@@ -269,7 +269,7 @@ written by `python scripts/model_families.py --page docs/models.md`.
 be made tiny by the script. Gradients agree to 1e-12 where a model's own code stays in fp64; norms,
 routers and recurrences that round to fp32 agree to about 1e-7. Layers may differ in heads and head
 dims, and read one another's keys and values, as in the released sizes of Gemma 4. These runs are on
-text; which families take images, exactly too, says [images and videos](vision.md).
+text; [images and videos](vision.md) says which families also take images exactly.
 
 On a GPU attention runs on tensor cores with heads of 64 and 128 in bf16, and of 256 on Hopper;
 other sizes, those of latent attention and the 512 of Gemma 4's global layers among them, and soft

@@ -16,27 +16,27 @@ class Stats:
         fill_seconds, sweep_seconds: of each pass; an evaluation is a fill.
         device_peak_bytes, host_peak_bytes: pages that each tier held at most.
         h2d_bytes, d2h_bytes: pages moved to the device (prefetch) and to the host (offload).
-        h2d_seconds, d2h_seconds: while pages moved, without what copies waited for; 0 where that is
-            not measured (CPU).
+        h2d_seconds, d2h_seconds: in which pages moved, without the time that copies waited; 0 where
+            that is not measured (CPU).
         exposed_copy_seconds: time that compute waited for pages.
         exposed_growth_seconds: time that the call waited for new memory of the host tier, which a
             GPU's calls keep for the next.
         fetched_weight_bytes: of weights that the host keeps, copied to the device.
-        exposed_weight_seconds: time that compute waited for these; on a CPU they are copied then.
+        exposed_weight_seconds: time that compute waited for these; on a CPU, that of the copies.
         exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
             each pass: "fill", "forward" and "backward" of the sweep.
-        kept_output_share: of attention's outputs that could be kept for the sweep, those that were.
+        kept_output_share: share that was kept, of the outputs that could be kept for the sweep.
         kept_output_bytes: memory of both tiers that they took.
-        kept_output_seconds: that the fill took to compute them; the sweep did not do it again.
-        border_state_bytes: of the host's memory that states of recurrences and convolutions at the
-            borders between chunks took, beside the pools.
-        image_feature_bytes: of the host's memory that features of images and their gradients took;
+        kept_output_seconds: time that the fill took to compute them, which the sweep was spared.
+        border_state_bytes: host memory that states of recurrences and convolutions at the borders
+            between chunks took, beside the pools.
+        image_feature_bytes: host memory that features of images and their gradients took;
             ``host_memory`` does not cap it.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
-        exchange_seconds: that this rank spent in exchanges with the others, waiting included.
-        gathered_weight_bytes: of sharded weights, received from the other ranks.
-        scattered_sum_bytes: of sums of gradients that became shards, likewise.
+        exchange_seconds: time that this rank spent in exchanges with others, waiting included.
+        gathered_weight_bytes: bytes of sharded weights received from the other ranks.
+        scattered_sum_bytes: bytes received of sums of gradients that became shards.
         hit_rate: share of pages that were on the device, or on their way, when asked for.
     """
 
@@ -73,7 +73,7 @@ class Progress:
     Attributes:
         phase: ``"fill"`` (chunks in order) or ``"sweep"`` (from the last to the first).
         chunk: the one that is done, from 0.
-        num_chunks: of the sequence.
+        num_chunks: chunks of the sequence.
         tokens_done: tokens of this phase that are done, of all sequences together.
         seconds: since the call began. A GPU may still be at work on what the host has queued.
         device_bytes, host_bytes: pages that each tier holds now.

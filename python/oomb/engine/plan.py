@@ -25,8 +25,8 @@ class Plan:
         device_bytes: device tier, a chunk's activations and the gradient sums.
         host_bytes: host tier, page lists, and states at the borders between chunks.
         seconds: predicted time; None until a call of this shape was measured.
-        growth_seconds: what the call takes longer, about and at most, for memory of the host tier
-            that earlier calls have not pinned.
+        growth_seconds: about how much longer the call takes, at most, to pin memory of the host
+            tier that earlier calls have not pinned.
         fits: the call would begin now.
         advice: what to change, most useful first, and whether ordinary training would need less;
             empty where there is nothing to say.

@@ -64,7 +64,7 @@ def routed(
 
 
 def expect_divisor(inputs: CallInputs, given: dict[str, Any]) -> None:
-    """Where routers count all tokens, some are targets, or what divides their sum is known.
+    """Check that a call whose routers count all tokens has targets, or a divisor that is given.
 
     Raises:
         ValueError: neither is so; the model's own loss is not a number then.

@@ -112,7 +112,7 @@ class TeacherTargets:
             token_ids: [batch, tokens, k] integers, unlike each other at a place.
             logprobs: [batch, tokens, k + 1], the last of all others together; or [batch, tokens, k]
                 of probabilities whose sum is at most 1, and the others have the rest.
-            temperature: T that they are of.
+            temperature: T at which they were computed.
 
         Raises:
             ValueError: an argument does not fit.

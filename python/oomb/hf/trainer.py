@@ -127,7 +127,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         return self.oomb_config.weights == "host"
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Not where the engine moves a part of it."""
+        """Does nothing where the engine or sharding places the model."""
         if not (self._keeps_weights_on_host or self._will_shard or is_sharded(model)):
             super()._move_model_to_device(model, device)
 

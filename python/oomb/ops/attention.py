@@ -169,7 +169,7 @@ def paged_attention(
             fp64 for fp64; None: the past receives no gradient. May be the tensor of kv_pages, in
             other slots.
         block_table: int32 [batch, pages]: slot of each past page, in order; -1: not resident.
-            Sequences may share pages; those that receive gradients they may not.
+            Sequences may share pages, but none that receive gradients.
         num_past: past tokens; None: all pages are full.
         scale: of the logits; None: head_dim ** -0.5.
         softcap: scaled logits s become softcap * tanh(s / softcap) before anything is hidden

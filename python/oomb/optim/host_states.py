@@ -62,7 +62,7 @@ class HostStates(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the one given.
-        host_bytes: of the states that host memory has.
+        host_bytes: bytes of the states in host memory.
 
     Raises:
         ValueError: an optimizer whose states cannot be on the host.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,22 @@ import pytest
 
 BENCH = Path(__file__).parents[3] / "bench" / "kill_ranks.py"
 LONGEST_SECONDS = 30.0  # on a machine that does other work; the bench tells what it takes
+
+
+def test_a_run_that_fails_by_itself_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCH.parent)
+    bench = importlib.import_module("kill_ranks")
+    (tmp_path / "log.txt").write_text("a reason")
+
+    def failed(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+    monkeypatch.setattr(bench, "started", failed)
+    files = tmp_path / "run.yaml", tmp_path / "run"
+    with pytest.raises(SystemExit, match="nobody had killed:\na reason"):
+        bench.kill_once(*files, 2, random.Random(0), tmp_path / "log.txt")
 
 
 @pytest.mark.slow
