@@ -148,14 +148,15 @@ def recommend(
         return planner.predict(context, candidate, timed=False, dry_run=False, **asked)
 
     chosen = _best(list(_candidates(without, context, keep)), roughly)
-    if machine.ranks > 1 and timed and "chunk_size" not in keep:
-
-        def with_seconds(candidate: Config) -> Prediction:
-            return planner.predict(context, candidate, timed=True, dry_run=False, **asked)
-
-        chosen = _fastest(with_seconds(chosen.config), machine.ranks, with_seconds)
     settings = replace(chosen.config, keep_outputs=base.keep_outputs)
-    prediction = planner.predict(context, settings, timed=timed, **asked)
+
+    def wholly(candidate: Config) -> Prediction:
+        return planner.predict(context, candidate, timed=timed, **asked)
+
+    prediction = wholly(settings)
+    if machine.ranks > 1 and timed and "chunk_size" not in keep:
+        prediction = _fastest(prediction, machine.ranks, wholly)
+        settings = replace(settings, chunk_size=prediction.config.chunk_size)
     ordinary = ordinary_training(planner, prediction)
     longest = None
     if not prediction.fits:
@@ -228,18 +229,18 @@ def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction
 
 
 def _fastest(
-    chosen: Prediction, ranks: int, with_seconds: Callable[[Config], Prediction]
+    chosen: Prediction, ranks: int, predicted: Callable[[Config], Prediction]
 ) -> Prediction:
     """The same settings with the chunk that takes least time, up to as many tokens a rank.
 
     Ranks divide a chunk, so a short one leaves each little between exchanges, gathers of weights
-    and starts of kernels. Pages spill no more than before: their waits are not counted here.
+    and starts of kernels.
     """
     best, size = chosen, chosen.config.chunk_size
     while chosen.fits and size < min(chosen.config.chunk_size * ranks, chosen.num_tokens):
         size *= 2
-        found = with_seconds(replace(chosen.config, chunk_size=size))
-        if not found.fits or found.host_pool_bytes > chosen.host_pool_bytes:
+        found = predicted(replace(chosen.config, chunk_size=size))
+        if not found.fits:
             break
         if found.seconds is not None and found.seconds < (best.seconds or 0.0):
             best = found
