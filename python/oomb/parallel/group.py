@@ -40,6 +40,7 @@ class Ranks:
     Args:
         members: ranks of the job, in the order of the sequence.
         device: where the tensors are.
+        timeout: of one collective.
 
     Attributes:
         rank: this one's place among them.
@@ -47,12 +48,15 @@ class Ranks:
         stopwatch: measures exchanges of tensors; None: nobody does.
     """
 
-    def __init__(self, members: list[int], device: torch.device) -> None:
+    def __init__(
+        self, members: list[int], device: torch.device, timeout: timedelta = TIMEOUT
+    ) -> None:
         self.members = members
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
         self.stopwatch: Any = None
         self._device = device
+        self._timeout = timeout
         key = tuple(members)
         self._name = f"oomb/{'-'.join(map(str, key))}/{_engines[key]}"
         _engines[key] += 1
@@ -121,7 +125,7 @@ class Ranks:
             return
         name = f"{self._name}/{self._generation}"
         store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
-        self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+        self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         if self._device.type == "cuda":
             self._tensors = self._on_gpus(f"{name}/tensors")
             self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
@@ -138,7 +142,7 @@ class Ranks:
     def _on_gpus(self, name: str) -> Any:
         store = c10d.PrefixStore(name, c10d._get_default_store())
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
+        options._timeout = self._timeout
         if hasattr(options, "global_ranks_in_group"):
             options.global_ranks_in_group = self.members
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -275,7 +279,7 @@ class Ranks:
     def _wait_on_host(self, work: Any) -> None:
         """Short waits, since a rank that waits in gloo cannot be freed by anybody."""
         alarm = self._alarm
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
             # Asked before the wait: a collective may end just after a wait for it has run out.
             is_over = work.is_completed()
@@ -288,7 +292,7 @@ class Ranks:
             if alarm is not None:
                 alarm.expect_none()
             if time.monotonic() > deadline:
-                self._explain(TimeoutError(f"no answer within {TIMEOUT}"))
+                self._explain(TimeoutError(f"no answer within {self._timeout}"))
 
     def _explain(self, error: BaseException) -> None:
         rank = self.members[self.rank]

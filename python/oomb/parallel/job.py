@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from oomb.parallel.mesh import DIMENSION
 from oomb.parallel.peers import ending_with, place_of_this
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(hours=12)  # the first rank may be tokenising or uploading alone
 
 
 def rank_of_job() -> int:
@@ -126,7 +129,7 @@ class Job:
         self.rank = rank_of_job()
         self._ranks: Ranks | None = None
         if self.size > 1:
-            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"))
+            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"), _PATIENCE)
 
     @property
     def is_first(self) -> bool:
