@@ -110,11 +110,11 @@ def ranks_of_job(device_type: str) -> Iterator[DeviceMesh | None]:
 
 
 def of_ranks(mesh: DeviceMesh | None, value: Any) -> list[Any]:
-    """A small value of each rank, in their order."""
+    """A small value of each rank of a mesh of one dimension, in their order."""
     if mesh is None:
         return [value]
     values: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=mesh.get_group())
     return values
 
 

@@ -27,7 +27,7 @@ from engine.reference import (
 from oomb.core.fit import Room
 from oomb.core.pools import Pools
 from oomb.parallel import group
-from oomb.parallel.job import Job
+from oomb.parallel.job import Job, of_ranks
 
 from .world import World, meshes
 
@@ -310,6 +310,10 @@ def refused(rank: int, what: str) -> str:
     return "no error"
 
 
+def test_a_value_of_each_rank_of_a_mesh(world: World) -> None:
+    assert world.run(values_of_a_sequence) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
 def waiting_for_the_first(rank: int) -> str:
     """Work of rank 0 takes longer than a collective of a call may."""
 
@@ -328,6 +332,10 @@ def waiting_for_the_first(rank: int) -> str:
 
 def test_the_ranks_of_a_job_wait_for_long_work_of_the_first(world: World) -> None:
     assert world.run(waiting_for_the_first) == ["tokens"] * 4
+
+
+def values_of_a_sequence(rank: int) -> list[int]:
+    return of_ranks(meshes[2], rank)
 
 
 # what differs: text that each rank of the sequence of ranks 0 and 2 reads
