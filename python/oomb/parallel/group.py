@@ -67,8 +67,9 @@ class Ranks:
         self._weights: Any = None
         self._alarm: Alarm | None = None
         self._settled = False
+        self._places: list[Place] = []
         self._connect()
-        self._places: list[Place] = self._gather_notes(place_of_this())
+        self._places = self._gather_notes(place_of_this())
 
     @property
     def neighbours(self) -> int:
@@ -123,14 +124,18 @@ class Ranks:
     def _connect(self) -> None:
         if self._notes is not None:
             return
+        lost = self._lost()
+        if lost is not None:  # it would be waited for until the store gives up
+            raise lost.error()
         name = f"{self._name}/{self._generation}"
         store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
-        self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        notes = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         if self._device.type == "cuda":
             self._tensors = self._on_gpus(f"{name}/tensors")
             self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
         else:
-            self._tensors = self._notes
+            self._tensors = notes
+        self._notes = notes  # last, so that an error above leaves nothing that looks connected
 
     def _lost(self) -> Failure | None:
         index = first_ended(self._places)
@@ -303,15 +308,20 @@ class Ranks:
 
     def expect_device(self, device: torch.device) -> None:
         """Raise unless a model is where the mesh is, and each rank's has a GPU of its own."""
-        if self._device.type != device.type:
-            raise ValueError(
-                f"mesh: expected a mesh of the model's device type {device.type!r}, got "
-                f"{self._device.type!r}"
-            )
+
+        def place_of_gpu() -> tuple[str, str]:
+            if self._device.type != device.type:
+                raise ValueError(
+                    f"mesh: expected a mesh of the model's device type {device.type!r}, got "
+                    f"{self._device.type!r}"
+                )
+            is_gpu = device.type == "cuda"
+            gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
+            return socket.gethostname(), gpu
+
+        places = self.collect(place_of_gpu)
         if device.type != "cuda":
             return
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-        places = self.collect(lambda: (socket.gethostname(), gpu))
         for rank, place in enumerate(places):
             if place in places[:rank]:
                 other = self.members[places.index(place)]
