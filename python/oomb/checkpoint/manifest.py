@@ -85,6 +85,19 @@ def read_verified(
     return manifest["step"], identity, sum(entry["bytes"] for entry in files.values())
 
 
+def read_verified_file(folder: Path, name: str) -> bytes:
+    """One file of a complete checkpoint.
+
+    Raises:
+        CheckpointError: the reason why it must not be used.
+    """
+    entry = _read_manifest(folder)["files"][name]
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise CheckpointError(f"{name}: its contents changed (sha256 differs)")
+    return content
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"has no {MANIFEST}: it is no checkpoint, or a damaged one")

@@ -14,6 +14,7 @@ from oomb.checkpoint.manifest import (
     MARKER,
     CheckpointError,
     read_verified,
+    read_verified_file,
     write_manifest,
     write_marker,
 )
@@ -149,6 +150,18 @@ class CheckpointStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"cannot be read: {error!r}") from error
         return Checkpoint(step=step, path=path, identity=identity, num_bytes=num_bytes)
+
+    @staticmethod
+    def read_file(path: str | Path, name: str) -> bytes:
+        """One file of a checkpoint, as it was saved; the others are not looked at.
+
+        Raises:
+            CheckpointError: it is not there, or not as it was saved.
+        """
+        try:
+            return read_verified_file(Path(path), name)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"cannot be read: {error!r}") from error
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was saved to the end, intact or not since; ascending."""

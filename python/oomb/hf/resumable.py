@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
 from oomb.hf.sharded import ShardedTrainer
+from oomb.hf.step_layout import StepLayout, expect_same_order
 
 _log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
@@ -65,6 +67,16 @@ class _RemembersSteps(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._trainer._remember()
+
+
+def layout_of_newest(output_dir: Path, now: StepLayout) -> StepLayout:
+    """How steps were divided before a run's newest checkpoint; ``now`` where it does not say."""
+    store = CheckpointStore(output_dir / CHECKPOINTS)
+    try:
+        state = store.read_file(store.path_of(store.steps()[-1]), f"{_TRAINING}.json")
+    except (IndexError, CheckpointError):  # there is none; or it is damaged, which resuming says
+        return now
+    return now.before(json.loads(state))
 
 
 class ResumableTrainer(ShardedTrainer):
@@ -162,13 +174,7 @@ class ResumableTrainer(ShardedTrainer):
             )
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
-        before = self._resumed.get("replicas", 1)
-        calls = self._resumed.get("calls_per_step", self._calls_per_step())
-        if before != self.replicas.number and calls != self._calls_per_step():
-            raise CheckpointError(
-                f"replicas: expected {before} groups of processes that share sequences, as the "
-                f"run began, got {self.replicas.number}: a step would take other sequences"
-            )
+        self._check_layout(self._resumed)
         self._resumed["optimizer"] = self._optimizer_state_here(self._resumed["optimizer"])
         changed = ChangedSettings(Path(checkpoint), self.args)
         changed.load(self.optimizer, self.lr_scheduler, self._resumed)
@@ -197,8 +203,26 @@ class ResumableTrainer(ShardedTrainer):
             for name, parameter in reference.named_parameters():
                 parameter.copy_(saved[name])
 
-    def _calls_per_step(self) -> int:
-        return self.args.gradient_accumulation_steps * self.replicas.number
+    def _layout(self) -> StepLayout:
+        groups = self.replicas.number
+        # With split_batches a batch is that of all groups.
+        divisor = groups if self.accelerator.split_batches else 1
+        return StepLayout(
+            batch_size=self._train_batch_size // divisor,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            groups=groups,
+        )
+
+    def _check_layout(self, state: dict[str, Any]) -> None:
+        """Refuse to go on at another place in the data, unless that is asked for."""
+        now = self._layout()
+        before = now.before(state)
+        if not self.args.ignore_data_skip:
+            now.expect_as_many(before, "gradient_accumulation_steps")
+            expect_same_order(self, now, before)
+        self.state.train_batch_size = self._train_batch_size
+        if now != before and self.job.is_first:
+            _log.warning(f"resumed with {now} ({before} before)")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
@@ -314,8 +338,7 @@ class ResumableTrainer(ShardedTrainer):
             "random": self._finished.random,
             "epoch_random": self._finished.epoch_random,
             "engine": self._finished.engine,
-            "calls_per_step": self._calls_per_step(),
-            "replicas": self.replicas.number,
+            **self._layout().as_state(),
         }
         save_state(folder, _TRAINING, state)
         if self._moving_reference is not None:

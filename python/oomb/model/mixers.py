@@ -102,8 +102,16 @@ class Mixer:
 
     @cached_property
     def _cache_argument(self) -> str:
-        names = self._signature.parameters
-        return "cache_params" if "cache_params" in names else "past_key_values"
+        return cache_argument(self._signature) or "past_key_values"
+
+
+def cache_argument(signature: inspect.Signature) -> str | None:
+    """The name under which a forward takes its cache; None: it takes none.
+
+    transformers 5.24 calls it ``cache`` everywhere; code written before has two names for it.
+    """
+    names = ("cache", "cache_params", "past_key_values")
+    return next((name for name in names if name in signature.parameters), None)
 
 
 class StateCache(Cache):

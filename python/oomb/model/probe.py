@@ -17,7 +17,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel, LayerShape
 from oomb.model.faults import models_own
 from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
-from oomb.model.mixers import Mixer, StateName
+from oomb.model.mixers import Mixer, StateName, cache_argument
 
 NO_CALL = (
     "does not call attention through transformers' interface: it has none (a recurrence, a "
@@ -108,11 +108,14 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
         record, largest_position=1, rope_angles="model", places=lambda: positions
     )
     own = models_own(model.decoder, "fails where attention is the engine's")
-    taken = inspect.signature(type(model.decoder).forward).parameters
-    name = "cache_params" if "cache_params" in taken else "past_key_values"
+    name = _decoder_cache_argument(model)
     with torch.no_grad(), recorded_masks(), session, own:
         model.decoder(input_ids=ids, position_ids=positions, use_cache=False, **{name: cache})
     return shapes
+
+
+def _decoder_cache_argument(model: CausalModel) -> str:
+    return cache_argument(inspect.signature(type(model.decoder).forward)) or "past_key_values"
 
 
 def _source(call: AttentionCall, stored: dict[int, AttentionCall]) -> int | None:
@@ -238,8 +241,7 @@ class _AskedCache(Cache):
     def _leaves(self, name: StateName, state: torch.Tensor) -> None:
         """A mixer hands on a state [1, …]."""
         module, layer, where = self._expect_asker("the state of a recurrence or convolution")
-        parameters = inspect.signature(type(module).forward).parameters
-        if not {"cache_params", "past_key_values"} & parameters.keys():
+        if cache_argument(inspect.signature(type(module).forward)) is None:
             self._refuse(where, "a state; it takes its cache by a name of its own")
         # Its decay has a row a channel; that of recurrences which can be carried a number a head.
         decay = getattr(module, "A_log", None)
@@ -307,8 +309,7 @@ def found_mixers(model: CausalModel) -> list[Mixer]:
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     session = model.session(nothing, largest_position=1, rope_angles="model", places=lambda: ids)
-    taken = inspect.signature(type(model.decoder).forward).parameters
-    name = "cache_params" if "cache_params" in taken else "past_key_values"
+    name = _decoder_cache_argument(model)
     with torch.no_grad(), session:
         model.decoder(input_ids=ids, position_ids=ids, use_cache=False, **{name: cache})
     return list(cache.mixers.values())

@@ -122,7 +122,8 @@ def recommend(
         optimizer_states: as of ``Planner.predict``.
         accumulates: several calls per optimizer step.
         dtype, adapter, quantization: as of :class:`Planner`.
-        timed: predict seconds, which measures this machine for about a second.
+        timed: predict seconds, which measures this machine for about a second, and choose by them
+            the chunk that ranks share.
 
     Raises:
         ValueError: an argument does not fit, or no such model.
@@ -147,6 +148,12 @@ def recommend(
         return planner.predict(context, candidate, timed=False, dry_run=False, **asked)
 
     chosen = _best(list(_candidates(without, context, keep)), roughly)
+    if machine.ranks > 1 and timed and "chunk_size" not in keep:
+
+        def with_seconds(candidate: Config) -> Prediction:
+            return planner.predict(context, candidate, timed=True, dry_run=False, **asked)
+
+        chosen = _fastest(with_seconds(chosen.config), machine.ranks, with_seconds)
     settings = replace(chosen.config, keep_outputs=base.keep_outputs)
     prediction = planner.predict(context, settings, timed=timed, **asked)
     ordinary = ordinary_training(planner, prediction)
@@ -218,6 +225,25 @@ def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction
         return first or least
     assert least is not None
     return least
+
+
+def _fastest(
+    chosen: Prediction, ranks: int, with_seconds: Callable[[Config], Prediction]
+) -> Prediction:
+    """The same settings with the chunk that takes least time, up to as many tokens a rank.
+
+    Ranks divide a chunk, so a short one leaves each little between exchanges, gathers of weights
+    and starts of kernels. Pages spill no more than before: their waits are not counted here.
+    """
+    best, size = chosen, chosen.config.chunk_size
+    while chosen.fits and size < min(chosen.config.chunk_size * ranks, chosen.num_tokens):
+        size *= 2
+        found = with_seconds(replace(chosen.config, chunk_size=size))
+        if not found.fits or found.host_pool_bytes > chosen.host_pool_bytes:
+            break
+        if found.seconds is not None and found.seconds < (best.seconds or 0.0):
+            best = found
+    return best
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:

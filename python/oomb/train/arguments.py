@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,25 @@ from oomb.nearest import nearest
 from oomb.parallel.job import ranks_in_job
 from oomb.plan.machine import HELD
 from oomb.train.errors import BadInput
+from oomb.train.model import device_of
 from oomb.train.settings import RunSettings
 from oomb.train.tasks import arguments_kind, checked_options, task_of
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
 _NEVER = 1 << 40
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Where a run's processes hold what is as large as the model.
+
+    Attributes:
+        weights: as ``parallel.weights`` names it, but ``auto``.
+        sums: of gradients, as ``engine.main_grad_device`` does.
+    """
+
+    weights: str
+    sums: str
 
 
 def training_arguments(
@@ -134,21 +148,24 @@ def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
     return None
 
 
-def weights_to_try(settings: RunSettings) -> tuple[str, ...]:
-    """How processes may hold the weights, the fastest first."""
+def holdings_to_try(settings: RunSettings) -> tuple[Holding, ...]:
+    """What ``auto`` may come to, the fastest first."""
     policy, sharing = settings.parallel.weights, sharing_ranks(settings)
-    if policy != "auto":
-        return (policy,)
-    alone = sharing is None or sharing.cp_size == 1
-    return HELD[:1] if alone or _hindrance_to_shards(settings) is not None else HELD
+    place = settings.engine.main_grad_device
+    alone = sharing is None or sharing.cp_size == 1 or _hindrance_to_shards(settings) is not None
+    policies = (policy,) if policy != "auto" else HELD[:1] if alone else HELD
+    found = [Holding(each, "device" if place == "auto" else place) for each in policies]
+    # Processes that share weights keep sums on their devices; on a CPU both are one memory.
+    if place == "auto" and "replicated" in policies and device_of(settings.model).type == "cuda":
+        found.append(Holding("replicated", "host"))
+    return tuple(found)
 
 
-def with_weights(settings: RunSettings, policy: str) -> RunSettings:
+def decided(settings: RunSettings, holding: Holding) -> RunSettings:
     """The settings with what ``auto`` has come to."""
-    if settings.parallel.weights != "auto":
-        return settings
-    parallel = settings.parallel.model_copy(update={"weights": policy})
-    return settings.model_copy(update={"parallel": parallel})
+    parallel = settings.parallel.model_copy(update={"weights": holding.weights})
+    engine = settings.engine.model_copy(update={"main_grad_device": holding.sums})
+    return settings.model_copy(update={"parallel": parallel, "engine": engine})
 
 
 def shards_weights(settings: RunSettings) -> bool:

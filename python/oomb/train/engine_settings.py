@@ -99,12 +99,23 @@ def _one_of(exact: type[_Mirror], *others: type[_Mirror], description: str) -> t
 if TYPE_CHECKING:
 
     class EngineSettings(_Mirror):
+        main_grad_device: Literal["auto", "device", "host"] = "auto"
+
         def made(self) -> Config: ...
 
 else:
-    EngineSettings = _mirror(
+    _Fields = _mirror(
         "EngineSettings",
         Config,
+        main_grad_device=(
+            Literal["auto", "device", "host"],
+            Field(
+                "auto",
+                description="`device`, or `host`: sums of decoder layers stay in host memory, and "
+                "come to the device for their layer's backward. `auto`: `host` on a GPU where the "
+                "run fits so and not otherwise. Changes no bit.",
+            ),
+        ),
         attention=_one_of(
             DenseSettings,
             TopKSettings,
@@ -117,3 +128,9 @@ else:
             description="`all` (exact), or `sampled` or `truncated` with the fields below.",
         ),
     )
+
+    class EngineSettings(_Fields):
+        def made(self) -> Config:
+            """The engine's settings; ``auto``, until the plan has decided, is the device."""
+            decided = self.main_grad_device if self.main_grad_device != "auto" else "device"
+            return _Fields.made(self.model_copy(update={"main_grad_device": decided}))

@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from oomb.checkpoint import CheckpointError
+from oomb.hf.resumable import layout_of_newest
+from oomb.hf.step_layout import StepLayout
+from oomb.train.arguments import sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.reading import read_settings, write_settings
 from oomb.train.settings import RunSettings
@@ -39,8 +43,6 @@ _FIXED = (
     "data.add_bos",
     "data.add_eos",
     "context",
-    "training.batch_size",
-    "training.accumulation_steps",
     "training.seed",
     "optimizer.name",
 )
@@ -51,7 +53,7 @@ def check_folder(settings: RunSettings, resume: bool) -> None:
 
     Raises:
         BadInput: the folder cannot be made, holds something and ``resume`` is False, or holds a run
-            whose fixed settings differ.
+            whose fixed settings differ, or whose steps took another number of sequences.
     """
     folder = Path(settings.output_dir)
     if folder.exists() and not folder.is_dir():
@@ -75,6 +77,20 @@ def check_folder(settings: RunSettings, resume: bool) -> None:
         old, new = _value(before, field), _value(settings, field)
         if old != new:
             raise BadInput(f"{field}: expected {old!r}, as the run began, got {new!r}")
+    _check_sequences_of_step(settings, folder)
+
+
+def _check_sequences_of_step(settings: RunSettings, folder: Path) -> None:
+    training, sharing = settings.training, sharing_ranks(settings)
+    now = StepLayout(
+        batch_size=training.batch_size,
+        accumulation_steps=training.accumulation_steps,
+        groups=1 if sharing is None else sharing.dp_shard_size,
+    )
+    try:
+        now.expect_as_many(layout_of_newest(folder, now), "training.accumulation_steps")
+    except CheckpointError as error:
+        raise BadInput(str(error)) from error
 
 
 def check_data(settings: RunSettings, identity: str) -> None:

@@ -17,7 +17,12 @@ from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
-from oomb.train.arguments import engine_config, sharing_ranks, weights_to_try, with_weights
+from oomb.train.arguments import (
+    decided,
+    engine_config,
+    holdings_to_try,
+    sharing_ranks,
+)
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
@@ -43,10 +48,10 @@ def plan_run(
     machine = Machine.here(device_of(settings.model).type)
     sharing = sharing_ranks(settings)
     here = machine
-    for policy in weights_to_try(settings):
-        engine = engine_config(with_weights(settings, policy))
+    for holding in holdings_to_try(settings):
+        engine = engine_config(decided(settings, holding))
         if sharing is not None:
-            here = machine.of_rank(sharing.cp_size, ranks_of_host(), policy)
+            here = machine.of_rank(sharing.cp_size, ranks_of_host(), holding.weights)
         prediction = predict(model, num_tokens, engine, machine=here, **asked)
         if prediction.fits:
             break
@@ -60,9 +65,13 @@ def plan_run(
 def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: Console) -> None:
     """Put what the run's steps took into its plan, and print both."""
     metrics = read_run(run)
-    longest = max((record["tokens"] for record in metrics.metrics.steps), default=0)
+    # Before a resume a step may have been divided otherwise.
+    begun = metrics.metrics.start.get("resumed_from_step") or 0
+    steps = metrics.metrics.steps
+    own = [record for record in steps if record["step"] > begun] or steps
+    longest = max(record["tokens"] for record in own)
     # Of steps as long as those predicted, but the first, which also allocates.
-    alike = [record for record in metrics.metrics.steps if record["tokens"] == longest]
+    alike = [record for record in own if record["tokens"] == longest]
     seconds = statistics.median(
         record["fill_seconds"] + record["sweep_seconds"] for record in alike[1:] or alike
     )
@@ -120,6 +129,8 @@ def _print_plan(console: Console, prediction: Prediction) -> None:
     config, seconds = prediction.config, prediction.seconds
     held = prediction.machine.weights
     shared = "" if held == "replicated" else f", weights shared by {held}"
+    if config.main_grad_device == "host":
+        shared += ", gradient sums on the host"
     time = "" if seconds is None else f", about {seconds_text(seconds)} per call"
     console.print(
         f"Plan: {prediction.num_tokens:,} tokens in chunks of {config.chunk_size:,}: "

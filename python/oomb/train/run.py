@@ -26,12 +26,13 @@ from oomb.parallel.job import Job, begun, is_first
 from oomb.plan import Prediction, write_plan
 from oomb.report import write_report
 from oomb.train.arguments import (
+    Holding,
     check_schedule,
     check_trackers,
+    decided,
     shards_weights,
     sharing_ranks,
     training_arguments,
-    with_weights,
 )
 from oomb.train.chat import ChatTemplate
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
@@ -172,7 +173,8 @@ def _carry_out(
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
     set_seed(settings.training.seed)
-    placed = with_weights(settings, prediction.machine.weights)
+    chosen = Holding(prediction.machine.weights, prediction.config.main_grad_device)
+    placed = decided(settings, chosen)
     # What is sharded comes to a device a layer at a time.
     weights = "host" if shards_weights(placed) else settings.engine.made().weights
     scores = settings.task == "reward"

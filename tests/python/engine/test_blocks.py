@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import oomb
 from oomb.core import call_pages
@@ -170,7 +171,7 @@ def test_rows_that_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("images", [0, 2])
-def test_the_class_of_checkpoints(images: int) -> None:
+def test_the_class_of_checkpoints(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decoder is inside a causal model of its own; of two images one crosses a border."""
     model, ids = make_with_images(12), random_ids(1, 51)
     given = {}
@@ -179,7 +180,10 @@ def test_the_class_of_checkpoints(images: int) -> None:
         for begin in (6, 14):
             ids[:, begin : begin + PER_IMAGE] = IMAGE
         given["pixel_values"] = random_images(images)
-    expected = ordinary(model, ids, ids, **given)
+    with monkeypatch.context() as patch:
+        # Its own forward in transformers 5.24.0 ends by reading this of an output that lacks it.
+        patch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
+        expected = ordinary(model, ids, ids, **given)
     assert ("vision_model.patch_embedding.linear.weight" in expected.gradients) == (images > 0)
     assert_equal(chunked(model, CONFIG, ids, ids, **given), expected)
 

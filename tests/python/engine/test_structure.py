@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 import oomb
 from oomb.model import probe, structure
 from oomb.model.causal import CausalModel
-from oomb.model.mixers import StateCache
+from oomb.model.mixers import StateCache, cache_argument
 
 from .models import make
 from .recurrent_models import RECURRENT, make_recurrent
@@ -285,12 +286,21 @@ def test_refuses_a_mixer_that_hands_on_less_than_it_was_given(
     """Its first stretch is right, and so is its second: only what the second hands on is not."""
     model = make_recurrent("qwen3.5", dtype)
     mixer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
-    inner = mixer.forward
+    inner, signature = mixer.forward, inspect.signature(type(mixer).forward)
+    cache_name = cache_argument(signature)
+    assert cache_name is not None
 
-    def forward(hidden_states: Any, cache_params: Any = None, *rest: Any, **named: Any) -> Any:
-        output = inner(hidden_states, cache_params, *rest, **named)
-        if isinstance(cache_params, StateCache):
-            change(cache_params, lambda other: inner(hidden_states, other, *rest, **named))
+    def forward(*args: Any, **named: Any) -> Any:
+        output = inner(*args, **named)
+        bound = signature.bind(mixer, *args, **named)
+        cache = bound.arguments.get(cache_name)
+
+        def again(other: StateCache) -> None:
+            bound.arguments[cache_name] = other
+            inner(*bound.args[1:], **bound.kwargs)
+
+        if isinstance(cache, StateCache):
+            change(cache, again)
         return output
 
     oomb.Engine(model).close()

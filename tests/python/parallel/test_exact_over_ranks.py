@@ -185,6 +185,20 @@ CASES |= {
         is_ordinary=False,
         tokens=120,
     ),
+    "28 heads, pages, two tiers": Case(
+        heads=(28, 4),
+        config={"attention": oomb.TopKPages(budget=2), "keep_outputs": 0.5},
+        slots=26,
+        is_ordinary=False,
+        tokens=140,
+    ),
+    "28 heads, kept outputs": Case(heads=(28, 4), config={"keep_outputs": "all"}),
+    "28 heads, kept outputs, two tiers": Case(
+        heads=(28, 4), config={"keep_outputs": 0.5}, slots=26, tokens=140
+    ),
+    "28 heads, 3 tokens": Case(heads=(28, 4), tokens=3),
+    "32 heads, norms of heads": Case(model="qwen3", heads=(32, 8), batch=2, call="documents"),
+    "32 heads, two tiers": Case(model="qwen3", heads=(32, 8), slots=26, tokens=140),
 }
 CASES |= {f"{n} tokens behind a border": Case(tokens=17 + n) for n in range(1, 10)}
 CASES |= {f"{n} tokens": Case(tokens=n) for n in (3, 4)}
@@ -275,7 +289,8 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
         return call(engine), call(engine)
 
 
-EIGHT = [name for name in CASES if name.startswith("28 heads")]
+# Heads of Qwen2.5-7B and of Qwen3-8B.
+EIGHT = [name for name in CASES if name.startswith(("28 heads", "32 heads"))]
 
 # Run each time on more than two ranks too; the others on 3 and 4 are slow.
 QUICK = ("dense", "recompute", "sinks", "documents", "pages", *(n for n in CASES if "border" in n))

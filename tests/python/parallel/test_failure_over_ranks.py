@@ -46,9 +46,10 @@ class Place(NamedTuple):
     rank: int
     how: str
     passes: int = 1
+    ranks: int = 2
 
 
-def places(count: int, kinds: list[str], seed: int) -> list[Place]:
+def places(count: int, kinds: list[str], seed: int, ranks: int = 2) -> list[Place]:
     draw = random.Random(seed)
     found = []
     for _ in range(count):
@@ -56,8 +57,8 @@ def places(count: int, kinds: list[str], seed: int) -> list[Place]:
         phases = ["fill", "sweep", "backward", "progress", "loss"]
         phase = draw.choice(phases if passes == 2 else phases[:-1])
         chunk = draw.randrange(CHUNKS - 1 if phase == "fill" else CHUNKS)
-        where = phase, draw.randrange(LAYERS), chunk, draw.randrange(2)
-        found.append(Place(*where, draw.choice(kinds), passes))
+        where = phase, draw.randrange(LAYERS), chunk, draw.randrange(ranks)
+        found.append(Place(*where, draw.choice(kinds), passes, ranks))
     return found
 
 
@@ -104,10 +105,12 @@ def failing(place: Place) -> Iterator[None]:
 def call(rank: int, place: Place) -> tuple[str, bool, bool]:
     """A rank's error, whether its gradients stayed, and whether the next call is right: where the
     other rank has ended, an error that says so."""
-    keys = 2 if place.passes == 1 else 1  # of which both ranks then hold a copy
-    model = make("qwen2", num_hidden_layers=LAYERS, num_key_value_heads=keys)
+    keys = place.ranks if place.passes == 1 else 1  # of which all ranks then hold a copy
+    heads = {"num_key_value_heads": keys, "num_attention_heads": 6 if place.ranks == 2 else 8}
+    model = make("qwen2", num_hidden_layers=LAYERS, **heads)
     ids = random_ids(1, TOKENS + 1)
-    engine = oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8), mesh=meshes[2])
+    config = oomb.Config(chunk_size=16, page_size=8)
+    engine = oomb.Engine(model, config, mesh=meshes[place.ranks])
     expected = gradients(engine, model, ids)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
@@ -175,9 +178,9 @@ def pair() -> Iterator[World]:
         yield ranks
 
 
-def raised_by_both(pair: World, place: Place) -> None:
-    pair.start(call, place)
-    answers = pair.answers(seconds=LONGEST_SECONDS)
+def raised_by_all(world: World, place: Place) -> None:
+    world.start(call, place)
+    answers = world.answers(seconds=LONGEST_SECONDS * world.size / 2)
     for rank, (text, kept, same) in enumerate(answers):
         texts = IN_A_LOSS if place.phase == "loss" else TEXTS
         expected = texts[place.how][0 if rank == place.rank else 1].format(place.rank)
@@ -188,13 +191,21 @@ def raised_by_both(pair: World, place: Place) -> None:
 
 @pytest.mark.parametrize("place", places(8, list(TEXTS), seed=1), ids=str)
 def test_an_error_of_one_rank_is_raised_by_all(pair: World, place: Place) -> None:
-    raised_by_both(pair, place)
+    raised_by_all(pair, place)
 
 
 @pytest.mark.slow
 def test_errors_anywhere(pair: World) -> None:
     for place in places(60, list(TEXTS), seed=2):
-        raised_by_both(pair, place)
+        raised_by_all(pair, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count"), [(4, 24), (8, 12)])
+def test_errors_among_more_ranks(ranks: int, count: int) -> None:
+    with World(ranks) as world:
+        for place in places(count, list(TEXTS), seed=4, ranks=ranks):
+            raised_by_all(world, place)
 
 
 def at_the_end(rank: int, kind: str) -> list[str]:
@@ -306,14 +317,14 @@ def test_only_processes_of_this_host_are_seen_to_end(
 
 
 def left_behind(place: Place) -> None:
-    with World(2) as ranks:
-        ranks.start(call, place)
-        answers = ranks.answers(seconds=LONGEST_SECONDS)
-    assert isinstance(answers[place.rank], Died), answers
-    text, kept, _ = answers[1 - place.rank]
+    with World(place.ranks) as world:
+        world.start(call, place)
+        answers = world.answers(seconds=LONGEST_SECONDS * place.ranks / 2)
+    assert isinstance(answers.pop(place.rank), Died), answers
     gone = (f"rank {place.rank} has ended", "a rank of the sequence has ended", "does not answer")
-    assert any(words in text for words in gone), text
-    assert kept
+    for text, kept, _ in answers:
+        assert any(words in text for words in gone), text
+        assert kept
 
 
 @pytest.mark.parametrize(
@@ -331,5 +342,6 @@ def test_the_others_do_not_wait_for_a_rank_that_is_gone(place: Place) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_gone_anywhere() -> None:
-    for place in places(10, ["SIGKILL", "SIGTERM"], seed=3):
+    drawn = places(10, ["SIGKILL", "SIGTERM"], seed=3)
+    for place in [*drawn, *(x for n in (4, 8) for x in places(3, ["SIGKILL"], seed=5, ranks=n))]:
         left_behind(place)

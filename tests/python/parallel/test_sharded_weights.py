@@ -28,7 +28,7 @@ from oomb.parallel.group import Ranks
 from .world import World, meshes
 
 POLICIES = ("zero1", "zero2", "zero3")
-HEADS = {2: (8, 4), 3: (6, 3), 4: (8, 4)}  # of queries and of keys, by ranks
+HEADS = {2: (8, 4), 3: (6, 3), 4: (8, 4), 8: (16, 8)}  # of queries and of keys, by ranks
 LAYERS = 3
 
 
@@ -147,6 +147,17 @@ WHERE = [
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
 def test_gradients_are_those_of_one_process(world: World, name: str, ranks: int) -> None:
+    compare(world, name, ranks)
+
+
+@pytest.mark.slow
+def test_eight_ranks() -> None:
+    with World(8) as world:
+        for name in ("plain", "recompute", "lora, recompute"):
+            compare(world, name, 8)
+
+
+def compare(world: World, name: str, ranks: int) -> None:
     case = CASES[name]
     world.start(calls, name, ranks)
     model = model_of(case, ranks)

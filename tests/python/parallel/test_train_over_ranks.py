@@ -127,9 +127,22 @@ def test_replicas_of_pairs(world: World, folder: Path, alone: Path) -> None:
     plan = json.loads((folder / "pairs" / "plan.json").read_text())
     assert plan["predicted"]["ranks"] == 2
     assert plan["predicted"]["device_pool_bytes"] == plan["measured"]["device_pool_bytes"]
-    again = world.run(trained, folder, "pairs", "training.steps=5", "parallel.cp=4", "--resume")
-    assert [code for code, _ in again] == [1] * RANKS, again
-    assert "replicas: expected 2 groups of processes" in again[0][1]
+
+
+def test_goes_on_with_another_number_of_groups(world: World, folder: Path) -> None:
+    """Two pairs, one process that accumulates, two pairs; four processes as one would repeat."""
+    accumulated = "training.accumulation_steps=2"
+    code, output = trained(-1, folder, "unbroken", "training.steps=4", accumulated)
+    assert code == 0, output
+    pairs = ["parallel.cp=2", "training.accumulation_steps=1"]
+    start(world, folder, "regrouped", "training.steps=2", *pairs)
+    again = world.run(trained, folder, "regrouped", "training.steps=3", "--resume")
+    assert [code for code, _ in again] == [2] * RANKS, again
+    assert "training.accumulation_steps: expected 2, so that" in again[0][1], again
+    code, output = trained(-1, folder, "regrouped", "training.steps=3", accumulated, "--resume")
+    assert code == 0, output
+    start(world, folder, "regrouped", "training.steps=4", *pairs, "--resume")
+    assert losses(folder / "regrouped") == pytest.approx(losses(folder / "unbroken"), rel=1e-6)
 
 
 def test_a_signal_to_one_rank(world: World, folder: Path, alone: Path) -> None:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from engine.models import make
 from engine.reference import relative_error
@@ -150,6 +151,65 @@ def test_as_in_one_process(
         assert mine["tokens"] == whole["tokens"]
         assert len(mine["exchange_seconds_by_rank"]) == mine["ranks"] == RANKS
     assert not any(one.records for one in found[1:])
+
+
+DIVIDED = [  # groups (0: one process), batch size, accumulation, last step
+    (2, 1, 2, 1),
+    (0, 1, 4, 3),
+    (4, 1, 1, 4),
+    (1, 2, 2, 5),
+]
+
+
+def divided(rank: int, folder: Path, division: tuple[int, ...], resume: bool) -> Any:
+    """A part of a run of four sequences a step, in two steps an epoch: losses, norms, weights."""
+    groups, batch, accumulation, last = division
+    layout: dict[str, Any] = {}
+    if rank >= 0:
+        sizes = {"dp_shard_size": groups, "cp_size": RANKS // groups}
+        layout = {"parallelism_config": ParallelismConfig(**sizes)}
+    with as_started(rank, RANKS):
+        settings = arguments(
+            folder,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=5,
+            save_strategy="steps",
+            save_steps=5,
+            **layout,
+        )
+        trainer = Trainer(
+            tiny(),
+            settings,
+            train_dataset=masked(8),
+            callbacks=[SavesAndStops(last)],
+            oomb_config=CONFIG,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.engine.close()
+    return logged(trainer, "loss"), logged(trainer, "grad_norm"), trainer.model.state_dict()
+
+
+class SavesAndStops(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == self._step
+
+
+def test_goes_on_in_other_groups(world: World, tmp_path: Path) -> None:
+    """As if nothing had changed: each step takes the next four sequences of the epoch."""
+    losses, norms, weights = divided(-1, tmp_path / "unbroken", (0, 1, 4, 5), False)
+    assert len(set(losses)) == 5
+    for part, division in enumerate(DIVIDED):
+        given = tmp_path / "run", division, part > 0
+        found = [divided(-1, *given)] if division[0] == 0 else world.run(divided, *given)
+    for one in found:
+        assert one[0] == pytest.approx(losses, rel=1e-6)  # logged in fp32
+        assert one[1] == pytest.approx(norms, rel=1e-11)
+        for name, weight in weights.items():
+            assert relative_error(one[2][name], weight) < 1e-10
 
 
 def test_a_part_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from oomb.plan import (
     write_measured,
     write_plan,
 )
+from oomb.trace.bare import bare_model
 
 GIB = 2**30
 H200: dict[str, Any] = {"gpu": "h200", "host_bytes": 125 * GIB}
@@ -247,6 +248,42 @@ def test_rates_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert longer.duration is not None
     assert longer.duration.matrix / duration.matrix == pytest.approx(2000 / 500, rel=0.1)
     assert longer.duration.attention / duration.attention > 4.5  # more than the text does
+
+
+@pytest.mark.parametrize(
+    "attention", [oomb.Dense(), oomb.TopKPages(budget=16)], ids=["dense", "pages"]
+)
+def test_ranks_take_the_fastest_of_chunks(attention: Any) -> None:
+    """None of up to 4,096 tokens a rank is faster; one GPU, and a chunk that was said, stay."""
+    model, machine = bare_model(_TWO_LAYERS), Machine.described(gpu="h200")
+    config, tokens = oomb.Config(attention=attention), 2**18
+
+    def chosen(ranks: int, **said: Any) -> Prediction:
+        machine_of = machine.of_rank(ranks) if ranks > 1 else machine
+        return recommend(model, tokens, machine=machine_of, config=config, **said).prediction
+
+    planner = Planner(model, machine.of_rank(4))
+    seconds = {
+        size: planner.predict(tokens, replace(config, chunk_size=size)).seconds
+        for size in (4096, 8192, 16384)
+    }
+    found = chosen(4)
+    assert found.seconds == min(x for x in seconds.values() if x is not None)
+    assert found.config.chunk_size > 4096
+    assert chosen(4, keep=frozenset({"chunk_size"})).config.chunk_size == 4096
+    assert chosen(1).config.chunk_size == 4096
+
+
+_TWO_LAYERS = Qwen2Config(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=2**18,
+    dtype="bfloat16",
+)
 
 
 def test_record_of_a_run(tmp_path: Path) -> None:

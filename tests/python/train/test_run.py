@@ -241,6 +241,12 @@ def test_another_run_is_not_resumed(done: tuple[str, Path], change: str) -> None
     assert "as the run began" in result.output
 
 
+def test_other_sequences_of_a_step_are_not_gone_on_with(done: tuple[str, Path]) -> None:
+    result = run(done[1] / "run.yaml", "--resume", "training.accumulation_steps=2")
+    assert result.exit_code == 2
+    assert result.output.startswith("training.accumulation_steps: expected 1, so that an optimizer")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path, name: str) -> None:

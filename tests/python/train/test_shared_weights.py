@@ -1,4 +1,4 @@
-"""``parallel.weights: auto``: shared among processes as little as memory allows."""
+"""``auto``: weights are shared, and gradient sums leave the device, as little as memory allows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import Qwen2Config
 
@@ -24,6 +25,17 @@ CONFIG = Qwen2Config(
     num_key_value_heads=4,
     max_position_embeddings=4096,
     dtype="float32",
+)
+
+LARGE = Qwen2Config(
+    vocab_size=1024,
+    hidden_size=2048,
+    intermediate_size=32768,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    max_position_embeddings=8192,
+    dtype="bfloat16",
 )
 
 
@@ -103,9 +115,53 @@ def test_what_does_not_go_with_shares_is_not_shared(
 
 
 def test_what_was_chosen_is_what_runs() -> None:
-    told = arguments.with_weights(settings("auto"), "zero2")
+    told = arguments.decided(settings("auto"), arguments.Holding("zero2", "device"))
     assert arguments.shards_weights(told)
     assert arguments.engine_config(told).sharded_weights == "zero2"
-    assert not arguments.shards_weights(arguments.with_weights(settings("auto"), "replicated"))
-    named = settings("zero1")
-    assert arguments.with_weights(named, "replicated") is named
+    told = arguments.decided(settings("auto"), arguments.Holding("replicated", "host"))
+    assert not arguments.shards_weights(told)
+    assert arguments.engine_config(told).main_grad_device == "host"
+
+
+@pytest.mark.parametrize(
+    ("weights", "place", "device", "expected"),
+    [
+        (
+            "auto",
+            "auto",
+            "cuda",
+            [
+                "replicated device",
+                "zero1 device",
+                "zero2 device",
+                "zero3 device",
+                "replicated host",
+            ],
+        ),
+        ("auto", "device", "cuda", ["replicated device", *(f"zero{n} device" for n in (1, 2, 3))]),
+        ("auto", "host", "cuda", ["replicated host"]),
+        ("replicated", "auto", "cuda", ["replicated device", "replicated host"]),
+        ("replicated", "auto", "cpu", ["replicated device"]),  # both are one memory there
+        ("zero2", "auto", "cuda", ["zero2 device"]),
+    ],
+)
+def test_what_auto_tries_in_turn(
+    weights: str, place: str, device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "device_of", lambda _: torch.device(device))
+    tried = arguments.holdings_to_try(settings(weights, engine={"main_grad_device": place}))
+    assert [f"{holding.weights} {holding.sums}" for holding in tried] == expected
+
+
+@pytest.mark.parametrize(("gib", "place"), [(80, "device"), (15, "host")])
+def test_sums_go_to_the_host_where_only_that_fits(
+    gib: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of 2.6 billion parameters are trained, on a GPU of so many GiB, by its real plan."""
+    monkeypatch.setattr(arguments, "ranks_in_job", lambda: 1)
+    monkeypatch.setattr(arguments, "device_of", lambda _: torch.device("cuda"))
+    gpu = Machine.described(gpu="h100", device_memory=gib << 30, host_memory="120GiB")
+    monkeypatch.setattr(Machine, "here", lambda _: gpu)
+    told = settings("auto", context=4096, optimizer={"name": "sgd"})
+    found = planning.plan_run(told, LARGE, told.context, Console(quiet=True))
+    assert found.config.main_grad_device == place
