@@ -20,7 +20,7 @@ from oomb.core.pools import Pools
 from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls
 from oomb.engine.plan import Plan
-from oomb.engine.ranks import around_gathers, shapes_here
+from oomb.engine.ranks import gathering, shapes_here
 from oomb.engine.surroundings import on_device
 from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass
@@ -70,8 +70,8 @@ class Engine:
         self._pools = Pools(self._model.device, self._placement)
         self._training = Training(self._model, self.config, self._grads)
         self._admission = Admission(self._training, self._placement)
-        with around_gathers(self._placement, self._weights):
-            as_before_afterwards(partial(self._placement.together, self._check_model))
+        over = self._placement, self._weights
+        as_before_afterwards(partial(gathering, *over, self._check_model))
 
     def _host_sums(self) -> HostSums | None:
         model, (placement, weights) = self._model, (self._placement, self._weights)
@@ -225,9 +225,8 @@ class Engine:
         Args:
             return_logprobs: give each counted token's log-probability in ``step.logprobs``
                 [batch, tokens], at the token itself; 0 where there is none.
-            on_logits: called with a first token and logits [batch, tokens, vocabulary], slice by
-                slice, so that they need never exist together. Then all tokens but padding behind
-                every sequence are run, and none has to be a target.
+            on_logits: called with a first token and logits [batch, tokens, vocabulary] of each
+                slice in turn. It runs all tokens but trailing padding; none has to be a target.
 
         Returns:
             Step: as of :meth:`forward_backward`; no gradient is made or changed.
@@ -260,7 +259,9 @@ class Engine:
             with self._placement.call(), begun as call:
                 with call.loop.running():
                     seconds = call.loop.evaluate(on_logits)
-                return call.result(seconds)
+                step = call.result(seconds)
+                self._placement.settle(lambda: None)
+                return step
 
         return as_before_afterwards(run)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
@@ -13,6 +13,8 @@ from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 from oomb.parallel.whole import shard
+
+T = TypeVar("T")
 
 
 def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
@@ -56,9 +58,17 @@ def shard_model(model: Any, mesh: Any) -> None:
     shard(model, CausalModel(model).layers, mesh)
 
 
-def around_gathers(placement: Placement, weights: Weights) -> AbstractContextManager[None]:
-    """Around what gathers weights outside a call: an error of one rank ends it on all."""
-    return placement.call() if weights.is_sharded else nullcontext()
+def gathering(placement: Placement, weights: Weights, work: Callable[[], T]) -> T:
+    """Do what may gather weights outside a call; an error of one rank is raised by all.
+
+    Ranks that wait for weights do not hear what one that failed tells at the end.
+    """
+    if not weights.is_sharded:
+        return placement.together(work)
+    with placement.call():
+        found = work()
+        placement.settle(lambda: None)
+        return found
 
 
 def spans_here(chunks: Chunks, placement: Placement) -> list[tuple[int, int]]:

@@ -176,8 +176,9 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             assert isinstance(call.loss, TokenValues)
             for value in (*call.loss.values.values(), *call.loss.statistics.values()):
                 complete_(self._placement, value, device)
-        self._leaves = self._as_rows(call.loss.values)
-        self.statistics = self._as_rows(call.loss.statistics)
+            self._leaves = self._as_rows(call.loss.values)
+            self.statistics = self._as_rows(call.loss.statistics)
+            self._placement.settle(lambda: None)
         if not self._train:
             self._held.put_back()
             self._state = "constant"

@@ -40,6 +40,7 @@ class Ranks:
     Args:
         members: ranks of the job, in the order of the sequence.
         device: where the tensors are.
+        timeout: of one collective.
 
     Attributes:
         rank: this one's place among them.
@@ -47,12 +48,15 @@ class Ranks:
         stopwatch: measures exchanges of tensors; None: nobody does.
     """
 
-    def __init__(self, members: list[int], device: torch.device) -> None:
+    def __init__(
+        self, members: list[int], device: torch.device, timeout: timedelta = TIMEOUT
+    ) -> None:
         self.members = members
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
         self.stopwatch: Any = None
         self._device = device
+        self._timeout = timeout
         key = tuple(members)
         self._name = f"oomb/{'-'.join(map(str, key))}/{_engines[key]}"
         _engines[key] += 1
@@ -63,8 +67,9 @@ class Ranks:
         self._weights: Any = None
         self._alarm: Alarm | None = None
         self._settled = False
+        self._places: list[Place] = []
         self._connect()
-        self._places: list[Place] = self._gather_notes(place_of_this())
+        self._places = self._gather_notes(place_of_this())
 
     @property
     def neighbours(self) -> int:
@@ -119,14 +124,18 @@ class Ranks:
     def _connect(self) -> None:
         if self._notes is not None:
             return
+        lost = self._lost()
+        if lost is not None:  # it would be waited for until the store gives up
+            raise lost.error()
         name = f"{self._name}/{self._generation}"
         store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
-        self._notes = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+        notes = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         if self._device.type == "cuda":
             self._tensors = self._on_gpus(f"{name}/tensors")
             self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
         else:
-            self._tensors = self._notes
+            self._tensors = notes
+        self._notes = notes  # last, so that an error above leaves nothing that looks connected
 
     def _lost(self) -> Failure | None:
         index = first_ended(self._places)
@@ -138,7 +147,7 @@ class Ranks:
     def _on_gpus(self, name: str) -> Any:
         store = c10d.PrefixStore(name, c10d._get_default_store())
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
+        options._timeout = self._timeout
         if hasattr(options, "global_ranks_in_group"):
             options.global_ranks_in_group = self.members
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -275,7 +284,7 @@ class Ranks:
     def _wait_on_host(self, work: Any) -> None:
         """Short waits, since a rank that waits in gloo cannot be freed by anybody."""
         alarm = self._alarm
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
             # Asked before the wait: a collective may end just after a wait for it has run out.
             is_over = work.is_completed()
@@ -288,7 +297,7 @@ class Ranks:
             if alarm is not None:
                 alarm.expect_none()
             if time.monotonic() > deadline:
-                self._explain(TimeoutError(f"no answer within {TIMEOUT}"))
+                self._explain(TimeoutError(f"no answer within {self._timeout}"))
 
     def _explain(self, error: BaseException) -> None:
         rank = self.members[self.rank]
@@ -299,15 +308,20 @@ class Ranks:
 
     def expect_device(self, device: torch.device) -> None:
         """Raise unless a model is where the mesh is, and each rank's has a GPU of its own."""
-        if self._device.type != device.type:
-            raise ValueError(
-                f"mesh: expected a mesh of the model's device type {device.type!r}, got "
-                f"{self._device.type!r}"
-            )
+
+        def place_of_gpu() -> tuple[str, str]:
+            if self._device.type != device.type:
+                raise ValueError(
+                    f"mesh: expected a mesh of the model's device type {device.type!r}, got "
+                    f"{self._device.type!r}"
+                )
+            is_gpu = device.type == "cuda"
+            gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
+            return socket.gethostname(), gpu
+
+        places = self.collect(place_of_gpu)
         if device.type != "cuda":
             return
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-        places = self.collect(lambda: (socket.gethostname(), gpu))
         for rank, place in enumerate(places):
             if place in places[:rank]:
                 other = self.members[places.index(place)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from oomb.parallel.mesh import DIMENSION
 from oomb.parallel.peers import ending_with, place_of_this
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(hours=12)  # the first rank may be tokenising or uploading alone
 
 
 def rank_of_job() -> int:
@@ -107,11 +110,11 @@ def ranks_of_job(device_type: str) -> Iterator[DeviceMesh | None]:
 
 
 def of_ranks(mesh: DeviceMesh | None, value: Any) -> list[Any]:
-    """A small value of each rank, in their order."""
+    """A small value of each rank of a mesh of one dimension, in their order."""
     if mesh is None:
         return [value]
     values: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=mesh.get_group())
     return values
 
 
@@ -126,7 +129,7 @@ class Job:
         self.rank = rank_of_job()
         self._ranks: Ranks | None = None
         if self.size > 1:
-            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"))
+            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"), _PATIENCE)
 
     @property
     def is_first(self) -> bool:

@@ -30,9 +30,10 @@ def weights_of(model: Any, policy: str, placement: Placement) -> Weights:
         return Weights()
     from oomb.parallel.sharding import ShardedWeights  # FSDP2 is for those who use it
 
-    with placement.call():
-        group = placement.group
-        return placement.together(lambda: ShardedWeights(model, group, policy))
+    with placement.call():  # no agreement: ranks that gather do not hear of one that failed
+        weights = ShardedWeights(model, placement.group, policy)
+        placement.settle(lambda: None)
+        return weights
 
 
 def placement_of(mesh: Any) -> Placement:

@@ -15,16 +15,19 @@ from contextlib import contextmanager, suppress
 
 Place = tuple[str, str, int]
 
+_BOOT = "/proc/sys/kernel/random/boot_id"  # of a host; names and process spaces may be alike on two
 _LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 2.0  # in which a rank that is not blocked says by itself what happened
 
 
 def place_of_this() -> Place:
     """Host, space of process numbers, number of this process."""
-    space = ""
+    host, space = socket.gethostname(), ""
+    with suppress(OSError), open(_BOOT) as file:
+        host = file.read()
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
-    return socket.gethostname(), space, os.getpid()
+    return host, space, os.getpid()
 
 
 def first_ended(places: list[Place]) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import peft
@@ -24,6 +26,8 @@ from engine.reference import (
 )
 from oomb.core.fit import Room
 from oomb.core.pools import Pools
+from oomb.parallel import group
+from oomb.parallel.job import Job, of_ranks
 
 from .world import World, meshes
 
@@ -304,6 +308,34 @@ def refused(rank: int, what: str) -> str:
     except (ValueError, oomb.Error) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def test_a_value_of_each_rank_of_a_mesh(world: World) -> None:
+    assert world.run(values_of_a_sequence) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def waiting_for_the_first(rank: int) -> str:
+    """Work of rank 0 takes longer than a collective of a call may."""
+
+    def work() -> str:
+        time.sleep(1.5)
+        return "tokens"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "TIMEOUT", timedelta(seconds=0.5))
+        job = Job()
+        try:
+            return job.by_first(work)
+        finally:
+            job.close()
+
+
+def test_the_ranks_of_a_job_wait_for_long_work_of_the_first(world: World) -> None:
+    assert world.run(waiting_for_the_first) == ["tokens"] * 4
+
+
+def values_of_a_sequence(rank: int) -> list[int]:
+    return of_ranks(meshes[2], rank)
 
 
 # what differs: text that each rank of the sequence of ranks 0 and 2 reads

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +24,9 @@ from engine.models import make
 from engine.reference import random_ids
 from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
+from oomb.engine.call import Call
+from oomb.engine.two_pass import TwoPass
+from oomb.parallel import peers
 from oomb.parallel.group import Ranks
 
 from .world import Died, World, meshes
@@ -97,7 +103,8 @@ def failing(place: Place) -> Iterator[None]:
 
 
 def call(rank: int, place: Place) -> tuple[str, bool, bool]:
-    """A rank's error, whether its gradients stayed, and whether the next call is right."""
+    """A rank's error, whether its gradients stayed, and whether the next call is right: where the
+    other rank has ended, an error that says so."""
     keys = place.ranks if place.passes == 1 else 1  # of which all ranks then hold a copy
     heads = {"num_key_value_heads": keys, "num_attention_heads": 6 if place.ranks == 2 else 8}
     model = make("qwen2", num_hidden_layers=LAYERS, **heads)
@@ -134,6 +141,8 @@ def call(rank: int, place: Place) -> tuple[str, bool, bool]:
         text = f"{type(error).__name__}: {error}"
     kept = all(bool((p.grad == 0.5).all()) for p in model.parameters() if p.grad is not None)
     if place.how in ("SIGTERM", "SIGKILL"):
+        with pytest.raises(oomb.Error, match=f"rank {place.rank} has ended"):
+            gradients(engine, model, ids)
         return text, kept, True
     found = gradients(engine, model, ids)
     engine.close()
@@ -199,6 +208,64 @@ def test_errors_among_more_ranks(ranks: int, count: int) -> None:
             raised_by_all(world, place)
 
 
+def at_the_end(rank: int, kind: str) -> list[str]:
+    """Rank 1 fails in a call without gradients, after the last message of its pass; then calls."""
+    model, ids = make("qwen2", num_hidden_layers=LAYERS), random_ids(1, TOKENS + 1)
+    engine = oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8), mesh=meshes[2])
+
+    def evaluate() -> None:
+        if kind == "evaluate":
+            engine.evaluate(ids, ids)
+            return
+        with torch.no_grad(), engine.two_pass(ids, ids):
+            pass
+
+    owner, name = (Call, "result") if kind == "evaluate" else (TwoPass, "_as_rows")
+    before = getattr(owner, name)
+
+    def failing(*arguments: Any) -> Any:
+        before(*arguments)
+        raise ZeroDivisionError("at the end")
+
+    found = []
+    for fails in (rank == 1, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(owner, name, failing)
+            try:
+                evaluate()
+                found.append("no error")
+            except (ZeroDivisionError, oomb.Error) as error:
+                found.append(str(error))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "two passes"])
+def test_an_error_after_the_last_message_is_raised_by_all(pair: World, kind: str) -> None:
+    pair.start(at_the_end, kind)
+    assert pair.answers() == [
+        ["[rank 1] ZeroDivisionError: at the end", "no error"],
+        ["at the end", "no error"],
+    ]
+
+
+def with_a_model_elsewhere(rank: int) -> str:
+    ranks = Ranks([0, 1], torch.device("cpu"))
+    try:
+        ranks.expect_device(torch.device("cpu" if rank == 0 else "meta"))
+    except ValueError as error:
+        return str(error)
+    finally:
+        ranks.close()
+    return "no error"
+
+
+def test_a_model_on_another_device_is_refused_by_all(pair: World) -> None:
+    text = "[rank 1] mesh: expected a mesh of the model's device type 'meta', got 'cpu'"
+    assert pair.run(with_a_model_elsewhere) == [text, text]
+
+
 class EndsAfterTheWait:
     """A collective that ends between the end of a wait for it and the next look at it."""
 
@@ -232,6 +299,21 @@ def with_waits_that_run_out(rank: int) -> bool:
 
 def test_a_wait_that_runs_out_is_no_failure(pair: World) -> None:
     assert pair.run(with_waits_that_run_out) == [True, True]
+
+
+def test_only_processes_of_this_host_are_seen_to_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another host may have the same name and the same space of process numbers."""
+    own = host, space, _ = peers.place_of_this()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert peers.first_ended([own, (host, space, child.pid)]) == 1
+    (tmp_path / "boot_id").write_text("of another host")
+    with monkeypatch.context() as there:
+        there.setattr(peers, "_BOOT", str(tmp_path / "boot_id"))
+        other, *_ = peers.place_of_this()
+    assert peers.first_ended([own, (other, space, child.pid)]) is None
 
 
 def left_behind(place: Place) -> None:

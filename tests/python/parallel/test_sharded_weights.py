@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import oomb
 from engine.models import make
 from engine.reference import Result, assert_equal, chunked, ordinary, random_ids
+from oomb.engine import engine as engine_module
 from oomb.parallel import sharding
 from oomb.parallel import whole as whole_tensors
 from oomb.parallel.group import Ranks
@@ -344,6 +345,43 @@ def refused(rank: int) -> Any:
     with engine, pytest.raises(oomb.UnsupportedModelError) as raised:
         engine.forward_backward(random_ids(1, 20), random_ids(1, 20))
     return alone, half, str(raised.value)
+
+
+def construction_fails(rank: int, where: str) -> list[str]:
+    """The second rank of a sequence fails while the first one waits for weights; then again."""
+    made, init = [], sharding._Group.__init__
+
+    def second_fails(*arguments: Any) -> None:
+        if made:
+            raise ZeroDivisionError("in the middle")
+        made.append(arguments)
+        init(*arguments)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("in the middle")
+
+    model, found = sharded(model_of(CASES["plain"], 2), 2), []
+    for is_broken in (rank >= 2, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_broken and where == "groups":
+                patch.setattr(sharding._Group, "__init__", second_fails)
+            elif is_broken:
+                patch.setattr(engine_module, "checked_shapes", fails)
+            try:
+                oomb.Engine(model, config_of(CASES["plain"]), mesh=meshes[2]).close()
+                found.append("no error")
+            except (ZeroDivisionError, oomb.Error) as error:
+                found.append(str(error))
+    expect_as_before(model)
+    return found
+
+
+@pytest.mark.parametrize("where", ["groups", "check"])
+def test_an_error_of_one_rank_at_construction_is_raised_by_all(world: World, where: str) -> None:
+    texts = world.run(construction_fails, where)
+    for rank, text in enumerate(texts):
+        of_others = f"[rank {rank + 2}] ZeroDivisionError: in the middle"
+        assert text == ["in the middle" if rank >= 2 else of_others, "no error"]
 
 
 def test_what_cannot_be_gathered_is_refused(world: World) -> None:
