@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, has_length
 
@@ -23,6 +23,7 @@ from oomb.checkpoint import (
     save_state,
 )
 from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
+from oomb.hf.converted import load_converted
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
@@ -99,6 +100,7 @@ class ResumableTrainer(ShardedTrainer):
         self._resumed: dict[str, Any] | None = None
         self._epoch_random: dict[str, Any] | None = None
         self._saved_step: int | None = None  # whose checkpoint is on the disk
+        self._weights_from: str | None = None  # the checkpoint that is being loaded
         self.add_callback(_RemembersSteps(self))
 
     def checkpoint_store(self, trial: Any = None) -> CheckpointStore:
@@ -240,15 +242,32 @@ class ResumableTrainer(ShardedTrainer):
         self._epoch_random = random_state(self.args.device)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Says nothing about tied weights, which lie in the file once."""
+        """Says nothing about tied weights, which lie in the file once; loads what it does not name.
+
+        The stock trainer calls it when it has loaded weights by the model's names.
+        """
+        absent = self._absent(load_result)
+        model = self.accelerator.unwrap_model(self.model)
+        if absent and isinstance(model, PreTrainedModel):
+            assert self._weights_from is not None
+            load_result = load_converted(model, self._weights_from)
+            absent = self._absent(load_result)
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=absent))
+
+    def _absent(self, load_result: Any) -> list[str]:
+        """Weights that were not loaded, under any of their names."""
         absent = load_result.missing_keys
         named = dict(self.model.named_parameters(remove_duplicate=False))
         loaded = {id(parameter) for name, parameter in named.items() if name not in absent}
-        absent = [name for name in absent if id(named.get(name)) not in loaded]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=absent))
+        return [name for name in absent if id(named.get(name)) not in loaded]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._weights_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         self._check_signals()
+        self._weights_from = self.state.best_model_checkpoint
         self.job.together(lambda: CheckpointStore.verified(str(self.state.best_model_checkpoint)))
         super()._load_best_model()
         self._finished = None  # the weights are no longer those of the last step

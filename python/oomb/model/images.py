@@ -129,7 +129,7 @@ def images_of(
         blocks=blocks.unique(dim=0),
         propagate=None,
     )
-    if not len(images.rows) or not _trains(model):
+    if not len(images.rows) or not trains_images(model):
         return images
     dtype, device = embeds.dtype, model.device
     del embeds, features, deepstack, taken, of_decoder
@@ -268,7 +268,7 @@ def _blocks(name: str, mask_function: Callable[..., Any], ids: torch.Tensor) -> 
     return blocks
 
 
-def _trains(model: CausalModel) -> bool:
+def trains_images(model: CausalModel) -> bool:
     """Something between images and decoder is trained."""
     apart = {id(p) for p in model.decoder.parameters()}
     head = model.causal.get_output_embeddings()

@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ def bare_model(
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
+    images: bool = False,
 ) -> nn.Module:
     """A causal language model on the meta device: parameters have shape and dtype, no memory.
 
@@ -42,6 +44,7 @@ def bare_model(
         quantization: ``"nf4"`` or ``"fp4"``: linear layers but the head in 4 bits with double
             quantisation; ``"int8"``: in 8 bits with a scale a row. Frozen under the adapter; not of
             a model that is given as a module.
+        images: with the tower that sees them.
 
     Raises:
         ValueError: no model of that name, code of its own, a config that no model can be made
@@ -52,12 +55,12 @@ def bare_model(
         return model
     bare: PreTrainedModel
     if isinstance(model, PretrainedConfig):
-        bare = _without_weights(model, dtype, type(model).__name__)
+        bare = _without_weights(model, dtype, type(model).__name__, images=images)
     elif str(model).lower() in SHAPES:
         shape, kind = SHAPES[str(model).lower()], dtype or torch.bfloat16
         bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
-        bare = _without_weights(_config_of(str(model)), dtype, str(model))
+        bare = _without_weights(_config_of(str(model)), dtype, str(model), images=images)
     if quantization is not None:
         pack_linears(bare, quantization)
     if adapter is None:
@@ -109,16 +112,15 @@ def _config_of(name: str) -> PretrainedConfig:
 
 
 def _without_weights(
-    config: PretrainedConfig, dtype: torch.dtype | None, name: str
+    config: PretrainedConfig, dtype: torch.dtype | None, name: str, *, images: bool
 ) -> PreTrainedModel:
+    kinds: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
     try:
         check_sizes(config)
         own = getattr(config, "dtype", None)
         kind = dtype or (own if isinstance(own, torch.dtype) else torch.bfloat16)
         with torch.device("meta"):
-            bare: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=kind, trust_remote_code=False
-            )
+            bare: PreTrainedModel = kinds.from_config(config, dtype=kind, trust_remote_code=False)
     except Exception as error:  # whatever modules make of a config that fits no model
         raise _unusable(name, error) from error
     return bare

@@ -161,8 +161,11 @@ def _of_trl(tokenizer: PreTrainedTokenizerBase) -> str | None:
         ) from error
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any, kinds: Sequence[str] = ("text",)) -> list[dict[str, Any]]:
     """The turns of a conversation.
+
+    Args:
+        kinds: types that parts of a message may have.
 
     Raises:
         ValueError: ``expected ..., got ...``.
@@ -176,10 +179,11 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         content = turn.get("content")
         for part in content if isinstance(content, list) else []:
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind != "text":
+            if kind not in kinds:
+                known = kind == "image"
                 raise ValueError(
-                    f"expected messages of text, got a part of type {kind!r}: train on images with "
-                    "oomb.hf.Trainer and a processor's batches"
+                    f"expected messages of {' and '.join(kinds)}, got a part of type {kind!r}"
+                    + ("; data.images=true reads it, for a model that sees" if known else "")
                 )
     return messages
 

@@ -11,12 +11,16 @@ from oomb.train.chat import chat_template
 from oomb.train.documents import check_first_rows
 from oomb.train.errors import BadInput
 from oomb.train.examples import ExampleRule, Examples, examples_of
+from oomb.train.image_examples import ImageRule, check_first_images, image_examples
+from oomb.train.image_sequences import ImageSequences, image_sequences
 from oomb.train.positions import SkippedPositions
 from oomb.train.rows import RowRule
 from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
 from oomb.train.settings import DataSettings, RunSettings
 from oomb.train.sources import Source, find_sources
 from oomb.train.tokenise import Rule, tokenise
+
+Part = SequenceDataset | ImageSequences | Examples
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,27 @@ class Sources:
     train: list[Source]
     eval: list[Source]
 
-    def check_first_rows(self, rule: Rule) -> None:
-        """Read the first rows of each.
+    def check_first_rows(self, rule: Rule | ImageRule) -> None:
+        """Read the first rows of each, and their images.
 
         Raises:
             BadInput: one is not what it should be.
         """
-        check_first_rows([*self.train, *self.eval], rule.rows)
+        if isinstance(rule, ImageRule):
+            check_first_images([*self.train, *self.eval], rule)
+        else:
+            check_first_rows([*self.train, *self.eval], rule.rows)
 
 
 @dataclass(frozen=True)
 class Data:
     """Sequences of a run, or a task's examples; ``eval`` is None where nothing is held out."""
 
-    train: SequenceDataset | Examples
-    eval: SequenceDataset | Examples | None
+    train: Part
+    eval: Part | None
 
     @property
-    def parts(self) -> list[SequenceDataset | Examples]:
+    def parts(self) -> list[Part]:
         return [self.train] if self.eval is None else [self.train, self.eval]
 
 
@@ -59,7 +66,10 @@ def find_data(settings: DataSettings) -> Sources:
 
 
 def prepare_data(
-    settings: RunSettings, sources: Sources, rule: Rule, examples: ExampleRule | None = None
+    settings: RunSettings,
+    sources: Sources,
+    rule: Rule | ImageRule,
+    examples: ExampleRule | None = None,
 ) -> Data:
     """Tokenise and arrange; what was tokenised before comes from the cache.
 
@@ -81,10 +91,14 @@ def prepare_data(
     return Data(data.train, data.eval.subset(range(min(most, len(data.eval)))))
 
 
-def _all_sequences(settings: RunSettings, sources: Sources, rule: Rule | ExampleRule) -> Data:
-    def of(field: str, files: list[Source]) -> SequenceDataset | Examples:
+def _all_sequences(
+    settings: RunSettings, sources: Sources, rule: Rule | ImageRule | ExampleRule
+) -> Data:
+    def of(field: str, files: list[Source]) -> Part:
         if isinstance(rule, Rule):
             return _sequences(settings, field, files, rule)
+        if isinstance(rule, ImageRule):
+            return _sequences_with_images(settings, field, files, rule)
         return examples_of(field, files, rule, settings.data.cache_dir)
 
     train = of("data.train", sources.train)
@@ -150,7 +164,15 @@ def _sequences(
     return SequenceDataset(tokens, sequences)
 
 
-def _hold_out(data: SequenceDataset | Examples, fraction: float, seed: int) -> Data:
+def _sequences_with_images(
+    settings: RunSettings, field: str, sources: list[Source], rule: ImageRule
+) -> ImageSequences:
+    examples = image_examples(field, sources, rule, settings.data.cache_dir)
+    packs = settings.data.arrange == "packed"
+    return image_sequences(field, examples, rule.processing, settings.context, packs=packs)
+
+
+def _hold_out(data: Part, fraction: float, seed: int) -> Data:
     """Some sequences for evaluation, at least one, drawn by the run's seed."""
     if len(data) < 2:
         raise BadInput(

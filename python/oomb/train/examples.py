@@ -14,6 +14,7 @@ import numpy as np
 from oomb.nearest import nearest
 from oomb.train.chat import check_messages
 from oomb.train.errors import BadInput
+from oomb.train.generated import generated
 from oomb.train.settings import RunSettings
 from oomb.train.sources import Source, rows
 from oomb.train.tasks import Task, arguments_kind
@@ -219,22 +220,7 @@ def examples_of(
     Raises:
         BadInput: a row is not what it should be, or none is short enough.
     """
-    import datasets  # heavy, and optional
-
-    try:
-        whole = datasets.Dataset.from_generator(
-            _generate,
-            gen_kwargs={"sources": list(sources), "rule": rule},
-            cache_dir=cache_dir,
-        )
-    except Exception as error:
-        reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, BadInput):
-            reason = reason.__cause__
-        if reason is None:
-            line = str(error).partition("\n")[0][:300]
-            raise BadInput(f"{field}: expected rows that are alike, got: {line}") from error
-        raise reason from None
+    whole = generated(field, _generate, {"sources": list(sources), "rule": rule}, cache_dir)
     lengths = [rule.tokens(row) for row in whole]
     short = [number for number, tokens in enumerate(lengths) if tokens <= rule.context]
     if not short:

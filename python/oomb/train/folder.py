@@ -38,6 +38,7 @@ _FIXED = (
     "data.messages_field",
     "data.prompt_field",
     "data.completion_field",
+    "data.images",
     "data.chat_template",
     "data.arrange",
     "data.add_bos",

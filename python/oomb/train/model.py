@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -79,7 +81,14 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrai
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **hub)
     except Exception as error:  # the Rust readers raise bare Exceptions
         raise BadInput(_unloadable(field, "a tokenizer", settings, error)) from error
-    vocabulary = tokenizer.get_vocab()
+    _check_vocabulary(tokenizer, name, config)
+    return tokenizer
+
+
+def _check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig
+) -> None:
+    field, vocabulary = "model.tokenizer", tokenizer.get_vocab()
     if not vocabulary.keys() - set(tokenizer.all_special_tokens):
         # What transformers makes of a folder that has no tokenizer.
         raise BadInput(f"{field}: expected a tokenizer, got none in {name}")
@@ -90,7 +99,50 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig) -> PreTrai
             f"{field}: expected ids below the model's {embeddings:,} embeddings, got ids up to "
             f"{largest:,} in {name}: not this model's tokenizer"
         )
-    return tokenizer
+
+
+def sees_images(settings: ModelSettings, config: PreTrainedConfig) -> bool:
+    """Whether there is a class that takes text and images for a config."""
+    own = settings.trust_remote_code and getattr(config, "auto_map", None)
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or (
+        "AutoModelForImageTextToText" in (own or {})
+    )
+
+
+def load_processor(settings: ModelSettings, config: PreTrainedConfig) -> Any:
+    """The processor of text and images; its tokenizer has its chat template.
+
+    Raises:
+        BadInput: the model does not see images, there is no processor or one without images, or
+            its tokenizer has ids that the model has no embedding for.
+    """
+    from transformers import AutoProcessor  # heavy; runs on text do without
+
+    if not sees_images(settings, config):
+        raise BadInput(
+            "model.name: expected a model that sees images, since the data has some, got "
+            f"{config.model_type!r} in {settings.name}"
+        )
+    name = settings.tokenizer or settings.name
+    field = "model.name" if settings.tokenizer is None else "model.tokenizer"
+    _check_folder(field, name)
+    hub = _hub(settings)
+    if settings.tokenizer is not None:
+        del hub["revision"]  # the model's
+    try:
+        processor: Any = AutoProcessor.from_pretrained(name, **hub)
+    except Exception as error:  # of transformers, and of what it finds missing
+        raise BadInput(_unloadable(field, "a processor", settings, error)) from error
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        raise BadInput(
+            f"{field}: expected a processor of text and images, got {type(processor).__name__} in "
+            f"{name}"
+        )
+    tokenizer = processor.tokenizer
+    _check_vocabulary(tokenizer, name, config)
+    if processor.chat_template is not None:
+        tokenizer.chat_template = processor.chat_template
+    return processor
 
 
 def load_model(
@@ -100,11 +152,13 @@ def load_model(
     weights: str = "device",
     *,
     scores: bool = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """Weights from safetensors, on the run's device; with adapters where asked for.
 
     Args:
         scores: with a head that gives a sequence one number, drawn anew where none is saved.
+        images: with the tower that sees them.
         weights: as in :class:`oomb.Config`; with ``"host"`` all are left on the CPU, from where
             the engine takes them.
 
@@ -112,7 +166,7 @@ def load_model(
         BadInput: weights that are missing, damaged, or not the config's.
     """
     device = device_of(settings) if weights == "device" else torch.device("cpu")
-    kind: Any = AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
     if scores:
         kind, config = AutoModelForSequenceClassification, with_one_label(config)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)

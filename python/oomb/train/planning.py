@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from oomb.train.arguments import (
     sharing_ranks,
 )
 from oomb.train.errors import BadInput
+from oomb.train.image_memory import feature_bytes
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
 from oomb.train.tasks import task_of
@@ -31,9 +33,17 @@ from oomb.units import bytes_text, seconds_text
 
 
 def plan_run(
-    settings: RunSettings, config: PreTrainedConfig, num_tokens: int, console: Console
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    num_tokens: int,
+    console: Console,
+    *,
+    most_shown: int | None = None,
 ) -> Prediction:
     """Predict and print what a call of the engine on sequences of ``num_tokens`` takes.
+
+    Args:
+        most_shown: tokens of a sequence that show images, at most; None: a run on text.
 
     Raises:
         BadInput: more than there is; the text names the nearest settings that would fit.
@@ -44,8 +54,11 @@ def plan_run(
         "optimizer_states": settings.optimizer.states,
         "accumulates": settings.training.accumulation_steps > 1,
     }
-    model = _without_weights(settings, config)
+    model = _without_weights(settings, config, images=most_shown is not None)
     machine = Machine.here(device_of(settings.model).type)
+    if most_shown is not None:
+        shown = most_shown * settings.training.batch_size
+        machine = _without_features(model, shown, machine, console)
     sharing = sharing_ranks(settings)
     here = machine
     for holding in holdings_to_try(settings):
@@ -101,11 +114,29 @@ def _sequences_per_example(settings: RunSettings) -> int:
     return 1 if task is None else task.rows_per_example
 
 
-def _without_weights(settings: RunSettings, config: PreTrainedConfig) -> nn.Module:
+def _without_features(
+    model: nn.Module, num_shown: int, machine: Machine, console: Console
+) -> Machine:
+    """The machine with what it has left beside features of images, which are printed."""
+    num_bytes = feature_bytes(model, num_shown)
+    console.print(
+        f"Images: {num_shown:,} tokens of a call at most, {bytes_text(num_bytes)} of features on "
+        "the host; the tower's own work is not planned",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    left = max(0, machine.host_bytes - num_bytes)
+    if machine.device_type == "cpu":  # one memory for both
+        return replace(machine, host_bytes=left, device_bytes=min(left, machine.device_bytes))
+    return replace(machine, host_bytes=left)
+
+
+def _without_weights(settings: RunSettings, config: PreTrainedConfig, *, images: bool) -> nn.Module:
     dtype, lora = settings.model.dtype, settings.lora
     kind = None if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = bare_model(config, dtype=kind)
+        model: Any = bare_model(config, dtype=kind, images=images)
         if settings.model.quantization is not None:
             pack_linears(model, settings.model.quantization)
     except Exception as error:  # whatever modules make of a config that fits no model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from oomb.train.sources import Source
 
 IGNORED = -100
 _KINDS = ("tokens", "messages", "completion", "text")
+
+Reader = Callable[[Any], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,19 @@ class RowRule:
             completion = _text(values, self.completion_field, "completion_field", place)
             whole = prompt + completion
             return Row([whole], [(len(prompt), len(whole))])
-        return self._chat(kind, values, place)
+        return self.conversation(kind, values, place)
 
-    def _chat(self, kind: str, values: dict[str, Any], place: str) -> Row:
+    def conversation(
+        self, kind: str, values: dict[str, Any], place: str, read: Reader = check_messages
+    ) -> Row:
+        """A row with messages as a document.
+
+        Args:
+            read: what makes messages of a column; it raises ValueError.
+
+        Raises:
+            BadInput: there is no chat template, or it does not take them.
+        """
         setting = "messages_field" if kind == "messages" else "prompt_field"
         if self.chat is None:
             raise BadInput(
@@ -113,7 +125,7 @@ class RowRule:
                 "without; data.chat_template names a file of Jinja"
             )
         try:
-            turns = [check_messages(values[name]) for name in self.columns(kind)]
+            turns = [read(values[name]) for name in self.columns(kind)]
             tools = check_tools(values.get("tools"))
             if kind == "messages":
                 text, spans = self.chat.conversation(turns[0], tools)

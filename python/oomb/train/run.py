@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from rich.console import Console
@@ -35,12 +36,23 @@ from oomb.train.arguments import (
     training_arguments,
 )
 from oomb.train.chat import ChatTemplate
-from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
+from oomb.train.data import Data, Part, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
-from oomb.train.examples import ExampleRule, Examples, check_first_examples
+from oomb.train.examples import ExampleRule, check_first_examples
 from oomb.train.folder import MODEL_FOLDER, begin, check_data, check_folder
-from oomb.train.model import device_of, load_by_first, load_config, load_model, load_tokenizer
+from oomb.train.image_examples import ImageRule
+from oomb.train.image_runs import on_images
+from oomb.train.image_sequences import ImageSequences
+from oomb.train.model import (
+    device_of,
+    load_by_first,
+    load_config,
+    load_model,
+    load_processor,
+    load_tokenizer,
+)
 from oomb.train.planning import finish, plan_run
+from oomb.train.processor import Processing
 from oomb.train.publish import check_hub, publish
 from oomb.train.rope import check_positions
 from oomb.train.samples import Samples, prompts_as_tokens
@@ -82,17 +94,23 @@ def train(
             if ready.data is not None:
                 _carry_out(settings, ready, ready.data, job, resume=resume, console=console)
             else:
-                job.by_first(lambda: plan_run(settings, ready.config, settings.context, console))
+                shown = settings.context if ready.processor is not None else None
+                job.by_first(
+                    lambda: plan_run(
+                        settings, ready.config, settings.context, console, most_shown=shown
+                    )
+                )
         job.close()
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ready:
-    """What a run begins with; ``data`` is None for a dry run."""
+    """What a run begins with; ``data`` is None for a dry run, ``processor`` without images."""
 
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    processor: Any
     prompts: list[list[int]]
     data: Data | None
 
@@ -105,9 +123,16 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
     sharing_ranks(settings)
     sources = find_data(settings.data)
     config = load_config(settings.model)
-    tokenizer = load_tokenizer(settings.model, config)
+    processor: Any = None
+    if on_images(settings, config, [*sources.train, *sources.eval]):
+        processor = load_processor(settings.model, config)
+        tokenizer: PreTrainedTokenizerBase = processor.tokenizer
+    else:
+        tokenizer = load_tokenizer(settings.model, config)
     task = task_of(settings)
-    told = settings.data if task is None else settings.data.model_copy(update={"add_eos": False})
+    told = settings.data
+    if task is not None or processor is not None:  # TRL or the chat template ends a text
+        told = told.model_copy(update={"add_eos": False})
     rule = tokenising_rule(told, tokenizer, config.get_text_config().vocab_size)
     written = settings.evaluation.generate
     if written and settings.engine.made().weights == "host":
@@ -120,18 +145,21 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
     )
     check_hub(settings.saving)
     examples = None if task is None else _examples(settings, task, tokenizer, rule.rows.chat)
+    read = rule if processor is None else ImageRule(rule.rows, Processing(processor))
     data: Data | None = None
     if dry_run:
         if examples is None:
-            sources.check_first_rows(rule)
+            sources.check_first_rows(read)
         else:
             check_first_examples([*sources.train, *sources.eval], examples)
         check_positions(config, settings.context)
     else:
-        data = prepare_data(settings, sources, rule, examples)
+        data = prepare_data(settings, sources, read, examples)
         check_data(settings, data.train.identity())
         check_positions(config, max(part.longest_document for part in data.parts))
-    return _Ready(config=config, tokenizer=tokenizer, prompts=prompts, data=data)
+    return _Ready(
+        config=config, tokenizer=tokenizer, processor=processor, prompts=prompts, data=data
+    )
 
 
 def _examples(
@@ -168,7 +196,12 @@ def _carry_out(
 ) -> None:
     _describe(console, data)
     longest = max(part.longest for part in data.parts)
-    prediction = job.by_first(lambda: plan_run(settings, ready.config, longest, console))
+    images = [part.most_shown for part in data.parts if isinstance(part, ImageSequences)]
+    prediction = job.by_first(
+        lambda: plan_run(
+            settings, ready.config, longest, console, most_shown=max(images, default=None)
+        )
+    )
 
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
@@ -179,12 +212,15 @@ def _carry_out(
         model = load_by_first(settings.model, settings.lora, ready.config, job)
     else:
         weights, scores = settings.engine.made().weights, settings.task == "reward"
-        model = load_model(settings.model, settings.lora, ready.config, weights, scores=scores)
+        model = load_model(
+            settings.model, settings.lora, ready.config, weights, scores=scores, images=bool(images)
+        )
     arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
     told = use_one_gpu(arguments)
     if told is not None:
         _say(console, told)
-    trainer = build_trainer(placed, arguments, data, ready.config, model, ready.tokenizer)
+    processing = ready.tokenizer if ready.processor is None else ready.processor
+    trainer = build_trainer(placed, arguments, data, ready.config, model, processing)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:
@@ -256,12 +292,13 @@ def _describe(console: Console, data: Data) -> None:
                 f"{name}: {part.num_tokens:,} tokens in {number:,} "
                 f"sequence{'s' if number > 1 else ''} of {part.longest:,} at most"
                 + ("" if part.num_targets is None else f", {part.num_targets:,} of them predicted")
+                + (f", {part.num_images:,} images" if isinstance(part, ImageSequences) else "")
                 + _left_out(part),
             )
 
 
-def _left_out(part: SequenceDataset | Examples) -> str:
-    number = part.left_out if isinstance(part, Examples) else 0
+def _left_out(part: Part) -> str:
+    number = 0 if isinstance(part, SequenceDataset) else part.left_out
     return f"; {number:,} examples longer than the context are left out" if number else ""
 
 

@@ -150,6 +150,9 @@ list."""
     """Column of kind `completion`: what is given."""
     completion_field: str = "completion"
     """Column of kind `completion`: what is learnt."""
+    images: bool | None = None
+    """Messages have images, and `model.name` sees them. null: where one of the first rows of a \
+file has some."""
     chat_template: PathText | None = None
     """File of Jinja in place of the tokenizer's template; `trl`: TRL's for the model's family."""
     arrange: Literal["windows", "packed"] = "windows"

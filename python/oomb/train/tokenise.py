@@ -134,13 +134,13 @@ def tokens_of(batch: dict[str, list[Any]], rule: Rule) -> dict[str, list[Any]]:
         if spans is None:
             counted.append(None)
             continue
-        marks = _inside(encoding.offsets[first:behind], spans)
+        marks = inside(encoding.offsets[first:behind], spans)
         # The end token belongs to what stands last; begin tokens are no one's.
         counted.append([False] * len(before) + marks + [bool(spans)] * len(after))
     return {"document": batch["document"], "input_ids": ids, "counted": counted}
 
 
-def _inside(offsets: list[tuple[int, int]], spans: list[list[int]]) -> list[bool]:
+def inside(offsets: list[tuple[int, int]], spans: list[list[int]]) -> list[bool]:
     """Which tokens have a character in one of the spans."""
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     inside = np.zeros(len(offsets), dtype=bool)

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
     TrainerControl,
@@ -26,6 +25,7 @@ from oomb.train.arguments import engine_config, shards_weights
 from oomb.train.data import Data
 from oomb.train.errors import BadInput
 from oomb.train.examples import Examples
+from oomb.train.image_sequences import ImageSequences, collate_images
 from oomb.train.model import load_model
 from oomb.train.sequences import collate
 from oomb.train.settings import RunSettings
@@ -38,9 +38,12 @@ def build_trainer(
     data: Data,
     config: PreTrainedConfig,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processing: Any,
 ) -> Trainer:
     """A trainer with its engine and optimizer.
+
+    Args:
+        processing: tokenizer, or processor, that is saved with the model.
 
     Raises:
         BadInput: a setting that the trainer or the engine cannot honour.
@@ -51,7 +54,7 @@ def build_trainer(
             given: dict[str, Any] = {
                 "model": model,
                 "args": arguments,
-                "processing_class": tokenizer,
+                "processing_class": processing,
                 "callbacks": [_EvaluateAtEnd()] if data.eval is not None else [],
                 "oomb_config": engine_config(settings),
                 "optimizer_states": settings.optimizer.states,
@@ -59,7 +62,8 @@ def build_trainer(
             }
             if task is None:
                 sequences: dict[str, Any] = {"train_dataset": data.train, "eval_dataset": data.eval}
-                trainer = Trainer(**given, **sequences, data_collator=collate)
+                joined = collate_images if isinstance(data.train, ImageSequences) else collate
+                trainer = Trainer(**given, **sequences, data_collator=joined)
             else:
                 given |= _of_task(settings, task, data, config)
                 trainer = getattr(oomb.hf, task.trainer)(**given)
