@@ -17,6 +17,7 @@ import torch
 
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
+from oomb.parallel.in_order import added_in_order
 from oomb.parallel.slices import TokenSlices
 
 Tensors = tuple[torch.Tensor, ...]
@@ -84,13 +85,9 @@ class ToWhole(torch.autograd.Function):
             rows.view(-1), [size * width for size in sizes], [own * width] * ranks.size
         )
         parts = received.view(ranks.size, own, *rows.shape[1:])
-        wide = torch.float32 if grad.dtype.itemsize == 2 else grad.dtype
-        total = parts[0].to(wide, copy=True)
-        for part in parts[1:]:
-            total += part
         first, last = slices.run
         result = grad.new_zeros(last - first, *rows.shape[1:])
-        result[:own] = total
+        result[:own] = added_in_order(parts)
         return None, None, result.transpose(0, 1)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oomb.parallel.in_order import added_in_order
+
 
 @dataclass(frozen=True)
 class HeadShares:
@@ -93,12 +95,7 @@ class HeadShares:
         """[ranks, tokens, B, keys, D] into [B, tokens, key/value heads, D]: sums over copies, in
         their order."""
         of_groups = parts.unflatten(0, (self.groups, self.copies))
-        total = of_groups[:, 0]
-        if self.copies > 1:
-            wide = torch.float32 if parts.dtype.itemsize == 2 else parts.dtype
-            total = total.to(wide, copy=True)
-            for copy in range(1, self.copies):
-                total += of_groups[:, copy]
+        total = of_groups[:, 0] if self.copies == 1 else added_in_order(of_groups.unbind(1))
         heads = room.unflatten(2, (self.groups, self.keys))
         heads.copy_(total.permute(2, 1, 0, 3, 4))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from oomb.parallel.group import Ranks
+from oomb.parallel.in_order import added_in_order, sum_dtype
 
 _BUCKET_BYTES = 256 * 2**20
 
@@ -21,10 +22,12 @@ def scattered(ranks: Ranks, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         tensors: [rows, …] each, of one shape on all ranks.
 
     Returns:
-        For each [own rows, …], which may be none; sums of bf16 in fp32.
+        For each [own rows, …], which may be none; sums of 16 bits in fp32.
     """
     own = [
-        tensor.new_empty(_rows(tensor, ranks)[ranks.rank], *tensor.shape[1:], dtype=_wide(tensor))
+        tensor.new_empty(
+            _rows(tensor, ranks)[ranks.rank], *tensor.shape[1:], dtype=sum_dtype(tensor.dtype)
+        )
         for tensor in tensors
     ]
     for bucket in _buckets(tensors):
@@ -48,9 +51,7 @@ def _scatter(ranks: Ranks, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> No
     send = torch.cat([part for parts in of_rank for part in parts])
     size = sizes[ranks.rank]
     received = ranks.all_to_all(send, sizes, [size] * ranks.size).view(ranks.size, size)
-    total = received[0].to(_wide(received), copy=True)
-    for part in received[1:]:
-        total += part
+    total = added_in_order(received)
     rooms = [room for _, room in pairs]
     for part, room in zip(total.split([room.numel() for room in rooms]), rooms, strict=True):
         room.copy_(part.view(room.shape))
@@ -61,10 +62,6 @@ def _rows(tensor: torch.Tensor, ranks: Ranks) -> list[int]:
     rows = tensor.shape[0]
     most = -(-rows // ranks.size)
     return [max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks.size)]
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[tuple[int, int, int]]]:

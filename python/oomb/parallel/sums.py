@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 
 from oomb.parallel.group import Ranks
+from oomb.parallel.in_order import added_in_order
 
 _BUCKET_BYTES = 256 * 2**20
 
@@ -33,11 +34,7 @@ def _sum(ranks: Ranks, flat: torch.Tensor) -> torch.Tensor:
     send[: flat.numel()] = flat
     sizes = [share] * ranks.size
     parts = ranks.all_to_all(send, sizes, sizes).view(ranks.size, share)
-    wide = torch.float32 if flat.dtype == torch.bfloat16 else flat.dtype
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return ranks.all_gather(total.to(flat.dtype)).view(-1)[: flat.numel()]
+    return ranks.all_gather(added_in_order(parts).to(flat.dtype)).view(-1)[: flat.numel()]
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
