@@ -46,8 +46,27 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, *args, **keywords)
 
     def gather(self, tensor: Any) -> Any:
-        """Of a tensor, or of each in a structure of them, a part of each replica."""
-        return recursively_apply(self.replicas.one_of_each, super().gather(tensor))
+        """Of a tensor, or of each in a structure of them, a part of each replica.
+
+        A lone replica asks nobody, as one process does: it may be here with one of its ranks.
+        """
+        return recursively_apply(self.replicas.gather, tensor)
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        """Of this replica's share of the mean over replicas, to which their gradients add up."""
+        super().backward(loss / self.replicas.number, **keywords)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``"sum"``, ``"mean"`` or ``"max"`` over the same parts; ``scale`` is for XLA alone."""
+
+        def of_parts(part: torch.Tensor) -> torch.Tensor:
+            parts: torch.Tensor = self.gather(part[None])
+            if reduction == "max":
+                return parts.amax(0)
+            total = parts.sum(0, dtype=part.dtype)
+            return total / self.replicas.number if reduction == "mean" else total
+
+        return recursively_apply(of_parts, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Likewise of objects: one rank of each replica gives its own."""

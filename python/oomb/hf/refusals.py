@@ -29,6 +29,11 @@ _SETTINGS: dict[str, tuple[object, str]] = {
     "enable_jit_checkpoint": (False, "SIGTERM already saves a checkpoint"),
     "activation_offloading": (False, "no activations outlive a chunk"),
 }
+# Settings under which not one process alone would generate, and why.
+_OF_ONE_GENERATOR = {
+    "use_vllm": "vLLM would be given a part of the prompts by each process",
+    "use_transformers_continuous_batching": "it waits for processes that do not generate",
+}
 # Trainers whose loss is a function of per-token values that the engine gives.
 _OF_TOKEN_VALUES = {
     ("trl.trainer.dpo_trainer", "DPOTrainer"),
@@ -75,18 +80,38 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_ranks(reason: str) -> None:
-    """Refuse to run in several processes.
+def refuse_generation(arguments: Mapping[str, Any]) -> None:
+    """Check what a trainer that generates is constructed with, where several processes share each
+    completion.
 
     Raises:
-        ValueError: there are several.
+        ValueError: names the argument or field, what was expected and why.
     """
-    processes = ranks_in_job()
-    if processes > 1:
+    processes, settings = ranks_in_job(), arguments.get("args")
+    if processes == 1:
+        return
+    if arguments.get("environment_factory") is not None:
         raise ValueError(
-            f"world_size: expected 1, got {processes}: {reason}; start the script without torchrun "
-            "or accelerate launch"
+            f"environment_factory: expected None in {processes} processes, got one: each process "
+            "would begin environments of its own; give tools or a rollout_func"
         )
+    if settings is None:
+        return
+    for name, reason in _OF_ONE_GENERATOR.items():
+        if getattr(settings, name, False):
+            raise ValueError(f"{name}: expected False in {processes} processes, got True: {reason}")
+    group, steps = settings.num_generations, settings.steps_per_generation
+    sizes = {"per_device_train_batch_size": (steps, group)}
+    if settings.do_eval and settings.eval_strategy != "no":
+        sizes["per_device_eval_batch_size"] = (1, settings.num_generations_eval or group)
+    for name, (times, of_prompt) in sizes.items():
+        size = getattr(settings, name)
+        if size * times % of_prompt:
+            told = f" that steps_per_generation={times} makes" if times > 1 else ""
+            raise ValueError(
+                f"{name}: expected a multiple of {of_prompt} completions of a prompt{told}, got "
+                f"{size}: the {processes} processes share each completion and count as one"
+            )
 
 
 def refuse_own_loss(trainer: Trainer) -> None:

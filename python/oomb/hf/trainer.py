@@ -79,7 +79,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
             )
         named = self._named(args, keywords)
         refuse_arguments(named)
-        self._refuse_ranks()
+        self._refuse_ranks(named)
         self._use_one_gpu(named.get("args"))
         self.optimizer_states = optimizer_states
         self.shard_weights = shard_weights
@@ -109,8 +109,8 @@ class EngineTrainerMixin(EvaluatingTrainer):
         """Raises ValueError where the trainer's loss is not the one that is computed here."""
         refuse_own_loss(self)
 
-    def _refuse_ranks(self) -> None:
-        """Raises ValueError where several processes cannot train together."""
+    def _refuse_ranks(self, named: Mapping[str, Any]) -> None:
+        """Raises ValueError where several processes cannot train so together."""
 
     def _named(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mapping[str, Any]:
         """Arguments by name, as the stock trainer behind this class takes them."""

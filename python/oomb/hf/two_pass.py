@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 from oomb.config import Dense
 from oomb.engine.engine import Engine
 from oomb.hf.fused_head import FusedHead
+from oomb.hf.generation import GeneratesOnce
 from oomb.hf.last_token import LastToken
-from oomb.hf.refusals import refuse_of_two_passes, refuse_ranks
+from oomb.hf.refusals import refuse_generation, refuse_of_two_passes
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.trainer import EngineTrainerMixin
 from oomb.results import Progress, Step
@@ -33,15 +35,6 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
 
     _heads: list[FusedHead]
     _reference: Engine | None = None
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        groups = self.replicas.number
-        if groups > 1:
-            raise ValueError(
-                "parallelism_config.cp_size: expected all processes to share each sequence, got "
-                f"{groups} groups of them: TRL's losses are means over a process's own rows"
-            )
 
     def _shard(self) -> None:
         if self._will_shard or self._has_shards:
@@ -87,15 +80,23 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """TRL's own, then the sweep; 0-d tensor."""
         self._check_signals()
-        with ExitStack() as stack:
-            for head in self._heads:
-                stack.enter_context(head.answering())
+        with self.replicas.step(), self._answering():
             # Past EngineTrainerMixin's, which computes a loss of its own.
             loss: torch.Tensor = super(ResumableTrainer, self).training_step(*args, **keywords)
             for tokens, stats in self._heads[0].sweep():
                 step = Step(loss=loss, num_valid_tokens=tokens, stats=stats)
-                self._record.add(step, loss, tokens)
+                self._record.add(step, loss / self.replicas.number, tokens)
+            if self.accelerator.sync_gradients:
+                parameters = self.model.parameters()
+                self.replicas.add_gradients([p for p in parameters if p.requires_grad])
         return loss
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for head in self._heads:
+                stack.enter_context(head.answering())
+            yield
 
     def prediction_step(
         self,
@@ -106,9 +107,7 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     ) -> Any:
         """TRL's own."""
         self._check_signals()
-        with ExitStack() as stack:
-            for head in self._heads:
-                stack.enter_context(head.answering())
+        with self.replicas.step(), self._answering():
             return super(ResumableTrainer, self).prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
@@ -196,12 +195,9 @@ class KTOTrainer(_ReferenceFirst, StockKTOTrainer):
     _reference_columns = ("ref_logps", "ref_KL_logps")
 
 
-class _Generates(TwoPassTrainerMixin):
-    """Of one process: others would sample completions of their own for the same rows, and TRL
-    gathers rewards of all processes, past the accelerator that knows who shares a sequence."""
-
-    def _refuse_ranks(self) -> None:
-        refuse_ranks("a trainer that generates runs in one process; engine.two_pass works on more")
+class _Generates(GeneratesOnce, TwoPassTrainerMixin):
+    def _refuse_ranks(self, named: Mapping[str, Any]) -> None:
+        refuse_generation(named)
 
 
 class GRPOTrainer(_Generates, StockGRPOTrainer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
@@ -91,10 +91,15 @@ class Replicas:
         """What ``work`` returned on each replica."""
         return [work()] if self._others is None else self._others.collect(work)
 
-    def one_of_each(self, of_ranks: Any) -> Any:
-        """Of rows [ranks * n, …] gathered from all ranks those of one rank of each replica."""
-        rows = of_ranks.unflatten(0, (self.number, self.sharing, -1))
-        return rows[:, 0].flatten(0, 1)
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[replicas * n, …]: rows [n, …] of each replica in turn; a number becomes a row.
+
+        As it was given where there is one replica.
+        """
+        if self._others is None:
+            return rows
+        given = rows.reshape(1) if rows.ndim == 0 else rows
+        return self._others.all_gather(given).flatten(0, 1)
 
     def close(self) -> None:
         """Leave the others."""

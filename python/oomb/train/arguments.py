@@ -19,7 +19,7 @@ from oomb.plan.machine import HELD
 from oomb.train.errors import BadInput
 from oomb.train.model import device_of
 from oomb.train.settings import RunSettings
-from oomb.train.tasks import arguments_kind, checked_options, task_of
+from oomb.train.tasks import Task, arguments_kind, checked_options, task_of
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
 _NEVER = 1 << 40
@@ -52,6 +52,7 @@ def training_arguments(
         # Examples that are longer have been left out, so TRL cuts none.
         of_task |= {} if task.generates else {"max_length": settings.context}
         of_task |= {"gradient_checkpointing": False}
+    layout = _layout(settings, task)
     training, optimizer, schedule = settings.training, settings.optimizer, settings.schedule
     every = settings.evaluation.every_steps if evaluates else None
     named = ", ".join(f"{name}={value}" for name, value in optimizer.arguments.items())
@@ -87,13 +88,26 @@ def training_arguments(
             disable_tqdm=True,  # the run's own display says more
             prediction_loss_only=True,
             use_cpu=device.type == "cpu",
-            parallelism_config=sharing_ranks(settings),
+            parallelism_config=layout,
             remove_unused_columns=False,
             **of_task,
         )
     except (ImportError, TypeError, ValueError) as error:
         library = "transformers takes" if task is None else "TRL takes"
         raise BadInput(f"training: expected settings that {library}, got: {error}") from error
+
+
+def _layout(settings: RunSettings, task: Task | None) -> Any:
+    """What the arguments are told of :func:`sharing_ranks`."""
+    layout = sharing_ranks(settings)
+    if layout is None or task is None or not task.generates:
+        return layout
+    if layout.dp_shard_size > 1:
+        raise BadInput(
+            "parallel.cp: expected null, all processes share each answer of task "
+            f"{settings.task}, got {layout.cp_size}"
+        )
+    return None  # TRL's own arguments refuse a cp_size; all share where nothing is said
 
 
 def sharing_ranks(settings: RunSettings) -> Any:

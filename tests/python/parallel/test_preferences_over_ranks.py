@@ -1,4 +1,4 @@
-"""TRL's preference trainers in four processes that share each sequence, against the stock ones."""
+"""TRL's preference trainers in four processes that share sequences, against the stock ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
 from accelerate.parallelism_config import ParallelismConfig
 
+import oomb
 import oomb.hf
 from engine.reference import EXACT
-from trainer.runs import CONFIG, prompts
-from trainer.two_pass_runs import classifier, judged, preferences, reward, settings, trained
+from trainer.runs import CONFIG
+from trainer.two_pass_runs import (
+    classifier,
+    judged,
+    preferences,
+    reward,
+    settings,
+    trained,
+    write_log_softmax_out,
+)
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
 from .world import World, as_started
@@ -23,7 +33,13 @@ RANKS = 4
 CASES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "dpo": ("DPO", {"ld_alpha": 0.5, "max_length": 64}, preferences, {"with_reference": True}),
     "dpo, adapter": ("DPO", {"loss_type": ["ipo"], "max_length": 64}, preferences, {}),
-    "kto": ("KTO", {"max_length": 64}, judged, {"with_reference": True}),
+    # So large that each batch has both labels: without one TRL gathers an fp32 zero among fp64.
+    "kto": (
+        "KTO",
+        {"max_length": 64, "per_device_train_batch_size": 4},
+        judged,
+        {"with_reference": True},
+    ),
     "reward": (
         "Reward",
         {"center_rewards_coefficient": 0.1, "max_length": 64},
@@ -33,30 +49,75 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 }
 
 
-def run(rank: int, name: str, folder: Path) -> Any:
-    """Gradients of two steps and what was logged; ``rank`` -1: of the stock trainer."""
+def run(rank: int, name: str, folder: Path, groups: int = 1, stock: bool = False) -> Any:
+    """Gradients of two steps and what was logged; ``rank`` -1: of the stock trainer.
+
+    A step is two micro-batches of each group, or of each process of the stock trainer's. Groups of
+    one process evaluate as well.
+    """
     kind, own, data, others = CASES[name]
     others = dict(others)
     adapted = not others.get("with_reference", False)
-    if rank >= 0:
+    size: dict[str, Any] = {"per_device_train_batch_size": 2, **own}
+    if groups == RANKS:
+        size |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+        others["eval_dataset"] = data(16)
+    if rank < 0:
+        size["gradient_accumulation_steps"] = 2 * groups
+    elif not stock:
         others["oomb_config"] = CONFIG
+        layout = ParallelismConfig(dp_shard_size=groups, cp_size=RANKS // groups)
+        size["parallelism_config"] = layout
     with as_started(rank, RANKS):
-        size = {"per_device_train_batch_size": 2, **own}
         args = getattr(trl, f"{kind}Config")(**settings(folder, **size))
-        trainer = getattr(trl if rank < 0 else oomb.hf, f"{kind}Trainer")
-        return trained(trainer, adapted, args, data(), **others)
-
-
-SLOW = {"dpo, adapter", "kto", "reward"}
+        trainer = getattr(trl if rank < 0 or stock else oomb.hf, f"{kind}Trainer")
+        return trained(trainer, adapted, args, data(8 * groups), **others)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+    ("name", "groups"),
+    [
+        ("dpo", 1),
+        ("dpo", 2),
+        pytest.param("dpo, adapter", 1, marks=pytest.mark.slow),
+        pytest.param("kto", 1, marks=pytest.mark.slow),
+        pytest.param("reward", 1, marks=pytest.mark.slow),
+        pytest.param("reward", 2, marks=pytest.mark.slow),
+    ],
 )
-def test_as_the_stock_trainer_in_one_process(world: World, tmp_path: Path, name: str) -> None:
-    world.start(run, name, tmp_path / "ranks")
-    expected, log = run(-1, name, tmp_path / "stock")
-    for found, own in world.answers():
+def test_as_the_stock_trainer_in_one_process(
+    world: World, tmp_path: Path, name: str, groups: int
+) -> None:
+    """Which has as many micro-batches in a step as all groups together; TRL weighs some metrics
+    by the tokens of those that are run at a time."""
+    world.start(run, name, tmp_path / "ranks", groups)
+    expected, log = run(-1, name, tmp_path / "stock", groups)
+    if groups > 1:
+        kept = ("loss", "grad_norm", "num_tokens", "epoch")
+        log = [{key: line[key] for key in kept if key in line} for line in log]
+    assert_same(world.answers(), expected, log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+def test_groups_as_the_stock_trainer_of_processes(world: World, tmp_path: Path, name: str) -> None:
+    """Of KTO the baseline too is a mean over processes, which no accumulation makes."""
+    stock = world.run(run_stock, name, tmp_path / "stock")
+    assert_same(world.run(run, name, tmp_path / "ranks", RANKS), *stock[0])
+
+
+def run_stock(rank: int, name: str, folder: Path) -> Any:
+    """In as many processes, each with sequences of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        write_log_softmax_out(patch)
+        found, log = run(rank, name, folder, RANKS, stock=True)
+    return [{key.removeprefix("module."): x for key, x in step.items()} for step in found], log
+
+
+def assert_same(
+    answers: list[Any], expected: list[dict[str, torch.Tensor]], log: list[dict[str, float]]
+) -> None:
+    for found, own in answers:
         assert len(found) == len(expected) == 2
         for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             assert set(mine) == set(theirs)
@@ -73,20 +134,45 @@ def test_as_the_stock_trainer_in_one_process(world: World, tmp_path: Path, name:
                     assert mine[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
 
 
+def failed(rank: int, folder: Path) -> str:
+    """What training raises where the loss of one rank fails."""
+    compute = trl.DPOTrainer._compute_loss
+
+    def failing(self: Any, *args: Any) -> Any:
+        loss = compute(self, *args)
+        if rank == 1:
+            raise oomb.OutOfMemoryError("no room", needed_bytes=2, available_bytes=1)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl.DPOTrainer, "_compute_loss", failing)
+        with pytest.raises(oomb.OutOfMemoryError) as found:
+            run(rank, "dpo", folder, 2)
+    return str(found.value)
+
+
+def test_a_failure_in_one_group_ends_all(world: World, tmp_path: Path) -> None:
+    assert all("no room" in text for text in world.run(failed, tmp_path))
+
+
 def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
     """What a trainer says."""
     with as_started(rank, RANKS):
         own = dict(own)
-        layout = {"cp_size": RANKS} if own else {"dp_shard_size": 2, "cp_size": 2}
+        layout = {"dp_shard_size": RANKS} if kind == "GRPO" else {"cp_size": RANKS}
         given: dict[str, Any] = {"parallelism_config": ParallelismConfig(**layout)}
         others: dict[str, Any] = {"shard_weights": True} if own.pop("shards", False) else {}
-        if kind == "GRPO":  # TRL's own arguments refuse a cp_size
-            given, others = {}, {"reward_funcs": reward}
+        if kind == "GRPO":
+            others["reward_funcs"] = reward
         args = getattr(trl, f"{kind}Config")(**settings(folder), **own, **given)
-        data = preferences() if kind == "DPO" else prompts(2).select_columns(["prompt"])
         with pytest.raises(ValueError) as found:
             trained(
-                getattr(oomb.hf, f"{kind}Trainer"), True, args, data, oomb_config=CONFIG, **others
+                getattr(oomb.hf, f"{kind}Trainer"),
+                True,
+                args,
+                preferences(),
+                oomb_config=CONFIG,
+                **others,
             )
     return str(found.value)
 
@@ -94,10 +180,9 @@ def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("kind", "own", "text"),
     [
-        ("DPO", {}, "cp_size: expected all processes to share each sequence, got 2 groups"),
         ("DPO", {"precompute_ref_log_probs": True}, "log_probs: expected False in 4 processes"),
         ("DPO", {"shards": True}, "shard_weights: expected False and a whole model"),
-        ("GRPO", {}, "world_size: expected 1, got 4: a trainer that generates"),
+        ("GRPO", {"num_generations": 2}, "share each completion, got 4 groups of them"),
     ],
 )
 def test_what_is_refused(

@@ -22,6 +22,8 @@ from .world import World, as_started
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 
+from test_tasks import prepare as prepare_task
+from test_tasks import steps as steps_of_task
 from tiny_runs import prepare, run, save_model
 
 RANKS = 4
@@ -231,6 +233,42 @@ def test_pairs_that_share_weights(world: World, folder: Path, alone: Path) -> No
     assert_same(folder / "sharded-pairs", folder / "two-calls")
     config = AutoConfig.from_pretrained(folder / "sharded-pairs" / "model")
     assert config.architectures == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.slow
+def test_answers_that_the_first_rank_writes(world: World, tmp_path: Path) -> None:
+    """``task: grpo``: the first draws as one process does."""
+    prepare_task(tmp_path, "grpo")
+    save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    world.start(trained, tmp_path, "ranks")
+    assert trained(-1, tmp_path, "alone")[0] == 0
+    found = world.answers()
+    assert [code for code, _ in found] == [0] * RANKS, found
+    expected = steps_of_task(tmp_path / "alone")
+    for mine, theirs in zip(steps_of_task(tmp_path / "ranks"), expected, strict=True):
+        assert theirs["grad_norm"] > 1e-3
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    found = world.run(trained, tmp_path, "pairs", "parallel.cp=2")
+    assert [code for code, _ in found] == [2] * RANKS
+    assert "parallel.cp: expected null, all processes share each answer of" in found[0][1]
+
+
+@pytest.mark.slow
+def test_preferences_of_two_pairs(world: World, tmp_path: Path) -> None:
+    """``task: dpo``: two pairs of processes, a batch each, as one process that accumulates."""
+    prepare_task(tmp_path, "dpo")
+    save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    world.start(trained, tmp_path, "pairs", "parallel.cp=2", "training.accumulation_steps=1")
+    assert trained(-1, tmp_path, "alone")[0] == 0
+    found = world.answers()
+    assert [code for code, _ in found] == [0] * RANKS, found
+    for mine, theirs in zip(
+        steps_of_task(tmp_path / "pairs"), steps_of_task(tmp_path / "alone"), strict=True
+    ):
+        assert theirs["grad_norm"] > 1e-3
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
 def test_adapters_on_shared_weights(world: World, folder: Path) -> None:

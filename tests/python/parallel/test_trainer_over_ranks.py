@@ -212,16 +212,25 @@ def test_goes_on_in_other_groups(world: World, tmp_path: Path) -> None:
             assert relative_error(one[2][name], weight) < 1e-10
 
 
-def test_a_part_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_each_replica() -> None:
     """Of tensors in any structure, as ``preprocess_logits_for_metrics`` may give them."""
+
+    class Others:
+        """The second replica has four more."""
+
+        def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+            return torch.stack([own, own + 4])
+
     accelerator = object.__new__(ReplicaAccelerator)
-    accelerator.replicas = object.__new__(Replicas)
-    accelerator.replicas.number = accelerator.replicas.sharing = 2
-    of_ranks = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3], [4, 5], [6, 7], [4, 5], [6, 7]])
-    monkeypatch.setattr(Accelerator, "gather", lambda _, given: given)
-    first, named = accelerator.gather((of_ranks, {"second": of_ranks[:, 0]}))
+    accelerator.replicas = replicas = object.__new__(Replicas)
+    replicas.number, replicas._others = 2, Others()  # type: ignore[assignment]
+    own = torch.tensor([[0, 1], [2, 3]])
+    first, named = accelerator.gather((own, {"second": own[:, 0]}))
     assert first.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert named["second"].tolist() == [0, 2, 4, 6]
+    assert accelerator.gather(torch.tensor(3)).tolist() == [3, 7]
+    reduced = {how: accelerator.reduce(own[0], how).tolist() for how in ("sum", "mean", "max")}
+    assert reduced == {"sum": [4, 6], "mean": [2, 3], "max": [4, 5]}
 
 
 def in_fsdp_environment(rank: int, folder: Path) -> str:

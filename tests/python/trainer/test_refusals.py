@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import trl
 from torch import nn
 
 import oomb
 from oomb.hf import EngineTrainerMixin, SFTTrainer, Trainer
+from oomb.hf.refusals import refuse_generation
 
 from .runs import (
     CONFIG,
@@ -162,3 +164,49 @@ def test_left_padding(tmp_path: Path) -> None:
     trainer = Trainer(model(), arguments(tmp_path), train_dataset=rows, oomb_config=CONFIG)
     with pytest.raises(ValueError, match="^attention_mask: expected right padding only"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm: expected False in 4 processes, got True"),
+        (
+            {"use_transformers_continuous_batching": True},
+            "use_transformers_continuous_batching: expected False in 4 processes",
+        ),
+        (
+            {"per_device_train_batch_size": 3},
+            "per_device_train_batch_size: expected a multiple of 4 completions of a prompt that "
+            "steps_per_generation=2 makes, got 3: the 4 processes share each completion",
+        ),
+        (
+            {"per_device_eval_batch_size": 6, "do_eval": True, "eval_strategy": "steps"},
+            "per_device_eval_batch_size: expected a multiple of 4 completions of a prompt, got 6",
+        ),
+    ],
+)
+def test_generation_of_several_processes(
+    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's own arguments would take these: to it each process has completions of its own."""
+    settings = trl.GRPOConfig(
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=2,
+        num_generations=4,
+        steps_per_generation=2,
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refuse_generation({"args": settings})
+    for name, value in given.items():
+        setattr(settings, name, value)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        refuse_generation({"args": settings})
+
+
+def test_environments_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_generation({"environment_factory": object})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="^environment_factory: expected None in 4 processes"):
+        refuse_generation({"environment_factory": object})

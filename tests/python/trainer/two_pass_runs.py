@@ -41,6 +41,10 @@ def settings(folder: Path, **others: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def plain_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log_softmax_out(monkeypatch)
+
+
+def write_log_softmax_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's own head computes in fp32 whatever the model is in; here it is written out in fp64."""
 
     class Plain:

@@ -1,0 +1,143 @@
+"""TRL's generating trainers in four processes that share each completion, against stock ones."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import trl
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+import oomb.hf
+from engine.reference import EXACT, relative_error
+from trainer.runs import CONFIG, prompts, tokenizer
+from trainer.two_pass_runs import Gradients, model, settings
+from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
+
+from .world import World, as_started
+
+RANKS = 4
+# Two prompts of unlike length in a batch, two batches of a generation, each used twice.
+GENERATION: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 9,
+    "temperature": 0.9,
+    "num_iterations": 2,
+    "learning_rate": 0.3,
+    "log_completions": True,
+}
+# Trainer; its arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("GRPO", {"loss_type": "dapo", "beta": 0.04, "top_entropy_quantile": 0.5}),
+    "rloo": ("RLOO", {"beta": 0.05, "normalize_advantages": True}),
+}
+
+
+class Found(NamedTuple):
+    """What a process saw of a run."""
+
+    gradients: list[dict[str, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    log: list[dict[str, float]]
+    table: dict[str, Any]
+    generations: int
+
+
+def judge(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    """Draws, gathers and notes, as a judge behind a network may; only one process may ask it."""
+    assert os.environ.get("RANK", "0") == "0"
+    own = [float(index * index % 7) + random.random() for index in range(len(completions))]
+    log_metric("judged", sum(own))
+    log_extra("drawn", own)
+    assert PartialState().is_main_process
+    return gather_object(own)  # type: ignore[no-any-return]
+
+
+def run(rank: int, name: str, folder: Path) -> Found:
+    """Two steps and an evaluation; ``rank`` -1: of the stock trainer.
+
+    Sampling and shuffling draw as seeded at their beginning: the engine draws a number of its own.
+    """
+    kind, own = CASES[name]
+    stock = getattr(trl, f"{kind}Trainer")
+    generate, calculate = stock._generate, stock._calculate_rewards
+    generations: list[int] = []
+
+    def generated(self: Any, *args: Any) -> Any:
+        generations.append(self._step)
+        torch.manual_seed(self._step)
+        return generate(self, *args)
+
+    def judged(self: Any, *args: Any) -> Any:
+        random.seed(self._step)
+        rewards = calculate(self, *args)
+        torch.manual_seed(self._step)
+        return rewards
+
+    with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stock, "_generate", generated)
+        patch.setattr(stock, "_calculate_rewards", judged)
+        others = {"oomb_config": CONFIG} if rank >= 0 else {}
+        data = prompts(6).select_columns(["prompt"])
+        seen = Gradients()
+        trainer = (stock if rank < 0 else getattr(oomb.hf, f"{kind}Trainer"))(
+            model=model(True),
+            reward_funcs=judge,
+            args=getattr(trl, f"{kind}Config")(**settings(folder, **GENERATION, **own)),
+            train_dataset=data,
+            eval_dataset=data.select(range(2)),
+            processing_class=tokenizer(),
+            callbacks=[seen],
+            **others,
+        )
+        trainer.train()
+        trainer.evaluate()
+        table = {
+            "prompt": list(trainer._logs["prompt"]),
+            "completion": list(trainer._logs["completion"]),
+            "advantages": list(trainer._logs["advantages"]),
+            "drawn": list(trainer._logs["extra"]["drawn"]),
+        }
+        weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    return Found(seen.steps, weights, trainer.state.log_history, table, len(generations))
+
+
+@pytest.mark.parametrize("name", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_as_the_stock_trainer_in_one_process(world: World, tmp_path: Path, name: str) -> None:
+    world.start(run, name, tmp_path / "ranks")
+    expected = run(-1, name, tmp_path / "stock")
+    answers = world.answers()
+    assert [found.generations for found in answers] == [expected.generations, 0, 0, 0]
+    for found in answers:
+        own, table = dict(found.table), dict(expected.table)
+        advantages = own.pop("advantages"), table.pop("advantages")
+        assert own == table
+        assert advantages[0] == pytest.approx(advantages[1], rel=EXACT)
+        assert len(found.gradients) == len(expected.gradients) == 2
+        for step, (mine, theirs) in enumerate(
+            zip(found.gradients, expected.gradients, strict=True)
+        ):
+            assert set(mine) == set(theirs)
+            largest = max(float(grad.norm()) for grad in theirs.values())
+            assert largest > 1e-4
+            for key, grad in theirs.items():
+                scale = max(float(grad.norm()), 1e-3 * largest)
+                error = float((mine[key] - grad).norm())
+                assert error <= EXACT * (1 + 9 * step) * scale, key
+        for key, weight in expected.weights.items():
+            assert relative_error(found.weights[key], weight) < EXACT
+        assert any("eval_reward" in line for line in expected.log)
+        for mine_, theirs_ in zip(found.log, expected.log, strict=True):
+            assert set(theirs_) <= set(mine_)
+            for key, value in theirs_.items():
+                if "reward" in key or "judged" in key or "completions/" in key:
+                    assert mine_[key] == value, key
+                elif not key.endswith(("runtime", "per_second", "time")):
+                    assert mine_[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
