@@ -5,50 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from oomb.nearest import nearest
+from oomb.units import parse_size
 
 if TYPE_CHECKING:
     import torch
 
 Score = Literal["block_mean", "token_softmax"]  # csrc/attention/params.h defines them
 Summary = Literal["mean", "bounds"]
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
-_MOST_BYTES = 2**60
-
-
-def parse_size(argument: str, value: int | str | None) -> int | None:
-    """Bytes of a memory size: an int, or text such as ``"40GiB"``. None stays None.
-
-    Raises:
-        ValueError: the text is no number with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, or
-            the size is not in 1 ... 2**60.
-    """
-    if value is None:
-        return None
-    size = _size_in_bytes(value)
-    if size is None or not 0 < size <= _MOST_BYTES:
-        raise ValueError(
-            f"{argument}: expected bytes or a size such as '40GiB' or '40GB', got {value!r}"
-        )
-    return size
-
-
-def _size_in_bytes(value: int | str) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].upper() not in _UNITS:
-        return None
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _expect(ok: bool, argument: str, expected: str, got: object) -> None:

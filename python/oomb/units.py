@@ -1,6 +1,13 @@
-"""Numbers as people read them."""
+"""Numbers as people read and write them."""
 
 from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**60
 
 
 def bytes_text(count: float) -> str:
@@ -39,3 +46,29 @@ def count_text(count: float) -> str:
         if count >= limit:
             return f"{count / limit:.2f} {unit}"
     return f"{count:,.0f}"
+
+
+def parse_size(argument: str, value: int | str | None) -> int | None:
+    """Bytes of a memory size: an int, or text such as ``"40GiB"``. None stays None.
+
+    Raises:
+        ValueError: the text is no number with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, or
+            the size is not in 1 ... 2**60.
+    """
+    if value is None:
+        return None
+    size = _size_in_bytes(value)
+    if size is None or not 0 < size <= _MOST_BYTES:
+        raise ValueError(
+            f"{argument}: expected bytes or a size such as '40GiB' or '40GB', got {value!r}"
+        )
+    return size
+
+
+def _size_in_bytes(value: int | str) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNITS:
+        return None
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -20,14 +20,13 @@ from oomb.config import (
     SampledChunks,
     TopKPages,
     TruncatedChunks,
-    parse_size,
 )
 from oomb.lengths import parse_length
 from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS, gpu_of_figures
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.trace.shapes import SHAPES
-from oomb.units import bytes_text, count_text, seconds_text
+from oomb.units import bytes_text, count_text, parse_size, seconds_text
 
 if TYPE_CHECKING:
     from oomb.plan import Machine, Prediction, Recommendation

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from oomb.config import parse_size
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.faults import is_out_of_memory
-from oomb.units import bytes_text
+from oomb.units import bytes_text, parse_size
 
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B?)")
 _REMEDY = "lower device_memory or chunk_size, or set recompute='layer'"

@@ -8,9 +8,10 @@ from typing import Literal, get_args, get_type_hints
 
 import torch
 
-from oomb.config import Config, parse_size
+from oomb.config import Config
 from oomb.core.tiers import free_memory
 from oomb.plan.gpus import HOST_BYTES, Gpu, gpu_of_figures
+from oomb.units import parse_size
 
 _CONTEXT_BYTES = 2**30  # the driver's context, loaded kernels, the libraries' work space
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oomb.config import parse_size
 from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics
 from oomb.monitor.observer import Record
+from oomb.units import parse_size
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import oomb
 from oomb.core import pools
 from oomb.core.page_protocol import PageProtocol
 from oomb.core.tiers import page_manager
-from oomb.units import bytes_text
+from oomb.units import bytes_text, parse_size
 
 from .models import make
 from .reference import (
@@ -368,7 +368,7 @@ def test_a_smaller_host_tier_is_a_new_one(host_memory: str) -> None:
         engine.forward_backward(ids, ids)
         assert (engine._pools.manager is first) == (host_memory == HOST)
         host = engine._pools.snapshot()["host"]
-        assert host["max_slots"] * host["slot_bytes"] <= oomb.config.parse_size("", host_memory)
+        assert host["max_slots"] * host["slot_bytes"] <= parse_size("", host_memory)
 
 
 class KeepsItsMemory:
