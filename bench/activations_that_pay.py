@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from oomb.core.copying import linear_flops
 from oomb.lengths import parse_length
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan.gpus import GPUS
 from oomb.plan.rates import datasheet_rates
 from oomb.trace.bare import bare_model

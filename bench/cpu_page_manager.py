@@ -27,7 +27,7 @@ from oomb.config import Config, TopKPages
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import Choices
 from oomb.core.tiers import Caps, PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan import dry_run
 from oomb.plan.pages import PageCall
 

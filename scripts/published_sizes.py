@@ -21,6 +21,7 @@ import transformers
 from transformers import AutoConfig
 
 from oomb import Config
+from oomb.model.layer_shape import LayerShape
 from oomb.plan import Machine, Planner
 
 TITLE = "KiB per token"
@@ -148,6 +149,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss 120B": ("gpt_oss", {}),
     "Olmo 3 7B": ("olmo3", {}),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),
+    "MiniCPM3 4B": ("minicpm3", {}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
     "DeepSeek-V2-Lite": (
         "deepseek_v2",
         {
@@ -183,14 +186,14 @@ class Row:
 
     Attributes:
         attending, layers: layers with attention, and all.
-        heads: number and head dim of keys, of each kind of layer.
-        kv, gradients: bf16 keys and values, and their gradients in fp32, at the sweep's begin.
+        heads: number and head dim of keys, or numbers of a latent, of each kind of layer.
+        kv, gradients: what pages hold in bf16, and its gradients in fp32, at the sweep's begin.
         states: of recurrences and convolutions at the borders of chunks.
     """
 
     attending: int
     layers: int
-    heads: tuple[tuple[int, int], ...]
+    heads: tuple[str, ...]
     kv: float
     gradients: float
     states: float
@@ -208,16 +211,20 @@ def row_of(name: str) -> Row:
     return Row(
         attending=len(planner.shapes),
         layers=len(planner.tracer.layers),
-        heads=tuple(dict.fromkeys((s.kv_heads, s.head_dim) for s in planner.shapes)),
+        heads=tuple(dict.fromkeys(map(_heads_of, planner.shapes))),
         kv=forward * call.layout.slot_bytes / stored / _KIB,
         gradients=gradients * call.layout.slot_bytes / stored / _KIB,
         states=planner.tracer.state_bytes / call.chunks.chunk_size / _KIB,
     )
 
 
+def _heads_of(shape: LayerShape) -> str:
+    return f"latent of {shape.latent}" if shape.latent else f"{shape.kv_heads} of {shape.head_dim}"
+
+
 def line_of(name: str, row: Row) -> str:
     """A row of the table."""
-    heads = ", ".join(f"{number} of {width}" for number, width in row.heads)
+    heads = ", ".join(row.heads)
     attending = str(row.layers)
     if row.attending != row.layers:
         attending = f"{row.attending} of {row.layers}"
@@ -231,9 +238,10 @@ def section(names: Sequence[str] = tuple(MODELS)) -> str:
     text = f"""What an exact step on {TOKENS:,} tokens keeps of each token at the begin
 of the sweep, over all layers, in chunks of {config.chunk_size:,} and pages of {config.page_size}:
 bf16 keys and values, their gradients in fp32 (`kv_grad_dtype="bfloat16"`: half of that), and states
-of recurrences and convolutions at the borders of chunks (larger chunks: less). Latent
-attention is stored expanded. `python scripts/published_sizes.py --page docs/models.md`
-computes the table from the models' configs. [oomb plan](plan.md) says what fits a machine."""
+of recurrences and convolutions at the borders of chunks (larger chunks: less). Of latent
+attention pages hold the latents and the rotated key.
+`python scripts/published_sizes.py --page docs/models.md` computes the table from the models'
+configs. [oomb plan](plan.md) says what fits a machine."""
     rows = "\n".join(line_of(name, row_of(name)) for name in names)
     return (
         f"## {TITLE}\n\n{textwrap.fill(' '.join(text.split()), 100, break_on_hyphens=False)}\n\n"

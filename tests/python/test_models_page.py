@@ -14,9 +14,11 @@ sizes: Any = __import__("published_sizes")
 PAGE = (ROOT / "docs" / "models.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5 7B", "Gemma 4 E2B", "Nemotron 3 Nano 30B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5 7B", "Gemma 4 E2B", "Nemotron 3 Nano 30B", "MiniCPM3 4B"]
+)
 def test_a_row_is_what_the_plan_gives(name: str) -> None:
-    """Layers that are alike, of two classes that share keys and values, and with states."""
+    """Layers that are alike, of two classes that share keys and values, with states and latents."""
     assert sizes.line_of(name, sizes.row_of(name)) in PAGE.splitlines()
 
 

@@ -6,17 +6,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from oomb import _C
 from oomb.core.border_states import FillComplete
 from oomb.core.call_pages import CallPages
-from oomb.core.chunk_run import ChunkRun, current_run
+from oomb.core.chunk_run import ChunkRun
+from oomb.core.latent_past import LatentPast
 from oomb.core.page_protocol import Launch, OnPages
+from oomb.core.past import Past, StoredPast
 from oomb.core.stopwatch import Stopwatch
 from oomb.errors import Error
+from oomb.model.latent import Expansion, Latent
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 from oomb.parallel.heads import HeadShares
@@ -36,6 +39,7 @@ class ChunkAttention:
         self.pages = pages
         self.id = next(self._ids)
         self.kept_seconds = Stopwatch()
+        self._expansions: dict[int, Expansion] = {}  # by layer whose pages hold latents
 
     def activated(self) -> Swaps:
         """While active, the operation that autograd sees finds it by its ``id``."""
@@ -55,6 +59,18 @@ class ChunkAttention:
         """None: attention's backward takes what later chunks left on its keys and values."""
         return [], []
 
+    def vector(self, layer: int, latent: Latent | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """What pages of a layer hold in place of keys and values, as [B, 1, C, w]; None: these."""
+        if not self.holds_latents(layer):
+            return None
+        assert latent is not None  # the check at construction has seen it
+        self._expansions[layer] = latent.expansion
+        return latent.vector(dtype)
+
+    def holds_latents(self, layer: int) -> bool:
+        """Whether a layer's pages hold latents."""
+        return self.pages.latents[layer] > 0
+
     def begin(
         self,
         run: ChunkRun,
@@ -67,6 +83,7 @@ class ChunkAttention:
         """What comes before attention itself: pages of the chunk, and the choice of past pages.
 
         Args:
+            k, v: as pages hold them.
             shares: who holds which heads of the layer.
 
         Raises:
@@ -119,8 +136,8 @@ class ChunkAttention:
                 self._chunk(run.chunk, layer, q, k, v, scale, softcap, window),
                 _C.Output(o=o, lse=lse),
             )
-            state = None
-            if parts > 1:
+            state, past = None, self._past(run.chunk, layer, k)
+            if parts > 1 or past.divides:
                 state = _C.SoftmaxState(
                     acc=torch.empty(q.shape, dtype=state_dtype, device=q.device),
                     max=torch.empty_like(lse),
@@ -128,15 +145,16 @@ class ChunkAttention:
                 )
 
             def kernel(launch: Launch) -> None:
-                _C.attention_forward(
-                    chunk=chunk,
-                    past=pages.past(layer, run.chunk, launch.shift),
-                    output=output,
-                    wave=launch.wave,
-                    state=state,
-                    workspace=workspace_on(q.device),
-                    stream=pages.stream,
-                )
+                for part in past.parts(launch):
+                    _C.attention_forward(
+                        chunk=chunk,
+                        past=past.shown(part),
+                        output=output,
+                        wave=part.wave,
+                        state=state,
+                        workspace=workspace_on(q.device),
+                        stream=pages.stream,
+                    )
 
             with self.kept_seconds.running(q.device) if kept else nullcontext():
                 yield kernel
@@ -159,8 +177,15 @@ class ChunkAttention:
         scale: float,
         softcap: float,
         window: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k, v; adds to the gradient pages of the past and ends the chunk's own."""
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of q, k, v and of what pages hold in place of k and v.
+
+        Adds to the gradient pages of the past and ends the chunk's own.
+
+        Args:
+            width: of :meth:`vector`; 0: pages hold k and v.
+        """
         pages = self.pages
         if not _dense_in_head(d_o):
             d_o = d_o.contiguous()
@@ -174,33 +199,45 @@ class ChunkAttention:
             )
             d_output = _C.Output(o=d_o, lse=d_lse)
             d_chunk = _C.ChunkGradients(dq=dq, dk=dk, dv=dv)
-            dq_acc = None
-            if parts > 1:
+            dq_acc, past = None, self._past(run.chunk, layer, k)
+            if parts > 1 or past.divides:
                 dq_acc = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
             state = _C.BackwardState(delta=torch.empty_like(lse), dq_acc=dq_acc)
 
             def kernel(launch: Launch) -> None:
-                _C.attention_backward(
-                    chunk=chunk,
-                    past=pages.past(layer, run.chunk, launch.shift),
-                    output=output,
-                    d_output=d_output,
-                    d_chunk=d_chunk,
-                    state=state,
-                    gradients=pages.past_gradients(layer, run.chunk, launch.shift),
-                    wave=launch.wave,
-                    deterministic=pages.deterministic,
-                    workspace=workspace_on(q.device),
-                    stream=pages.stream,
-                )
+                for part in past.parts(launch):
+                    _C.attention_backward(
+                        chunk=chunk,
+                        past=past.shown(part),
+                        output=output,
+                        d_output=d_output,
+                        d_chunk=d_chunk,
+                        state=state,
+                        gradients=past.gradients(part),
+                        wave=part.wave,
+                        deterministic=pages.deterministic,
+                        workspace=workspace_on(q.device),
+                        stream=pages.stream,
+                    )
+                    past.added(part)
 
             yield kernel
 
-        own = self._reading_gradient(run.chunk, layer, dk, dv)
+        left = (dk, dv)  # what later chunks' gradients are added to
+        if width:
+            batch, _, tokens, _ = k.shape
+            first, second = k.new_zeros(2, batch, 1, tokens, width // 2)
+            left = first, second
+        own = self._reading_gradient(run.chunk, layer, *left)
         pages.accumulate(layer, run.chunk, launching, own)
         if pages.check_finite:
             expect_finite("the gradient of attention", dq, dk, dv, chunk=run.chunk, layer=layer)
-        return dq, dk, dv
+        return dq, dk, dv, torch.cat(left, -1) if width else None
+
+    def _past(self, chunk: int, layer: int, k: torch.Tensor) -> Past:
+        if not self.holds_latents(layer):
+            return StoredPast(self.pages, layer, chunk)
+        return LatentPast(self.pages, layer, chunk, self._expansions[layer], k)
 
     def _writing(self, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:
         """Writes keys and values [B, Hkv, C, D] of a chunk, and what its pages are chosen by."""
@@ -233,8 +270,12 @@ class ChunkAttention:
     def _reading_gradient(
         self, chunk: int, layer: int, dk: torch.Tensor, dv: torch.Tensor
     ) -> OnPages:
-        """Adds what later chunks left on a chunk's own keys and values."""
+        """Adds what later chunks left on a chunk's own keys and values.
+
+        Gradients of latents have the factor already: that of weights came with them.
+        """
         pages = self.pages
+        scale = 1.0 if self.holds_latents(layer) else pages.dkv_factor
 
         def read(page_begin: int, page_end: int) -> None:
             _C.page_gradient_read(
@@ -244,7 +285,7 @@ class ChunkAttention:
                 page_begin=page_begin,
                 page_end=page_end,
                 page_size=pages.layout.page_size_of(layer),
-                scale=pages.dkv_factor,
+                scale=scale,
                 stream=pages.stream,
             )
 
@@ -293,73 +334,3 @@ def expect_finite(what: str, *tensors: torch.Tensor, chunk: int, layer: int | No
         return
     where = f"chunk {chunk}" if layer is None else f"chunk {chunk}, layer {layer}"
     raise Error(f"{where}: {what} is not finite")
-
-
-@torch.library.custom_op("oomb::chunk_attention", mutates_args=())
-def chunk_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-    call: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the active call ``call`` at ``layer`` for the current chunk."""
-    return ChunkAttention.active[call].forward(
-        current_run(), layer, q, k, v, scale, softcap, window
-    )
-
-
-@chunk_attention.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-    call: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return like_tokens_first(q), q.new_empty(q.shape[:3], dtype=dtype)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.softcap, ctx.window, ctx.call, ctx.layer = inputs
-    ctx.run = current_run()
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, o, lse = ctx.saved_tensors
-    if d_o is None:
-        d_o = torch.zeros_like(o)
-    attention = ChunkAttention.active[ctx.call]
-    grads = attention.backward(
-        ctx.run,
-        ctx.layer,
-        q,
-        k,
-        v,
-        o,
-        lse,
-        d_o,
-        None if d_lse is None else d_lse.contiguous(),
-        ctx.scale,
-        ctx.softcap,
-        ctx.window,
-    )
-    return *grads, None, None, None, None, None
-
-
-chunk_attention.register_autograd(_backward, setup_context=_setup)
-
-
-def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Attention with a sink logit per head, from that without: o · e^lse / (e^lse + e^sink)."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
-    return o * share[..., None].to(o.dtype)

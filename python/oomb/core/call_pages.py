@@ -32,6 +32,8 @@ class CallPages(PageProtocol):
     Attributes:
         batch: sequences.
         blocks: of each layer, tokens of the blocks that alone its queries see; 0: no blocks.
+        latents: of each layer, numbers of a token in pages of latents; 0: keys and values.
+        wave_pages: that a wave does not part.
         first_key, num_keys: as in :class:`oomb.core.inputs.CallInputs`.
         choice: which past pages are seen; None: all.
         rounding_seed: of bf16 gradient pages.
@@ -42,6 +44,8 @@ class CallPages(PageProtocol):
     layout: PageLayout
     batch: int
     blocks: Sequence[int]
+    latents: Sequence[int]
+    wave_pages: int
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
     dkv_factor: float
@@ -60,6 +64,12 @@ class CallPages(PageProtocol):
     def gradient_tables(self) -> list[torch.Tensor]:
         """Per layer int32 [batch, pages, 2]: the slots of each page's gradient."""
         return [_table(self.manager.gradient_table(layer)) for layer in self.layers.sources]
+
+    @property
+    def every_gradient(self) -> bool:
+        """Every page that a chunk reads has a gradient page."""
+        whole = self.reach.window is None and len(self.swept) == self.chunks.number
+        return whole and self.num_keys is None
 
     @property
     def stream(self) -> int:
@@ -166,6 +176,8 @@ def begin_pages(
         layout=demand.layout,
         batch=demand.batch,
         blocks=[shape.block for shape in demand.shapes],
+        latents=[shape.latent for shape in demand.shapes],
+        wave_pages=demand.wave_pages,
         chunks=chunks,
         layers=demand.layers,
         order=call_order(

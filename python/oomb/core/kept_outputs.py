@@ -13,7 +13,7 @@ import torch
 
 from oomb.core.layout import Chunks
 from oomb.core.tiers import PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 # FLOP that a byte must save to be worth a copy into a slot and out again: what a device computes
 # meanwhile.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from oomb.config import BackwardRule, Config, TruncatedChunks
 from oomb.core.tiers import PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 # A visit reads KV; or reads KV and adds to its gradient; or reads what was added; or, where it was
 # kept, the output of attention instead of KV.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from oomb.core.alternation import Alternation
-from oomb.core.attention import ChunkAttention, chunk_attention, expect_finite, with_sinks
+from oomb.core.attention import ChunkAttention, expect_finite
+from oomb.core.attention_operation import chunk_attention, with_sinks
 from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
 from oomb.core.images import ImageRows
@@ -236,17 +237,19 @@ class ChunkLoop:
         shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
         own = tuple(_padded(x.to(dtype), width) for x in (call.q, call.k, call.v))
         q, k, v = self._to_heads(own, shares)
+        vector = self._attention.vector(layer, call.latent, dtype)
+        stored_k, stored_v = (k, v) if vector is None else vector.detach().chunk(2, -1)
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
             turns, run, attention = self._turns, current_run(), self._attention
             while turns is not None and attention.pages.early(layer, run.chunk):
                 self._let_the_other_run(turns)
-            attention.begin(run, layer, q, k, v, shares)
+            attention.begin(run, layer, q, stored_k, stored_v, shares)
             if turns is not None:
                 self._let_the_other_run(turns)
             o, lse = chunk_attention(
-                q, k, v, call.scale, call.softcap, window, self._attention.id, layer
+                q, k, v, vector, call.scale, call.softcap, window, attention.id, layer
             )
             return o, lse
 

@@ -24,7 +24,7 @@ from oomb.core.window_pages import (
     most_gradients,
     most_of_chunk,
 )
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 _COUNTED_CHUNKS = 2**16  # up to which a window's pages are counted one by one, else bounded
 
@@ -151,7 +151,8 @@ class PageDemand:
     def wave_pages(self) -> int:
         """Pages that a wave must not part."""
         smallest = min(chunks.page_size for chunks in self.layers.chunks)
-        return wave_pages(torch.device(self.device_type), smallest)
+        latent = any(shape.latent for shape in self.shapes)
+        return wave_pages(torch.device(self.device_type), smallest, latent=latent)
 
     @property
     def smallest_slots(self) -> int:

@@ -18,7 +18,7 @@ from oomb.config import PageRule
 from oomb.core.layout import Chunks
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.ops.launch import stream_of
 from oomb.results import Selection
 

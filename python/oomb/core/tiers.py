@@ -14,9 +14,10 @@ import torch
 from oomb import _C
 from oomb.config import Summary
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+EXPANDED_TOGETHER = 512  # tokens of a sequence whose latents a GPU expands in one product
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 
 
@@ -28,7 +29,7 @@ class PageLayout:
     kernels take such pages; else their pages leave a part of it empty.
 
     Attributes:
-        kv_heads, head_dim, page_size: of the layers that a page rule would choose for.
+        kv_heads, head_dim, page_size: of the layers that a page rule would choose for, as stored.
         page_sizes: tokens of a page, by layer; empty: ``page_size`` in all.
         largest_page: bytes, of all layers; 0: they are alike.
     """
@@ -97,8 +98,8 @@ class PageLayout:
             UnsupportedModelError: layers that choose are not alike.
         """
         choosing = next((shape for shape in shapes if not shape.window), shapes[0])
-        own = PageLayout.of(choosing.kv_heads, choosing.head_dim, page_size, dtype, grad)
-        rows = [shape.kv_heads * shape.head_dim for shape in shapes]
+        own = PageLayout.of(choosing.stored_heads, choosing.stored_dim, page_size, dtype, grad)
+        rows = [shape.stored_heads * shape.stored_dim for shape in shapes]
         if len(set(rows)) == 1:
             return own
         heads = {(shape.kv_heads, shape.head_dim) for shape in shapes if not shape.window}
@@ -107,7 +108,7 @@ class PageLayout:
                 "attention: expected keys and values of one shape in all layers that choose pages, "
                 f"got (heads, head dim) of {sorted(heads)}: use oomb.Dense()"
             )
-        base = choosing.kv_heads * choosing.head_dim if chooses else min(rows)
+        base = choosing.stored_heads * choosing.stored_dim if chooses else min(rows)
         fast = _C.attention_page_sizes()
 
         def tokens(row: int, window: int) -> int:
@@ -195,12 +196,18 @@ def _cgroup_head_room() -> int:
         return 2**62
 
 
-def wave_pages(device: torch.device, page_size: int) -> int:
+def wave_pages(device: torch.device, page_size: int, *, latent: bool = False) -> int:
     """Pages that a wave must not part, so that its end changes no bit of the result.
 
     Kernels on a GPU say how many keys they take at a time; on the CPU that is one page.
+
+    Args:
+        latent: some layer expands them from latents, in products of more tokens on a GPU.
     """
-    return max(1, _C.attention_key_tile() // page_size) if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    together = max(_C.attention_key_tile(), EXPANDED_TOGETHER if latent else 0)
+    return max(1, together // page_size)
 
 
 def page_manager(

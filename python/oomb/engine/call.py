@@ -32,8 +32,9 @@ from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.causal import CausalModel
 from oomb.model.generators import kept_generators
+from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
 from oomb.model.swap import Swaps

@@ -81,11 +81,11 @@ class Engine:
         with Swaps() as swaps:
             swaps.also(on_device(self._model))
             self._weights.gather(swaps.afterwards)
-            self._shapes = shapes_here(checked_shapes(self._model), self._placement.ranks)
+            shapes, over = checked_shapes(self._model), (self._placement, self._weights)
+            self._shapes = shapes_here(shapes, self._placement.ranks, self.config)
             if self.config.rope_angles == "float64":
                 check_float64_angles(self._model.decoder)
             expect_every_chunk(self._model.mixers, self.config)
-            over = self._placement, self._weights
             self._calls = Calls(self._model, self._shapes, self._pools, self._grads, *over)
 
     # Calls ----------------------------------------------------------------------------------------

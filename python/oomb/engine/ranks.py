@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from oomb.config import Config
 from oomb.core.layout import Chunks
+from oomb.core.page_demand import rule_of
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.causal import CausalModel
+from oomb.model.layer_shape import LayerShape
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
@@ -17,8 +20,11 @@ from oomb.parallel.whole import shard
 T = TypeVar("T")
 
 
-def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
+def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[LayerShape]:
     """Attention of each layer with the heads that one of ``ranks`` holds.
+
+    Pages hold keys and values where a page rule chooses by them, and where a rank of several has
+    those of its heads alone; else latents, where a layer has them.
 
     Raises:
         UnsupportedModelError: some rank would have no queries of its own.
@@ -34,7 +40,13 @@ def shapes_here(shapes: list[LayerShape], ranks: int) -> list[LayerShape]:
             f"{', '.join(map(str, fitting))}"
         )
     return [
-        replace(shape, query_heads=of_rank.queries, kv_heads=of_rank.keys, copies=of_rank.copies)
+        replace(
+            shape,
+            query_heads=of_rank.queries,
+            kv_heads=of_rank.keys,
+            copies=of_rank.copies,
+            latent=shape.latent if ranks == 1 and rule_of(config) is None else 0,
+        )
         for shape, of_rank in zip(shapes, shares, strict=True)
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head, is_classifier
 from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
+from oomb.model.latent import watched_expansions
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
 from oomb.model.rope import angles_of_call
@@ -31,24 +31,6 @@ LayerRunner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 _SHARED = -1  # in place of the layer of a module that several layers lead to
 _running: ContextVar[int] = ContextVar("decoder layer that is running")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Attention of one layer.
-
-    Attributes:
-        copies: ranks that hold the same keys and values.
-        block: tokens see their own block of so many, which is a window as well; 0: no blocks.
-    """
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    window: int  # 0: unlimited
-    source: int | None = None  # layer with attention whose keys and values it reads; None: its own
-    copies: int = 1
-    block: int = 0
 
 
 class CausalModel:
@@ -200,6 +182,7 @@ class CausalModel:
 
         def begin(swaps: Swaps) -> None:
             swaps.also(attention_handler(self.decoder, handler))
+            swaps.also(watched_expansions(self.decoder))
             for module in self.decoder.modules():
                 # Hugging Face's own checkpointing would run every layer's attention again.
                 if getattr(module, "gradient_checkpointing", False):

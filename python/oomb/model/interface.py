@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from oomb.errors import Error, UnsupportedModelError
+from oomb.model.latent import Latent, taken
 from oomb.model.swap import Swaps, swapping
 
 NAME = "oomb"
@@ -56,6 +57,7 @@ class AttentionCall:
     sinks: torch.Tensor | None  # [Hq] logits of the attention sink
     mask: torch.Tensor | None
     block: int = 0  # tokens see their own block of so many, counted from their document's first
+    latent: Latent | None = None  # that k and v were expanded from
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Scaled logits under the call's soft cap."""
@@ -130,6 +132,7 @@ def _attention(
         )
     if attention_mask is not None and attention_mask.numel() != 1:
         raise UnsupportedModelError(f"{where}: builds an attention mask of its own")
+    latent = taken(module, key, value)
     query, key, value = in_autocast_dtype(query, key, value)
     call = AttentionCall(
         module=module,
@@ -141,6 +144,7 @@ def _attention(
         softcap=float(softcap or 0.0),
         sinks=s_aux,
         mask=attention_mask,
+        latent=latent,
     )
     o = _handler(call)
     if _observer is not None:

@@ -14,9 +14,11 @@ from torch import nn
 from transformers import Cache
 
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.causal import CausalModel
 from oomb.model.faults import models_own
 from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
+from oomb.model.latent import latent_width
+from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import Mixer, StateName, cache_argument
 
 NO_CALL = (
@@ -96,7 +98,10 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
         source = _source(call, stored)
         if source is None:
             stored[layer] = call
-        shapes[layer] = LayerShape(heads, kv_heads, head_dim, window, source, block=block)
+        latent = latent_width(call.latent, call.k, call.v, has_values=True)
+        shapes[layer] = LayerShape(
+            heads, kv_heads, head_dim, window, source, block=block, latent=latent
+        )
         if cache is not None:
             cache.ends_in_mixer = False
         batch, heads, tokens = call.q.shape[:3]

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.causal import CausalModel
 from oomb.model.faults import is_models_own, models_own
 from oomb.model.interface import AttentionCall
+from oomb.model.layer_shape import LayerShape
 from oomb.model.observation import Observation, observe_chunks, observe_own, undisturbed
 from oomb.model.own_attention import plain_attention
 from oomb.model.probe import NO_CALL, attention_shapes

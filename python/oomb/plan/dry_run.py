@@ -19,7 +19,7 @@ from oomb.core.layout import Order, PagedLayers, call_order, seen_past
 from oomb.core.page_protocol import Launch, Launching, PageProtocol
 from oomb.core.tiers import Caps
 from oomb.core.window_pages import most_of_chunk
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.timeline import Phase, Visit
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
 from oomb.plan.pages import PageCall
@@ -151,7 +151,8 @@ def forward_seconds(
 ) -> float:
     """Seconds of attention of ``chunks`` in layers of ``shapes``."""
     own, past = _pairs(call, chunks, shapes)
-    return 4.0 * (own / rates.own_forward + past / rates.past_forward)
+    seconds = 4.0 * (own / rates.own_forward + past / rates.past_forward)
+    return seconds + _expansion(call, chunks, shapes) / rates.matrix
 
 
 def backward_seconds(
@@ -159,7 +160,15 @@ def backward_seconds(
 ) -> float:
     """The same of its backward."""
     own, past = _pairs(call, chunks, shapes)
-    return 10.0 * (own / rates.own_backward + past / rates.past_backward)
+    seconds = 10.0 * (own / rates.own_backward + past / rates.past_backward)
+    # The past is expanded again; then come the products for latents and for weights.
+    return seconds + 3 * _expansion(call, chunks, shapes) / rates.matrix
+
+
+def _expansion(call: PageCall, chunks: Sequence[int], shapes: Sequence[LayerShape]) -> float:
+    """FLOP of making the past's keys and values of latents, once."""
+    of_token = sum(2 * s.latent * 2 * s.query_heads * s.head_dim for s in shapes)
+    return float(of_token * call.batch * sum(call.chunks.past_tokens(chunk) for chunk in chunks))
 
 
 def _pairs(

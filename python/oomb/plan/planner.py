@@ -74,7 +74,7 @@ class Planner:
         ranks = self.machine.ranks
         bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
         self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
-        self.shapes = shapes_here(self.tracer.shapes, ranks)
+        self.shapes = shapes_here(self.tracer.shapes, ranks, Config())
 
     def predict(
         self,
@@ -217,12 +217,13 @@ class Planner:
     ) -> PageCall:
         """The pages of a call with labels on every token, of which the last predicts nothing."""
         chunks = Chunks(max(1, num_tokens - 1), config.chunk_size, config.page_size)
+        shapes = shapes_here(self.tracer.shapes, self.machine.ranks, config)
         return PageCall(
             chunks=chunks,
             reach=GradientReach.of(config.backward, _swept(config, chunks.number, step)),
-            shapes=tuple(self.shapes),
+            shapes=tuple(shapes),
             layout=PageLayout.of_layers(
-                self.shapes,
+                shapes,
                 config.page_size,
                 config.chunk_size,
                 self.tracer.key_dtype,

@@ -13,7 +13,7 @@ import torch
 from oomb.config import PageRule
 from oomb.core.tiers import PageLayout, free_memory
 from oomb.model import products
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.ops import paged_attention
 from oomb.plan.gpus import Gpu
 from oomb.plan.machine import Machine

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from oomb.model.causal import LayerShape
 from oomb.model.fused import fused_forwards, replaced_forwards
+from oomb.model.layer_shape import LayerShape
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
 from oomb.rivals.kept import KeptAttention
 from oomb.rivals.offload import OffloadedInputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 # Living at once while a layer's attention is propagated back, in tensors of all tokens: its input
 # and that input's gradient, the next input on its way, the norm's output, the middle of the layer

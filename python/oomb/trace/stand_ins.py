@@ -15,12 +15,15 @@ from torch.utils._pytree import tree_leaves
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import FillComplete
 from oomb.core.chunk_run import ChunkRun
+from oomb.core.latent_past import SCRATCH_TOKENS
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
 from oomb.core.rounded_sums import pieces_of
-from oomb.model.causal import LayerShape
+from oomb.core.tiers import EXPANDED_TOGETHER
 from oomb.model.interface import AttentionCall
+from oomb.model.latent import latent_width
+from oomb.model.layer_shape import LayerShape
 from oomb.trace.meter import Meter
 
 
@@ -119,7 +122,10 @@ class TracedAttention(ChunkAttention):
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
         head_dim = max(call.k.shape[3], call.v.shape[3])
-        shape = LayerShape(heads, kv_heads, head_dim, call.window, self._source(layer, call))
+        latent = latent_width(call.latent, call.k, call.v, has_values=False)
+        shape = LayerShape(
+            heads, kv_heads, head_dim, call.window, self._source(layer, call), latent=latent
+        )
         self.shapes[layer] = shape
         self.key_dtype = call.k.dtype
 
@@ -130,6 +136,9 @@ class TracedAttention(ChunkAttention):
                 return earlier
         self._stored[layer] = weakref.ref(call.k), weakref.ref(call.v)
         return None
+
+    def holds_latents(self, layer: int) -> bool:
+        return self.shapes[layer].latent > 0
 
     def begin(self, run: ChunkRun, layer: int, *_: Any, **__: Any) -> None:
         if run.ends_with == "pages" and layer == self._last_filled:
@@ -146,11 +155,12 @@ class TracedAttention(ChunkAttention):
 
     def carried(self, call: AttentionCall) -> list[torch.Tensor]:
         """Softmax state between launches: accumulator, maximum, sum."""
-        if not self._in_waves:
+        if not self._in_waves and call.latent is None:
             return []
         state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         shapes = (call.q.shape, call.q.shape[:3], call.q.shape[:3])
-        return [torch.empty(shape, dtype=state) for shape in shapes]
+        held = [torch.empty(shape, dtype=state) for shape in shapes]
+        return held if call.latent is None else [*held, _scratch(call.k, call.k.dtype)]
 
     def backward(
         self,
@@ -161,9 +171,19 @@ class TracedAttention(ChunkAttention):
         v: torch.Tensor,
         o: torch.Tensor,
         lse: torch.Tensor,
-        *_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = [torch.empty_like(lse)]
-        if self._in_waves:
+        *others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        own, width = [torch.empty_like(lse)], others[-1]
+        if self._in_waves or width:
             own.append(torch.empty(q.shape, dtype=lse.dtype))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        if width:
+            own += [_scratch(k, k.dtype), _scratch(k, lse.dtype)]
+        d_vector = k.new_empty(k.shape[0], 1, k.shape[2], width) if width else None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_vector
+
+
+def _scratch(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values of the past that are expanded at once, or their gradients."""
+    batch, heads, _, width = k.shape
+    tokens = max(SCRATCH_TOKENS, batch * EXPANDED_TOGETHER)
+    return torch.empty(2, heads, tokens, width, dtype=dtype)

@@ -21,8 +21,9 @@ from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
-from oomb.model.causal import CausalModel, LayerShape
+from oomb.model.causal import CausalModel
 from oomb.model.host_weights import block_bytes, movable_weights
+from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
 from oomb.model.swap import entered

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import oomb
-from oomb.core.attention import ChunkAttention, chunk_attention
+from oomb.core.attention import ChunkAttention
+from oomb.core.attention_operation import chunk_attention
 from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.loop import ChunkLoop
 from oomb.core.recompute import LayerRunner
@@ -55,7 +56,7 @@ class NotedAttention:
 
     def backward(self, run: ChunkRun, layer: int, *tensors: Any) -> Any:
         self.seen.append(("backward", run))
-        return tensors[:3]
+        return *tensors[:3], None
 
 
 def test_backward_is_that_of_the_chunk_whose_forward_it_was(
@@ -67,7 +68,7 @@ def test_backward_is_that_of_the_chunk_whose_forward_it_was(
     for run in (FILL, SWEEP):
         q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
         with run.under_way():
-            outputs.append(chunk_attention(q, k, v, 1.0, 0.0, 0, CALL, 0)[0])
+            outputs.append(chunk_attention(q, k, v, None, 1.0, 0.0, 0, CALL, 0)[0])
     in_a_bare_thread(lambda: outputs[0].sum().backward())
     with FILL.under_way():
         outputs[1].sum().backward()

@@ -15,7 +15,7 @@ from oomb.core.call_pages import CallPages
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.layout import READ, READ_OUTPUT, Chunks, PagedLayers, call_order
 from oomb.core.tiers import PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 from . import recovery
 from .models import make

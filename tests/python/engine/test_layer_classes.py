@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import oomb
 from oomb.core.tiers import PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 from .layer_classes import CLASSES, make, only_upper_half
 from .reference import (

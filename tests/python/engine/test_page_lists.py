@@ -8,7 +8,7 @@ import torch
 from oomb.config import TopKPages
 from oomb.core.layout import Chunks
 from oomb.core.page_lists import ListSizes, PageLists
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 
 PAGE, CHUNK, PAGES = 4, 16, 24  # of the longest sequence
 BUDGET = 5

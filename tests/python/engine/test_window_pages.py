@@ -16,7 +16,7 @@ from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import PageLayout
 from oomb.core.tree import TreeChunks
 from oomb.core.window_pages import existing_pages
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.pools import slots_at_once
 

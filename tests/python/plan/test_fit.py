@@ -19,7 +19,7 @@ from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import Held, PageLayout
 from oomb.engine import call, needs
 from oomb.errors import OutOfMemoryError
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan import Machine, Planner
 
 # (model, random demands): 501 of them with the slow ones, and 30 with states at borders.

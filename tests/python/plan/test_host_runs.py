@@ -8,7 +8,7 @@ from oomb.config import TopKPages
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import Choices
 from oomb.core.tiers import Caps, PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan.dry_run import DryRun
 from oomb.plan.pages import PageCall
 

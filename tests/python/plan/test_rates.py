@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oomb.core.tiers import PageLayout
-from oomb.model.causal import LayerShape
+from oomb.model.layer_shape import LayerShape
 from oomb.plan import Machine, rates
 from oomb.plan.rates import measured_rates, product_within
 
