@@ -57,6 +57,13 @@ class GeneratesOnce(RanksTrainer):
             batch = args.per_device_train_batch_size * args.steps_per_generation
             args.generation_batch_size = batch
 
+    def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        """TRL's own. A resumed run is where it was within a generation, which is sampled again."""
+        trainer: Any = self
+        if trainer._buffered_inputs is None:  # TRL counts from 0
+            trainer._step = self.state.global_step * self.args.gradient_accumulation_steps
+        return super().training_step(*args, **keywords)
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """TRL's own. All processes take part: the engine answers for the model."""
         stock: Any = super()

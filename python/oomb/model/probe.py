@@ -64,6 +64,10 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
             raise UnsupportedModelError(
                 f"{name}: expected a head dim of at most {largest}, got {shape.head_dim}"
             )
+        # A layer that reads another's pages reads keys and values; a half of a latent is a head.
+        read = any(other.source == layer for other in shapes.values())
+        if shape.latent and (read or shape.stored_dim > largest):
+            shapes[layer] = replace(shape, latent=0)
     model.paged = {layer: number for number, layer in enumerate(layers)}
     if cache is not None:
         model.mixers = list(cache.mixers.values())

@@ -237,7 +237,8 @@ def _fastest(
     and starts of kernels.
     """
     best, size = chosen, chosen.config.chunk_size
-    while chosen.fits and size < min(chosen.config.chunk_size * ranks, chosen.num_tokens):
+    longest = min(chosen.config.chunk_size * ranks, chosen.num_tokens)
+    while chosen.fits and 2 * size <= longest:
         size *= 2
         found = predicted(replace(chosen.config, chunk_size=size))
         if not found.fits:

@@ -13,6 +13,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from oomb.config import Config
+from oomb.hf.sharded import ELEMENTWISE
 from oomb.nearest import nearest
 from oomb.parallel.job import ranks_in_job
 from oomb.plan.machine import HELD
@@ -147,7 +148,9 @@ def _expect_no_other_place(settings: RunSettings) -> None:
 
 def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
     """A setting that does not go with shared weights: its name, what goes, what it is."""
-    engine = settings.engine.made()
+    engine, optimizer = settings.engine.made(), settings.optimizer.name
+    if optimizer not in ELEMENTWISE:
+        return "optimizer.name", f"one of {', '.join(ELEMENTWISE)}", repr(optimizer)
     for name, value, expected in (
         ("engine.weights", engine.weights, "device"),
         ("engine.main_grad_device", engine.main_grad_device, "device"),

@@ -202,6 +202,9 @@ def image_examples(
     """
     import datasets  # heavy, and optional
 
+    # Files of examples are absolute: a copy of a folder has examples of its own.
+    folders = "\n".join(str(Path(each.path).absolute().parent) for each in sources if not each.hub)
+
     def of(stamp: str) -> Dataset:
         number = datasets.Value("int64")
         features = datasets.Features(
@@ -214,7 +217,7 @@ def image_examples(
             num_shown=number,
             num_targets=number,
         )
-        arguments = {"sources": list(sources), "rule": rule, "stamp": stamp}
+        arguments = {"sources": list(sources), "rule": rule, "stamp": folders + stamp}
         return generated(field, _examples, arguments, cache_dir, features)
 
     found = of("")

@@ -117,7 +117,10 @@ def _sequences_per_example(settings: RunSettings) -> int:
 def _without_features(
     model: nn.Module, num_shown: int, machine: Machine, console: Console
 ) -> Machine:
-    """The machine with what it has left beside features of images, which are printed."""
+    """The machine with what it has left beside features of images, which are printed.
+
+    Each process of a host has those of its own sequences.
+    """
     num_bytes = feature_bytes(model, num_shown)
     console.print(
         f"Images: {num_shown:,} tokens of a call at most, {bytes_text(num_bytes)} of features on "
@@ -126,7 +129,7 @@ def _without_features(
         highlight=False,
         soft_wrap=True,
     )
-    left = max(0, machine.host_bytes - num_bytes)
+    left = max(0, machine.host_bytes - num_bytes * ranks_of_host())
     if machine.device_type == "cpu":  # one memory for both
         return replace(machine, host_bytes=left, device_bytes=min(left, machine.device_bytes))
     return replace(machine, host_bytes=left)

@@ -147,10 +147,10 @@ def _read(settings: RunSettings, *, resume: bool, dry_run: bool) -> _Ready:
     examples = None if task is None else _examples(settings, task, tokenizer, rule.rows.chat)
     read = rule if processor is None else ImageRule(rule.rows, Processing(processor))
     data: Data | None = None
+    if processor is not None or (dry_run and examples is None):
+        sources.check_first_rows(read)
     if dry_run:
-        if examples is None:
-            sources.check_first_rows(read)
-        else:
+        if examples is not None:
             check_first_examples([*sources.train, *sources.eval], examples)
         check_positions(config, settings.context)
     else:

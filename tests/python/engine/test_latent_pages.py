@@ -19,6 +19,7 @@ from .latent_models import (
     keys_and_values,
     make_latent,
     spilled,
+    widths,
     with_both,
 )
 from .reference import (
@@ -69,6 +70,14 @@ def test_pages_take_what_latents_take() -> None:
         assert engine.forward_backward(ids, ids).stats.device_peak_bytes > 4 * pages
     with oomb.Engine(model, settings) as engine:
         assert engine._calls.layout(settings).slot_bytes == 8 * 192 * 4
+
+
+def test_latents_that_no_operation_takes() -> None:
+    """Half of one is a head: of at most 512 numbers."""
+    heads = {"num_attention_heads": 48, "num_key_value_heads": 48}
+    for rank, width in ((1016, 1024), (1018, 0)):
+        model = make_latent("small", kv_lora_rank=rank, qk_rope_head_dim=8, **heads)
+        assert set(widths(model)) == {width}
 
 
 def test_scratch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

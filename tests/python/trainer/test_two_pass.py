@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from transformers import Trainer
 
 import oomb
 import oomb.hf
 from oomb.engine.two_pass import TwoPass
 from oomb.hf import fused_head
+from oomb.hf.generation import GeneratesOnce
 from oomb.hf.left_padding import left_padding
 
 from .runs import CONFIG, prompts, tokenizer
@@ -155,6 +158,20 @@ def test_rloo(adapted: bool, tmp_path: Path) -> None:
 
     data = prompts(2).select_columns(["prompt"])
     compare(trl.RLOOTrainer, oomb.hf.RLOOTrainer, args, data, adapted, reward_funcs=reward)
+
+
+def test_a_resumed_run_is_where_it_was_within_a_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TRL counts calls from the first one, and would begin a generation elsewhere in the data."""
+    monkeypatch.setattr(Trainer, "training_step", lambda self, *_: self._step)
+    trainer: Any = GeneratesOnce.__new__(GeneratesOnce)
+    trainer.args = SimpleNamespace(gradient_accumulation_steps=2)
+    trainer.state = SimpleNamespace(global_step=3)
+    trainer._step, trainer._buffered_inputs = 0, None
+    assert trainer.training_step(None, {}) == 6
+    trainer._step, trainer._buffered_inputs = 7, [{}]
+    assert trainer.training_step(None, {}) == 7
 
 
 @pytest.mark.parametrize("adapted", [False, True])
