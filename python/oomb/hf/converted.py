@@ -15,10 +15,19 @@ from transformers import PreTrainedModel
 def load_converted(model: PreTrainedModel, folder: str) -> Any:
     """Load ``folder`` as ``from_pretrained`` reads it; what ``load_state_dict`` returns.
 
-    A second model lies in the host's memory meanwhile. No value is rounded.
+    A second model lies in the host's memory meanwhile. No value is rounded. What the folder lacks
+    is missing, whatever that model begins with.
     """
     kinds = [x.dtype for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
     widest = max(kinds, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
     kind: Any = type(model)
-    read = kind.from_pretrained(folder, config=model.config, dtype=widest, use_safetensors=True)
-    return model.load_state_dict(read.state_dict(), strict=False)
+    read, found = kind.from_pretrained(
+        folder,
+        config=model.config,
+        dtype=widest,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    lacking = set(found["missing_keys"])
+    state = {name: value for name, value in read.state_dict().items() if name not in lacking}
+    return model.load_state_dict(state, strict=False)

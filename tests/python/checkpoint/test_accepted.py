@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +81,15 @@ def test_tied_weights_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     resumed = tied(3)
     resumed.train(resume_from_checkpoint=True)
     assert "missing keys" not in str(said)
+    lacking = tmp_path / "lacking"
+    shutil.copytree(resumed.checkpoint_store().path_of(2), lacking)
+    weights = load_file(lacking / "model.safetensors")
+    save_file(
+        {name: x for name, x in weights.items() if name != "model.norm.weight"},
+        lacking / "model.safetensors",
+        {"format": "pt"},
+    )
+    resumed._weights_from = str(lacking)
     gone = _IncompatibleKeys(["lm_head.weight", "model.norm.weight"], [])
     resumed._issue_warnings_after_load(gone)
     assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in str(said)

@@ -180,10 +180,9 @@ def test_the_class_of_checkpoints(images: int, monkeypatch: pytest.MonkeyPatch) 
         for begin in (6, 14):
             ids[:, begin : begin + PER_IMAGE] = IMAGE
         given["pixel_values"] = random_images(images)
-    with monkeypatch.context() as patch:
-        # Its own forward in transformers 5.24.0 ends by reading this of an output that lacks it.
-        patch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
-        expected = ordinary(model, ids, ids, **given)
+    # Its own forward in transformers 5.24.0 ends by reading this of an output that lacks it.
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
+    expected = ordinary(model, ids, ids, **given)
     assert ("vision_model.patch_embedding.linear.weight" in expected.gradients) == (images > 0)
     assert_equal(chunked(model, CONFIG, ids, ids, **given), expected)
 
