@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from oomb.train.image_memory import feature_bytes
 from oomb.train.image_sequences import ImageSequences, collate_images
 from oomb.train.processor import Processing
 from oomb.train.reading import read_settings
+from oomb.train.sources import find_sources
 
 IGNORED = -100
 FAMILIES = {
@@ -302,3 +304,31 @@ def test_spans_move_with_what_grows(written: list[str]) -> None:
     for (begin, end), (first, behind) in zip(spans, moved, strict=True):
         assert whole[first:behind] == text[begin:end].replace("#", written[0])
     assert [whole[a:b] for a, b in shown] == written
+
+
+def test_a_copy_of_a_folder_has_images_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths, and files of the same size and time: only the folder differs."""
+    processor = gemma_processor()
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    part = {"type": "image", "image": picture(first / "one.png", 8, 8)}
+    turns = [
+        {"role": "user", "content": [part, {"type": "text", "text": "look"}]},
+        {"role": "assistant", "content": "yes"},
+    ]
+    write_chats(first / "chats.jsonl", [turns])
+    shutil.copytree(first, second)
+    (tmp_path / "settings.yaml").write_text(
+        "output_dir: run\nmodel: {name: m}\ncontext: 4096\ndata: {train: chats.jsonl}\n"
+    )
+    read = tokenising_rule(read_settings(tmp_path / "settings.yaml").data, processor.tokenizer)
+    rule = ImageRule(read.rows, Processing(processor))
+    found = []
+    for folder in (first, second):
+        monkeypatch.chdir(folder)
+        sources = find_sources("data.train", ["chats.jsonl"])
+        made = image_examples.image_examples("data.train", sources, rule, str(tmp_path / "cache"))
+        found.append(made[0]["files"])
+    assert found == [[str(folder / "one.png")] for folder in (first, second)]
