@@ -57,6 +57,10 @@ int64_t key_tile() { return common_key_tile(kPreference); }
 
 std::vector<int64_t> fast_page_sizes() { return attention::fast_page_sizes(kPreference); }
 
+int64_t padded_head_dim(int64_t head_dim, int capability) {
+  return attention::padded_head_dim(kPreference, head_dim, capability);
+}
+
 void set_warning_hook(std::function<void(const std::string&)> hook) {
   const std::lock_guard lock(settings().mutex);
   settings().warning_hook = std::move(hook);

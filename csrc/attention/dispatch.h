@@ -27,6 +27,9 @@ int64_t key_tile();
 // Tokens of a page that every fast kernel takes.
 std::vector<int64_t> fast_page_sizes();
 
+// What kernels should be given in place of that head dim, with zeros behind each head.
+int64_t padded_head_dim(int64_t head_dim, int capability);
+
 // Called with a text, once per process, when a call falls through to the plain kernels without
 // being forced to. The default prints to standard error. It may be called from any thread, without
 // the GIL; what it throws ends the call.

@@ -10,6 +10,8 @@
 namespace oomb::attention {
 namespace {
 
+constexpr int64_t kWidestFastHead = 256;
+
 template <typename Params>
 const Kernels& choose(Preference all, const Params& params, int capability, const Kernels* forced) {
   if (forced != nullptr) {
@@ -63,6 +65,16 @@ std::vector<int64_t> fast_page_sizes(Preference all) {
     common = std::move(both);
   }
   return common.value_or(std::vector<int64_t>{});
+}
+
+int64_t padded_head_dim(Preference all, int64_t head_dim, int capability) {
+  const int64_t widest = std::min(2 * head_dim, kWidestFastHead);
+  for (int64_t dim = head_dim; dim <= widest; ++dim) {
+    for (const Kernels* kernels : all) {
+      if (kernels->fast_head_dim != nullptr && kernels->fast_head_dim(dim, capability)) return dim;
+    }
+  }
+  return head_dim;
 }
 
 std::string describe_fast(Preference all) {

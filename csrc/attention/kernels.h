@@ -30,7 +30,11 @@ struct Kernels {
   // Tokens of a page that they take, ascending. Empty: any.
   std::span<const int64_t> page_sizes = {};
 
-  // Whether they run such a call on a GPU of this compute capability (90 for 9.0).
+  // Whether they take heads of that size on a GPU of this compute capability (90 for 9.0), in a
+  // dtype and pages that they take. Null: they are slow for all.
+  bool (*fast_head_dim)(int64_t head_dim, int capability) = nullptr;
+
+  // Whether they run such a call on a GPU of this compute capability.
   bool (*takes_forward)(const ForwardParams& params, int capability) = nullptr;
   bool (*takes_backward)(const BackwardParams& params, int capability) = nullptr;
 
@@ -67,6 +71,11 @@ int64_t common_key_tile(Preference all);
 
 // Page sizes that all of them take which are fast, ascending.
 std::vector<int64_t> fast_page_sizes(Preference all);
+
+// The smallest head dim of at least that size, and of twice that size at most, that some of them
+// take fast on a GPU of this compute capability; the same one where there is none. Zeros behind a
+// shorter head change no product.
+int64_t padded_head_dim(Preference all, int64_t head_dim, int capability);
 
 // "newer: bfloat16, head dim 64; older: …", of those that are fast.
 std::string describe_fast(Preference all);

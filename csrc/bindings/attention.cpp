@@ -138,6 +138,10 @@ void bind_attention(py::module_& module) {
              "changes no bit of a result.");
   module.def("attention_page_sizes", &cuda::fast_page_sizes,
              "Tokens of a page that every fast kernel for GPUs takes.");
+  module.def(
+      "attention_head_dim", &cuda::padded_head_dim, arg("head_dim"), arg("capability"),
+      "Head dim of at least that size, and twice that at most, for which kernels are fast on "
+      "a GPU of this compute capability (90 for 9.0), in 16 bits; that size if there is none.");
   module.def("set_num_threads", &cpu::set_num_threads, arg("count"));
   module.def("num_threads", &cpu::num_threads);
   module.def("cpu_instruction_set", &cpu::instruction_set);

@@ -8,19 +8,14 @@
 
 namespace oomb::attention::sm80 {
 
-#if OOMB_WITH_CUDA
 namespace {
 
 // Head dim 256 takes 160 KiB of shared memory; consumer GPUs have 99 KiB.
-bool has_room(const Shape& shape, int capability) {
-  return shape.head_dim != 256 || capability == 80 ||
+bool has_room(int64_t head_dim, int capability) {
+  return head_dim != 256 || capability == 80 ||
          (capability >= 87 && capability < 120 && capability != 89);
 }
 
-}  // namespace
-#endif
-
-namespace {
 constexpr int64_t kPageSizes[] = {64, 128};
 }  // namespace
 
@@ -31,14 +26,19 @@ constinit const Kernels kKernels = {
         "bfloat16 or float16, head dim 64, 96 or 128 (256 on data center GPUs),"
         " pages of 64 or 128 tokens",
     .page_sizes = kPageSizes,
+    .fast_head_dim =
+        [](int64_t head_dim, int capability) {
+          return (head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256) &&
+                 capability >= 80 && has_room(head_dim, capability);
+        },
 #if OOMB_WITH_CUDA
     .takes_forward =
         [](const ForwardParams& params, int capability) {
-          return forward_supported(params) && has_room(params.shape, capability);
+          return forward_supported(params) && has_room(params.shape.head_dim, capability);
         },
     .takes_backward =
         [](const BackwardParams& params, int capability) {
-          return backward_supported(params) && has_room(params.shape, capability);
+          return backward_supported(params) && has_room(params.shape.head_dim, capability);
         },
     .forward = forward,
     .backward = backward,

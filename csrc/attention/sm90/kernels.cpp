@@ -20,6 +20,10 @@ constinit const Kernels kKernels = {
         "bfloat16, head dim 64, 128 or 256, pages of 64 or 128 tokens, on "
         "compute capability 9.x",
     .page_sizes = kPageSizes,
+    .fast_head_dim =
+        [](int64_t head_dim, int capability) {
+          return capability / 10 == 9 && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+        },
 #if OOMB_WITH_CUDA
     .takes_forward =
         [](const ForwardParams& params, int capability) {

@@ -23,6 +23,7 @@ from oomb.core.recompute import LayerRunner
 from oomb.core.router_loss import RouterLoss
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall
+from oomb.model.layer_shape import kernel_head_dim
 from oomb.model.linear import WeightSums
 from oomb.model.mixers import of_tokens
 from oomb.model.swap import Swaps
@@ -233,10 +234,11 @@ class ChunkLoop:
         window = self._model.window_of(call)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
-        width = max(call.k.shape[-1], call.v.shape[-1])
+        widest = max(call.k.shape[-1], call.v.shape[-1])
         shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
-        own = tuple(_padded(x.to(dtype), width) for x in (call.q, call.k, call.v))
-        q, k, v = self._to_heads(own, shares)
+        own = tuple(_padded(x.to(dtype), widest) for x in (call.q, call.k, call.v))
+        width = kernel_head_dim(call, self._model.capability)
+        q, k, v = (_padded(x, width) for x in self._to_heads(own, shares))
         vector = self._attention.vector(layer, call.latent, dtype)
         stored_k, stored_v = (k, v) if vector is None else vector.detach().chunk(2, -1)
 
@@ -259,7 +261,7 @@ class ChunkLoop:
             o, lse = later(o, lse)
         if call.sinks is not None:
             o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
-        return _cut(self._to_tokens(o, shares), call.v.shape[-1]).to(call.q.dtype)
+        return self._to_tokens(_cut(o, call.v.shape[-1]), shares).to(call.q.dtype)
 
     def _mix(
         self,

@@ -143,7 +143,9 @@ def counted(model: CausalModel, config: Config, batch: int, tokens: int, recompu
     """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
     if model.causal not in _tracers:
         try:
-            _tracers[model.causal] = Tracer(model.causal, model.device.type, model.is_fused)
+            _tracers[model.causal] = Tracer(
+                model.causal, model.device.type, model.is_fused, model.capability
+            )
         except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
             return _estimated(model, batch, tokens, recompute)
     try:

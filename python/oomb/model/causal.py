@@ -17,6 +17,7 @@ from oomb.model.head import Head, is_classifier
 from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
 from oomb.model.latent import watched_expansions
+from oomb.model.layer_shape import compute_capability
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
 from oomb.model.rope import angles_of_call
@@ -43,6 +44,7 @@ class CausalModel:
         mask_windows: of each decoder layer whose sliding window is in its mask alone.
         mask_blocks: of each decoder layer whose mask shows it blocks of tokens, their size.
         host_weights: of layers whose weights come from the host; None: all are on the device.
+        capability: compute capability of its GPU, 90 for 9.0; None: it is elsewhere.
         routers: whose load-balancing loss is part of the model's own; None: there is no such loss.
 
     The check at construction finds these; without it every layer has attention alone.
@@ -69,6 +71,7 @@ class CausalModel:
         self.mask_blocks: dict[int, int] = {}
         self.host_weights: HostWeights | None = None
         self.routers: Routers | None = None
+        self.capability = compute_capability(self.device)
         _refuse_jitter(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)

@@ -18,7 +18,7 @@ from oomb.model.causal import CausalModel
 from oomb.model.faults import models_own
 from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
 from oomb.model.latent import latent_width
-from oomb.model.layer_shape import LayerShape
+from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.model.mixers import Mixer, StateName, cache_argument
 
 NO_CALL = (
@@ -98,7 +98,7 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
             if window != call.window:
                 model.mask_windows[layer] = window
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
-        head_dim = max(call.k.shape[3], call.v.shape[3])
+        head_dim = kernel_head_dim(call, model.capability)
         source = _source(call, stored)
         if source is None:
             stored[layer] = call

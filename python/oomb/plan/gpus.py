@@ -33,6 +33,7 @@ class Gpu:
     host_bytes: int
     basis: str = "datasheet"
     peer_bytes_per_second: float | None = None
+    capability: int = 80  # compute capability, 90 for 9.0
 
 
 def _gpu(
@@ -43,6 +44,8 @@ def _gpu(
     link: float,
     host: int,
     nvlink: float | None = None,
+    *,
+    capability: int,
 ) -> Gpu:
     """In the units of datasheets: GB, TFLOP/s, GB/s, GB/s; GiB of host memory; GB/s each way."""
     return Gpu(
@@ -53,6 +56,7 @@ def _gpu(
         link_bytes_per_second=link * _GB,
         host_bytes=host * _GIB,
         peer_bytes_per_second=None if nvlink is None else _OF_NVLINK * nvlink * _GB,
+        capability=capability,
     )
 
 
@@ -61,16 +65,16 @@ def _gpu(
 # (32 GB/s), 5.0 (64 GB/s), NVLink-C2C. Hosts: an eighth of a DGX, what a GH200 has; of single cards
 # an assumption.
 GPUS = {
-    "h200": _gpu("H200", 141, 989, 4800, 64, 256, 450),
-    "h100": _gpu("H100", 80, 989, 3350, 64, 256, 450),
-    "b200": _gpu("B200", 180, 2250, 8000, 64, 256, 900),
-    "gh200": _gpu("GH200", 96, 989, 4000, 450, 446),
-    "a100-80": _gpu("A100 80 GB", 80, 312, 2039, 32, 256, 300),
-    "a100-40": _gpu("A100 40 GB", 40, 312, 1555, 32, 128, 300),
-    "l40s": _gpu("L40S", 48, 362, 864, 32, 128),
-    "rtx5090": _gpu("RTX 5090", 32, 209.5, 1792, 64, 64),
-    "rtx4090": _gpu("RTX 4090", 24, 165, 1008, 32, 64),
-    "rtx3090": _gpu("RTX 3090", 24, 71, 936, 32, 64),
+    "h200": _gpu("H200", 141, 989, 4800, 64, 256, 450, capability=90),
+    "h100": _gpu("H100", 80, 989, 3350, 64, 256, 450, capability=90),
+    "b200": _gpu("B200", 180, 2250, 8000, 64, 256, 900, capability=100),
+    "gh200": _gpu("GH200", 96, 989, 4000, 450, 446, capability=90),
+    "a100-80": _gpu("A100 80 GB", 80, 312, 2039, 32, 256, 300, capability=80),
+    "a100-40": _gpu("A100 40 GB", 40, 312, 1555, 32, 128, 300, capability=80),
+    "l40s": _gpu("L40S", 48, 362, 864, 32, 128, capability=89),
+    "rtx5090": _gpu("RTX 5090", 32, 209.5, 1792, 64, 64, capability=120),
+    "rtx4090": _gpu("RTX 4090", 24, 165, 1008, 32, 64, capability=89),
+    "rtx3090": _gpu("RTX 3090", 24, 71, 936, 32, 64, capability=86),
 }
 _ALSO = {"a100": "a100-80"}
 

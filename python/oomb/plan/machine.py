@@ -10,6 +10,7 @@ import torch
 
 from oomb.config import Config
 from oomb.core.tiers import free_memory
+from oomb.model.layer_shape import compute_capability
 from oomb.plan.gpus import HOST_BYTES, Gpu, gpu_of_figures
 from oomb.units import parse_size
 
@@ -52,6 +53,16 @@ class Machine:
     ranks: int = 1
     neighbours: int = 1
     weights: str = "replicated"
+
+    @property
+    def capability(self) -> int | None:
+        """Compute capability of the GPU, 90 for 9.0; None: there is none."""
+        if self.device_type == "cpu":
+            return None
+        if self.gpu is not None:
+            return self.gpu.capability
+        here = compute_capability(torch.device("cuda")) if self.local else None
+        return here or Gpu.capability
 
     @staticmethod
     def here(device_type: str | None = None) -> Machine:

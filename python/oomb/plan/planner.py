@@ -73,7 +73,9 @@ class Planner:
         self.machine = Machine.here() if machine is None else machine
         ranks = self.machine.ranks
         bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
-        self.tracer = Tracer(bare, self.machine.device_type, self.machine.fused)
+        self.tracer = Tracer(
+            bare, self.machine.device_type, self.machine.fused, self.machine.capability
+        )
         self.shapes = shapes_here(self.tracer.shapes, ranks, Config())
 
     def predict(

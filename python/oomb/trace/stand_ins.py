@@ -23,7 +23,7 @@ from oomb.core.rounded_sums import pieces_of
 from oomb.core.tiers import EXPANDED_TOGETHER
 from oomb.model.interface import AttentionCall
 from oomb.model.latent import latent_width
-from oomb.model.layer_shape import LayerShape
+from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.trace.meter import Meter
 
 
@@ -110,7 +110,7 @@ class TracedLoop(ChunkLoop):
 class TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
-    def __init__(self, last_filled: int, waves: bool) -> None:
+    def __init__(self, last_filled: int, waves: bool, capability: int | None) -> None:
         pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
         super().__init__(pages)  # type: ignore[arg-type]
         self._last_filled = last_filled
@@ -118,10 +118,11 @@ class TracedAttention(ChunkAttention):
         self._stored: dict[int, tuple[weakref.ref[torch.Tensor], ...]] = {}
         self.key_dtype = torch.float32
         self._in_waves = waves
+        self._capability = capability
 
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
-        head_dim = max(call.k.shape[3], call.v.shape[3])
+        head_dim = kernel_head_dim(call, self._capability)
         latent = latent_width(call.latent, call.k, call.v, has_values=False)
         shape = LayerShape(
             heads, kv_heads, head_dim, call.window, self._source(layer, call), latent=latent

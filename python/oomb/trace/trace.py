@@ -85,6 +85,7 @@ class Tracer:
         model: with or without weights; it is not touched.
         device_type: ``"cuda"`` or ``"cpu"``: slices of the loss differ.
         fused: norms and gates run as single kernels (Liger), as the engine does on a GPU.
+        capability: of the GPU, 90 for 9.0; None: a CPU.
 
     Raises:
         UnsupportedModelError: the model cannot be traced; the text says where it failed.
@@ -106,7 +107,9 @@ class Tracer:
         movable_bytes: of each layer, frozen weights that the host could keep.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, fused: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device_type: str, fused: bool, capability: int | None = None
+    ) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._bare = shapes_only(model, self._mode)
         with self._mode:
@@ -114,7 +117,7 @@ class Tracer:
         # Parameters without memory are of another type.
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
-        self._fused = fused
+        self._fused, self._capability = fused, capability
         self._traces: dict[Setting, Trace] = {}
         causal = CausalModel(self._bare)
         with suppress(AttributeError, ValueError):  # most models have no experts
@@ -196,6 +199,7 @@ class Tracer:
     def _run(
         self, causal: CausalModel, setting: Setting, sweeps: bool = True
     ) -> tuple[Trace, TracedAttention]:
+        causal.capability = self._capability
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
             causal._rotation = rotate_on_shapes
@@ -204,7 +208,7 @@ class Tracer:
         with entered(self._mode):
             inputs = _fake_inputs(setting.batch, tokens)
             total = torch.zeros((), dtype=torch.float64)
-        attention = TracedAttention(self._last_filled(causal), setting.waves)
+        attention = TracedAttention(self._last_filled(causal), setting.waves, self._capability)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         loss = TracedLoss(

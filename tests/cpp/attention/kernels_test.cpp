@@ -33,6 +33,8 @@ constexpr Kernels kNewer = {
     .key_tile = 192,
     .fast_for = "new things",
     .page_sizes = kNewerPages,
+    .fast_head_dim = [](int64_t dim,
+                        int capability) { return dim == 128 && capability / 10 == 12; },
     .takes_forward = [](const ForwardParams& params,
                         int capability) { return capability / 10 == 12 && params.scale > 0; },
     .takes_backward = [](const BackwardParams&, int capability) { return capability / 10 == 12; },
@@ -46,6 +48,7 @@ constexpr Kernels kOlder = {
     .key_tile = 128,
     .fast_for = "old things",
     .page_sizes = kOlderPages,
+    .fast_head_dim = [](int64_t dim, int) { return dim == 64 || dim == 256; },
     .takes_forward = [](const ForwardParams& params, int) { return params.shape.head_dim == 64; },
     .takes_backward = [](const BackwardParams&, int) { return false; },
     .forward = kPlain.forward,
@@ -121,6 +124,17 @@ TEST(KernelsTest, NamesAreThoseDeclared) {
 TEST(KernelsTest, WavesSuitTheStepsOfAllOfThem) {
   EXPECT_EQ(common_key_tile(kAll), 384);
   EXPECT_EQ(common_key_tile(Preference(kAll).subspan(1)), 128);
+}
+
+TEST(KernelsTest, HeadsArePaddedToTheNextThatIsFast) {
+  EXPECT_EQ(padded_head_dim(kAll, 40, 90), 64);
+  EXPECT_EQ(padded_head_dim(kAll, 64, 90), 64);
+  EXPECT_EQ(padded_head_dim(kAll, 65, 120), 128);
+  EXPECT_EQ(padded_head_dim(kAll, 192, 120), 256);
+  EXPECT_EQ(padded_head_dim(kAll, 128, 90), 256);
+  EXPECT_EQ(padded_head_dim(kAll, 127, 90), 127);  // not to more than twice
+  EXPECT_EQ(padded_head_dim(kAll, 257, 120), 257);
+  EXPECT_EQ(padded_head_dim(Preference(kAll).subspan(2), 80, 120), 80);
 }
 
 TEST(KernelsTest, FastOnesSayWhatTheyTake) {
