@@ -43,7 +43,10 @@ _SOURCES = {
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help=f"Folder, hub name, or one of {', '.join(SHAPES)}.")],
+    model: Annotated[
+        str,
+        typer.Argument(help=f"Folder, hub name, one of {', '.join(SHAPES)}, or of docs/models.md."),
+    ],
     context: Annotated[str, typer.Option(help="Tokens per sequence, such as 128K or 1M.")] = "128K",
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
     gpu: Annotated[

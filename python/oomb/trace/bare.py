@@ -22,6 +22,7 @@ from oomb.hub import hub_arguments
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.trace.copied import copied_model
+from oomb.trace.published import PUBLISHED, model_name, published_config
 from oomb.trace.quantized import FORMATS, pack_linears
 from oomb.trace.shapes import SHAPES, random_model
 
@@ -38,7 +39,8 @@ def bare_model(
 
     Args:
         model: a model (returned as it is), a transformers config, a folder or hub name that
-            transformers finds, or a name of ``oomb.trace.shapes.SHAPES``.
+            transformers finds, or a name of ``oomb.trace.shapes.SHAPES`` or, as ``qwen3.5-9b``, of
+            ``oomb.trace.published.PUBLISHED``.
         dtype: of the parameters; None: what the config says, else bf16.
         adapter: a ``peft.PeftConfig`` (LoRA and the like) to put on top, or None.
         quantization: ``"nf4"`` or ``"fp4"``: linear layers but the head in 4 bits with double
@@ -60,7 +62,8 @@ def bare_model(
         shape, kind = SHAPES[str(model).lower()], dtype or torch.bfloat16
         bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
-        bare = _without_weights(_config_of(str(model)), dtype, str(model), images=images)
+        config = published_config(str(model)) or _config_of(str(model))
+        bare = _without_weights(config, dtype, str(model), images=images)
     if quantization is not None:
         pack_linears(bare, quantization)
     if adapter is None:
@@ -103,8 +106,8 @@ def _config_of(name: str) -> PretrainedConfig:
             raise _unusable(name, error) from error
         raise ValueError(
             "model: expected a folder with a config.json, a name on the hub that is in the cache "
-            f"or can be fetched, or one of {', '.join(SHAPES)}, got {name!r}"
-            f"{nearest(name, SHAPES)}"
+            f"or can be fetched, or one of {', '.join(SHAPES)} or of docs/models.md, got {name!r}"
+            f"{nearest(name, [*SHAPES, *map(model_name, PUBLISHED)])}"
         ) from error
     except Exception as error:  # whatever a config's class makes of values it did not expect
         raise _unusable(name, error) from error
