@@ -24,7 +24,7 @@ from oomb.core.pool_memory import rows_at
 from oomb.core.rounded_sums import add_rounded, seed_of_addition
 from oomb.model.latent import Expansion
 
-SCRATCH_TOKENS = 2048  # of all sequences, that are expanded at once; at least one group of each
+SCRATCH_TOKENS = 8192  # of all sequences, that are expanded at once; at least one group of each
 
 
 class LatentPast:

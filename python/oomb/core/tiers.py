@@ -17,7 +17,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.layer_shape import LayerShape
 
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-EXPANDED_TOGETHER = 512  # tokens of a sequence whose latents a GPU expands in one product
+EXPANDED_TOGETHER = 4096  # tokens of a sequence whose latents a GPU expands in one product
 TIER_SHARE = 0.9  # of free memory: what a tier without a cap may take
 
 
