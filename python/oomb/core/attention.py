@@ -59,12 +59,23 @@ class ChunkAttention:
         """None: attention's backward takes what later chunks left on its keys and values."""
         return [], []
 
-    def vector(self, layer: int, latent: Latent | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """What pages of a layer hold in place of keys and values, as [B, 1, C, w]; None: these."""
+    def vector(
+        self,
+        layer: int,
+        latent: Latent | None,
+        dtype: torch.dtype,
+        heads: tuple[int, int, int] | None = None,
+    ) -> torch.Tensor | None:
+        """What pages of a layer hold in place of keys and values, as [B, 1, C, w]; None: these.
+
+        Args:
+            heads: whose keys and values are made of them, as of :class:`Expansion`.
+        """
         if not self.holds_latents(layer):
             return None
         assert latent is not None  # the check at construction has seen it
-        self._expansions[layer] = latent.expansion
+        expansion = latent.expansion
+        self._expansions[layer] = expansion.of_heads(*heads) if heads else expansion
         return latent.vector(dtype)
 
     def holds_latents(self, layer: int) -> bool:

@@ -239,7 +239,7 @@ class ChunkLoop:
         own = tuple(_padded(x.to(dtype), widest) for x in (call.q, call.k, call.v))
         width = kernel_head_dim(call, self._model.capability)
         q, k, v = (_padded(x, width) for x in self._to_heads(own, shares))
-        vector = self._attention.vector(layer, call.latent, dtype)
+        vector = self._vector(layer, call, dtype, shares)
         stored_k, stored_v = (k, v) if vector is None else vector.detach().chunk(2, -1)
 
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,6 +295,27 @@ class ChunkLoop:
             return own
         slices = self._slices(current_run().chunk)
         return self._runner.once(lambda: placement.to_heads(own, slices, shares), *own)
+
+    def _vector(
+        self, layer: int, call: AttentionCall, dtype: torch.dtype, shares: HeadShares
+    ) -> torch.Tensor | None:
+        """What pages hold in place of keys and values, of the whole chunk; None: these.
+
+        Each rank holds all of it. The gradient that its heads leave there is a part, and summed
+        over ranks on the way back.
+        """
+        placement = self._placement
+        if placement.ranks == 1:
+            return self._attention.vector(layer, call.latent, dtype)
+        heads = *shares.keys_of(placement.rank), shares.kv_heads
+        own = self._attention.vector(layer, call.latent, dtype, heads)
+        if own is None:
+            return None
+        slices, tokens_first = self._slices(current_run().chunk), own[:, 0]
+        (whole,) = self._runner.once(
+            lambda: (placement.to_whole(tokens_first, slices),), tokens_first
+        )
+        return whole[:, None]
 
     def _to_tokens(self, o: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         """Attention's output of the tokens that are run here."""

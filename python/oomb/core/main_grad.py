@@ -126,14 +126,17 @@ class MainGrads:
         """Whether :meth:`add_product` can serve a weight."""
         return can_sum_product(weight)
 
-    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_product(
+        self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor, first: int = 0
+    ) -> None:
         """``sum += left.T @ right``, not rounded in between; see :mod:`oomb.model.linear`.
 
         Args:
             left: [rows, out], the gradient of a linear layer's output.
             right: [rows, in], its input.
+            first: row of the sum to which ``left``'s first column belongs.
         """
-        total = self._sum_of(parameter)
+        total = self._sum_of(parameter)[first : first + left.shape[1]]
         if total.dtype == torch.bfloat16:
             for begin, end in pieces_of(total):
                 addend = product(left[:, begin:end], right)

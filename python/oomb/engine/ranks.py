@@ -23,8 +23,8 @@ T = TypeVar("T")
 def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[LayerShape]:
     """Attention of each layer with the heads that one of ``ranks`` holds.
 
-    Pages hold keys and values where a page rule chooses by them, and where a rank of several has
-    those of its heads alone; else latents, where a layer has them.
+    Pages hold latents where a layer has them, each rank all of them; but keys and values where a
+    page rule chooses by these, and where those of a rank's heads take no more.
 
     Raises:
         UnsupportedModelError: some rank would have no queries of its own.
@@ -45,10 +45,14 @@ def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[La
             query_heads=of_rank.queries,
             kv_heads=of_rank.keys,
             copies=of_rank.copies,
-            latent=shape.latent if ranks == 1 and rule_of(config) is None else 0,
+            latent=shape.latent if _holds_latents(shape, of_rank.keys, config) else 0,
         )
         for shape, of_rank in zip(shapes, shares, strict=True)
     ]
+
+
+def _holds_latents(shape: LayerShape, kv_heads: int, config: Config) -> bool:
+    return rule_of(config) is None and shape.latent < kv_heads * 2 * shape.head_dim
 
 
 def tokens_here(tokens: int, ranks: int, *, recurrent: bool) -> int:

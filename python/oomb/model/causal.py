@@ -16,7 +16,7 @@ from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head, is_classifier
 from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
-from oomb.model.latent import watched_expansions
+from oomb.model.latent import divided_expansions, watched_expansions
 from oomb.model.layer_shape import compute_capability
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
@@ -196,6 +196,7 @@ class CausalModel:
             if sums is not None:
                 swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))
                 swaps.also(replaced_forwards(summed_embedding(self.causal, sums)))
+            swaps.also(divided_expansions(self.decoder))
             if places is not None:
                 swaps.also(temperatures_of_call(self.decoder, places))
             swaps.also(angles_of_call(self.decoder, largest_position, rope_angles))

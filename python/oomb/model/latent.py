@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from oomb.model.linear import DividedForward
 from oomb.model.swap import Swaps, swapping
 
 # Relative to the largest value: what other rows beside a token's may change of it.
@@ -35,6 +36,7 @@ class Expansion:
     Attributes:
         module: whose own method ``expand`` is.
         rank, rope: numbers of the latent and of the rotated key.
+        heads: first and last + 1 of those that are made, and how many there are; None: all.
     """
 
     module: nn.Module
@@ -44,6 +46,11 @@ class Expansion:
     device_type: str
     autocast: bool
     autocast_dtype: torch.dtype
+    heads: tuple[int, int, int] | None = None
+
+    def of_heads(self, first: int, last: int, number: int) -> Expansion:
+        """The same for heads [first, last) of ``number``."""
+        return replace(self, heads=(first, last, number))
 
     def __call__(
         self, latent: torch.Tensor, rotated: torch.Tensor
@@ -56,7 +63,24 @@ class Expansion:
             enabled=self.autocast,
             cache_enabled=False,
         ):
-            return self.expand(latent, rotated)
+            if self.heads is None:
+                return self.expand(latent, rotated)
+            first, last, number = self.heads
+            divided = self._divided(number)
+            if divided is None:  # adapters, quantised weights: all heads are made
+                k, v = self.expand(latent, rotated)
+                return k[:, first:last], v[:, first:last]
+            forward, size = divided
+            with forward.only((first * size, last * size)):
+                return self.expand(latent, rotated)
+
+    def _divided(self, number: int) -> tuple[DividedForward, int] | None:
+        """Of the linear layer that alone makes heads: its forward, and its outputs of one head."""
+        forwards = [vars(part).get("forward") for part in _parts(self)]
+        if len(forwards) != 1 or not isinstance(forwards[0], DividedForward):
+            return None
+        size, rest = divmod(forwards[0].outputs, number)
+        return None if rest else (forwards[0], size)
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,17 @@ def _watching(module: nn.Module, expand: Callable[..., Any]) -> Callable[..., An
     return watching
 
 
+@swapping
+def divided_expansions(swaps: Swaps, decoder: nn.Module) -> None:
+    """While active, expansions make some heads alone; after all that replaces linear layers."""
+    for module in decoder.modules():
+        expand = getattr(module, "expand_kv", None)
+        if callable(expand):
+            for part in filter(DividedForward.fits, _parts_of(module, expand)):
+                assert isinstance(part, nn.Linear)
+                swaps.replace(part, "forward", DividedForward(part))
+
+
 def _is_one_head(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[1] == 1
 
@@ -128,8 +163,8 @@ def latent_width(
 ) -> int:
     """Numbers of a token from which the past's keys and values can be had again; 0: they cannot.
 
-    Its method must give for tokens in another order what it gave for them in theirs, draw nothing,
-    and take less than keys and values do.
+    Its method must give for tokens in another order what it gave for them in theirs, and for heads
+    alone what it gave for all, draw nothing, and take less than keys and values do.
 
     Args:
         has_values: the tensors have values to compare.
@@ -142,19 +177,33 @@ def latent_width(
         again = latent.expansion(latent.latent.flip(2), latent.rotated.flip(2))
         if not all(map(_nearly, again, (k.flip(2), v.flip(2)))):
             return 0
+        for head in (0, k.shape[1] - 1):
+            alone = latent.expansion.of_heads(head, head + 1, k.shape[1])
+            made = alone(latent.latent, latent.rotated)
+            if not all(map(_nearly, made, (k[:, head, None], v[:, head, None]))):
+                return 0
     return latent.width
 
 
 def _draws(expansion: Expansion) -> bool:
     """Whether dropout, now or in training, may be part of it: none is drawn twice alike."""
-    children = dict(expansion.module.named_children())
-    code = getattr(inspect.unwrap(expansion.expand), "__code__", None)
-    used = children.keys() & set(code.co_names if code is not None else ())
     return any(
         isinstance(part, _DropoutNd) and part.p > 0
-        for name in used or children
-        for part in children[name].modules()
+        for child in _parts(expansion)
+        for part in child.modules()
     )
+
+
+def _parts(expansion: Expansion) -> list[nn.Module]:
+    return _parts_of(expansion.module, expansion.expand)
+
+
+def _parts_of(module: nn.Module, expand: Callable[..., Any]) -> list[nn.Module]:
+    """Children that a module's method uses; all of them, if none is named in its code."""
+    children = dict(module.named_children())
+    code = getattr(inspect.unwrap(expand), "__code__", None)
+    used = children.keys() & set(code.co_names if code is not None else ())
+    return [child for name, child in children.items() if name in used or not used]
 
 
 def _nearly(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

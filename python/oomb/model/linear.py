@@ -6,13 +6,17 @@ the sum in fp32: for a 7B model 70 GB of traffic per chunk, and a rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from oomb.model import products
+
+Rows = tuple[int, int]  # of a weight: first and last + 1
 
 
 class WeightSums(Protocol):
@@ -21,8 +25,14 @@ class WeightSums(Protocol):
     def takes(self, weight: torch.Tensor) -> bool:
         """Whether ``add_product`` can serve this weight."""
 
-    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
-        """``sum of parameter += left.T @ right``; left [rows, out], right [rows, in]."""
+    def add_product(
+        self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor, first: int = 0
+    ) -> None:
+        """``sum of parameter += left.T @ right``; left [rows, out], right [rows, in].
+
+        Args:
+            first: row of the sum to which ``left``'s first column belongs.
+        """
 
     def add_rows(self, parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
         """``sum of parameter[rows] += values``; rows [n] int64, values [n, width]."""
@@ -36,10 +46,11 @@ class _SummedLinear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: torch.Tensor | None,
         sums: WeightSums,
+        rows: Rows,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.sums = weight, sums
-        y = products.linear(x, weight, bias)
+        ctx.weight, ctx.sums, ctx.rows = weight, sums, rows
+        y = products.linear(x, weight[slice(*rows)], bias)
         # A view could not be changed in place by the model, as what a linear layer gives can.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -48,32 +59,41 @@ class _SummedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         d_y = grads[0]
         rows = d_y.reshape(-1, d_y.shape[-1])
-        ctx.sums.add_product(ctx.weight, rows, x.reshape(-1, x.shape[-1]))
-        d_x = products.input_gradient(d_y, weight) if ctx.needs_input_grad[0] else None
+        ctx.sums.add_product(ctx.weight, rows, x.reshape(-1, x.shape[-1]), ctx.rows[0])
+        part = weight[slice(*ctx.rows)]
+        d_x = products.input_gradient(d_y, part) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return d_x, None, d_bias, None
+        return d_x, None, d_bias, None, None
+
+
+class _SummedForward:
+    """A linear layer's forward whose weight gradient goes to its sum."""
+
+    def __init__(self, module: nn.Linear, sums: WeightSums) -> None:
+        self._module, self._sums, self._plain = module, sums, module.forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return self._plain(x)
+        return self.of_rows(x, (0, self._module.out_features))
+
+    def of_rows(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The outputs of some rows of the weight."""
+        weight, bias = self._module.weight, _bias(self._module, rows)
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, weight[slice(*rows)], bias)
+        if not torch.is_grad_enabled():
+            return products.linear(x, weight[slice(*rows)], bias)
+        apply: Callable[..., torch.Tensor] = _SummedLinear.apply
+        return apply(x, weight, bias, self._sums, rows)
 
 
 def summed_forwards(
     causal: nn.Module, sums: WeightSums
 ) -> dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
     """A forward for each plain linear layer that trains and whose sum can be taken so."""
-
-    def summed(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        plain = module.forward
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if torch.is_autocast_enabled(x.device.type):
-                return plain(x)
-            if not torch.is_grad_enabled():
-                return products.linear(x, module.weight, module.bias)
-            apply: Callable[..., torch.Tensor] = _SummedLinear.apply
-            return apply(x, module.weight, module.bias, sums)
-
-        return forward
-
     linears = [module for module in causal.modules() if isinstance(module, nn.Linear)]
-    return {module: summed(module) for module in linears if _fits(module, sums)}
+    return {module: _SummedForward(module, sums) for module in linears if _fits(module, sums)}
 
 
 def _fits(module: nn.Linear, sums: WeightSums) -> bool:
@@ -85,6 +105,50 @@ def _fits(module: nn.Linear, sums: WeightSums) -> bool:
         and not weight._backward_hooks  # somebody watches or changes this gradient
         and sums.takes(weight)
     )
+
+
+class DividedForward:
+    """A linear layer's forward that gives the outputs of some rows alone, inside :meth:`only`."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module, self._whole = module, module.forward
+        self._rows: Rows | None = None
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether nothing but weight and bias makes a module's outputs."""
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+            return False
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        forward = vars(module).get("forward")
+        return not any(hooks) and (forward is None or isinstance(forward, _SummedForward))
+
+    @property
+    def outputs(self) -> int:
+        """Of all rows."""
+        return self._module.out_features
+
+    @contextmanager
+    def only(self, rows: Rows) -> Iterator[None]:
+        """Inside, these rows alone."""
+        self._rows = rows
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, whole = self._rows, self._whole
+        if rows is None:
+            return whole(x)
+        if isinstance(whole, _SummedForward):
+            return whole.of_rows(x, rows)
+        return F.linear(x, self._module.weight[slice(*rows)], _bias(self._module, rows))
+
+
+def _bias(module: nn.Linear, rows: Rows) -> torch.Tensor | None:
+    bias = module.bias
+    return bias if bias is None or rows == (0, module.out_features) else bias[slice(*rows)]
 
 
 def can_sum_product(weight: torch.Tensor) -> bool:

@@ -46,6 +46,11 @@ class HeadShares:
         """Key/value heads of a rank."""
         return self.kv_heads // self.groups
 
+    def keys_of(self, rank: int) -> tuple[int, int]:
+        """Key/value heads [first, last) of a rank."""
+        first = rank // self.copies * self.keys
+        return first, first + self.keys
+
     @property
     def of_key(self) -> int:
         """Queries of a key/value head."""

@@ -14,14 +14,15 @@ def exchange_seconds(
 ) -> float:
     """Of a rank, if nothing overlaps them; 0 where nothing is known of what links the ranks.
 
-    Queries, keys, values and outputs travel in the fill, and both ways in the sweep; at the end the
-    sums of gradients do. Shared weights are gathered, and their sums scattered, besides.
+    Queries, keys, values, outputs and latents travel in the fill, and both ways in the sweep; at
+    the end the sums of gradients do. Shared weights are gathered, and their sums scattered,
+    besides.
     """
     ranks, gpu = machine.ranks, machine.gpu or gpu_of_device(machine.name)
     if ranks == 1 or gpu is None:
         return 0.0
     others = (ranks - 1) / ranks  # of what a rank has or gets, the part that travels
-    heads = sum(2 * (s.query_heads + s.kv_heads) * s.head_dim for s in call.shapes)
+    heads = sum(2 * (s.query_heads + s.kv_heads) * s.head_dim + s.latent for s in call.shapes)
     of_token = heads * ranks * call.layout.dtype.itemsize
     begin, end = call.chunks.span(0)
     tokens = call.batch * (end - begin) / ranks

@@ -71,9 +71,11 @@ class TracedSums(MainGrads):
         known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         return weight.dtype in known[: 4 if self._device_type == "cuda" else 2]
 
-    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
-        sums = self._sum_of(parameter)
-        self._meter.work.flops += 2 * left.shape[0] * parameter.numel()
+    def add_product(
+        self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor, first: int = 0
+    ) -> None:
+        sums = self._sum_of(parameter)[first : first + left.shape[1]]
+        self._meter.work.flops += 2 * left.shape[0] * sums.numel()
         if sums.dtype == torch.bfloat16:
             for begin, end in pieces_of(sums):
                 piece = torch.empty((end - begin, *sums.shape[1:]), dtype=torch.float32)

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import oomb
-from oomb.model.latent import Expansion, Latent, latent_width
+from oomb.core.main_grad import MainGrads
+from oomb.model.fused import replaced_forwards
+from oomb.model.latent import Expansion, Latent, divided_expansions, latent_width
+from oomb.model.linear import summed_forwards
+from oomb.model.swap import Swaps
 
 from .latent_models import IDS, LATENT, adapted, config, make_latent, widths, with_both
 from .layer_classes import only_upper_half
@@ -189,6 +194,72 @@ def changed_behind(attention: Any) -> Any:
             attention.expand_kv = made
 
     return forward
+
+
+# Some heads alone -----------------------------------------------------------------------------
+
+
+class Expanding(nn.Module):
+    """Keys [nope + rope] and values of four heads, from latents of 5 numbers."""
+
+    def __init__(self, order: str = "head by head") -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.kv_b_proj = nn.Linear(5, 4 * (3 + 2), dtype=torch.float64)
+        self.order = order
+
+    def expand_kv(self, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
+        kv = self.kv_b_proj(latent[:, 0])
+        if self.order == "head by head":
+            kv = kv.unflatten(-1, (-1, 5))
+        else:  # each number of all heads
+            kv = kv.unflatten(-1, (5, -1)).transpose(-1, -2)
+        k, v = kv.transpose(1, 2).split((3, 2), -1)
+        return torch.cat((k, rotated.expand(-1, k.shape[1], -1, -1)), -1), v
+
+
+def expansion_of(module: Expanding) -> Expansion:
+    return Expansion(module, module.expand_kv, 5, 2, "cpu", False, torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["plain", "summed", "hooked"])
+def test_heads_alone_are_made_by_their_rows(how: str) -> None:
+    """Values and gradients of a slice of all heads; a layer with a hook makes all of them."""
+    module, sums = Expanding(), MainGrads()
+    if how == "hooked":
+        module.kv_b_proj.register_forward_hook(lambda _, __, y: y * 2)
+    inputs = [torch.randn(2, 1, 7, n, dtype=torch.float64, requires_grad=True) for n in (5, 2)]
+    weights = [*module.parameters(), *inputs]
+    k, v = (x[:, 1:3] for x in module.expand_kv(*inputs))
+    expected = torch.autograd.grad(k.square().sum() + v.sum(), weights)
+    with Swaps() as swaps:
+        if how == "summed":
+            swaps.also(replaced_forwards(summed_forwards(module, sums)))
+        swaps.also(divided_expansions(module))
+        with FlopCounterMode(display=False) as flops:
+            ours = expansion_of(module).of_heads(1, 3, 4)(*inputs)
+        assert flops.get_total_flops() == 2 * 2 * 7 * 5 * (20 if how == "hooked" else 10)
+        for made, theirs in zip(ours, (k, v), strict=True):
+            assert relative_error(made.detach(), theirs.detach()) <= EXACT
+        (ours[0].square().sum() + ours[1].sum()).backward()
+        assert module.expand_kv(*inputs)[0].shape[1] == 4
+    found = [x.grad for x in weights]
+    if how == "summed":
+        assert found[0] is None
+        found[0] = sums.get(module.kv_b_proj.weight)
+    for gradient, theirs in zip(found, expected, strict=True):
+        assert gradient is not None
+        assert relative_error(gradient, theirs) <= EXACT
+
+
+@pytest.mark.parametrize("order", ["head by head", "number by number"])
+def test_an_expansion_whose_heads_are_no_rows_is_not_taken(order: str) -> None:
+    module = Expanding(order)
+    inputs = torch.randn(1, 1, 5, 5, dtype=torch.float64), torch.ones(1, 1, 5, 2).double()
+    with divided_expansions(module):
+        latent = Latent(expansion_of(module), *inputs)
+        found = latent_width(latent, *module.expand_kv(*inputs), has_values=True)
+    assert found == (7 if order == "head by head" else 0)
 
 
 @pytest.mark.parametrize("what", ["places", "shapes", "nothing"])

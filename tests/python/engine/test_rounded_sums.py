@@ -105,8 +105,14 @@ def test_many_small_additions_count(additions: int) -> None:
 def unrounded(model: PreTrainedModel, fused: bool) -> dict[str, torch.Tensor]:
     """Sums in fp32; inside products what is added has not been rounded to bf16 before."""
 
-    def wide(self: MainGrads, parameter: nn.Parameter, *factors: torch.Tensor) -> None:
-        self._sum_of(parameter).add_(rounded_sums.product(*factors))
+    def wide(
+        self: MainGrads,
+        parameter: nn.Parameter,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        _: int = 0,
+    ) -> None:
+        self._sum_of(parameter).add_(rounded_sums.product(left, right))
 
     with pytest.MonkeyPatch.context() as patch:
         if fused:
