@@ -30,8 +30,8 @@ class Stats:
         kept_output_seconds: time that the fill took to compute them, which the sweep was spared.
         border_state_bytes: host memory that states of recurrences and convolutions at the borders
             between chunks took, beside the pools.
-        image_feature_bytes: host memory that features of images and their gradients took;
-            ``host_memory`` does not cap it.
+        image_feature_bytes: host memory that features of images and their gradients took, of
+            several ranks those of this one's tokens; ``host_memory`` does not cap it.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
         exchange_seconds: time that this rank spent in exchanges with others, waiting included.

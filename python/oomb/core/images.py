@@ -5,7 +5,9 @@
     sweep    chunk …, 1, 0     the same; its features are leaves, whose gradient goes to the host
     after    tower(images) once more, with a graph; one backward from the features' gradients
 
-A row of features belongs to one token, so to one chunk: no gradient is added to another.
+A row of features belongs to one token, so to one chunk: no gradient is added to another. Of ranks
+that share a sequence each computes all features and has the rows of the tokens that it runs; what
+it propagates is the gradient of these, and sums over ranks are the whole one's.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from oomb.errors import UnsupportedModelError
 from oomb.model.images import Images
 from oomb.model.interface import AttentionCall
 from oomb.model.swap import Swaps, swapping
+from oomb.parallel.placement import Placement
 
 
 class ImageRows:
     """The images of one call; None: it has none, and nothing is done.
 
     Attributes:
-        num_bytes: of the host's memory, features and gradients together.
+        num_bytes: of the host's memory, features and gradients of this rank's tokens.
     """
 
-    def __init__(self, images: Images | None, chunks: Chunks, device: torch.device) -> None:
+    def __init__(
+        self, images: Images | None, chunks: Chunks, placement: Placement, device: torch.device
+    ) -> None:
         self._images = images
         self._device = device
         self._chunks = chunks
@@ -46,10 +51,16 @@ class ImageRows:
         self.num_bytes = 0
         if images is None:
             return
+        slices = [placement.slices(*span) for span in chunks.spans]
+        self._run = [of_chunk.run for of_chunk in slices]
         # Rows of a chunk lie together, sequence by sequence: one copy brings them.
-        ends = torch.tensor([end for _, end in chunks.spans])
         used = (images.rows[:, 1] < chunks.tokens).nonzero()[:, 0]
-        of_chunk = torch.searchsorted(ends, images.rows[used, 1].contiguous(), right=True)
+        tokens = images.rows[used, 1].contiguous()
+        ends = torch.tensor([end for _, end in chunks.spans])
+        of_chunk = torch.searchsorted(ends, tokens, right=True)
+        first, last = torch.tensor([of.own for of in slices])[of_chunk].unbind(1)
+        here = (first <= tokens) & (tokens < last)
+        used, of_chunk = used[here], of_chunk[here]
         order = of_chunk.argsort(stable=True)
         self._rows = used[order]
         counts = torch.bincount(of_chunk, minlength=chunks.number)
@@ -100,7 +111,7 @@ class ImageRows:
             self._awaiting[chunk] = ids
         arguments = {} if images.masks is None else {"attention_mask": images.masks}
         if len(images.features) > 1 and self._number(chunk):
-            begin, end = self._chunks.span(chunk)
+            begin, end = self._run[chunk]
             shape = images.input_ids.shape[0], end - begin
             mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
             mask.view(-1)[self._places(chunk)] = True
@@ -149,19 +160,20 @@ class ImageRows:
         return [x[span].to(self._device, non_blocking=True, copy=True) for x in self._features]
 
     def _places(self, chunk: int) -> torch.Tensor:
-        """[n]: of a chunk's rows, in its tokens [B * C]."""
+        """[n]: of a chunk's rows, in the tokens [B * C] that are run."""
         assert self._images is not None
-        begin, end = self._chunks.span(chunk)
+        begin, end = self._run[chunk]
         rows = self._images.rows[self._rows[self._last[chunk] : self._last[chunk + 1]]]
         return (rows[:, 0] * (end - begin) + rows[:, 1] - begin).to(self._device)
 
     def put(self, ids: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """Embeddings [B, C, hidden_size] of the current chunk, features at its placeholders.
+        """Embeddings [B, C, hidden_size] of a chunk's tokens, features at its placeholders.
 
         Some heads ask the embedding, too: what they get is left as it is.
         """
-        chunk = current_run().chunk
-        if self._awaiting.get(chunk) is not ids:
+        awaiting = (chunk for chunk, its in self._awaiting.items() if its is ids)
+        chunk = next(awaiting, None)
+        if chunk is None:
             return embeds
         del self._awaiting[chunk]
         if self._gradients and torch.is_grad_enabled() and not embeds.requires_grad:

@@ -69,7 +69,7 @@ class ChunkLoop:
         self._on_progress = on_progress
         self._sums = sums
         self._borders = borders or BorderStates()
-        self.images = ImageRows(inputs.images, chunks, model.device)
+        self.images = ImageRows(inputs.images, chunks, placement, model.device)
         self._carries: tuple[Carry, ...] = (attention, self._borders, self.images)
         self._router_loss = router_loss
         if router_loss is not None:

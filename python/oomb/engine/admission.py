@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from oomb.config import Config
 from oomb.core.inputs import CallInputs, expect
 from oomb.core.main_grad import check_sums
 from oomb.engine.images import inputs_with_images
+from oomb.engine.ranks import gathering
 from oomb.engine.router_loss import expect_divisor, expect_settings_fit, routed
 from oomb.engine.training import Training
 from oomb.errors import Error
@@ -25,6 +26,8 @@ from oomb.parallel.agreement import arguments_text, model_text
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 
+T = TypeVar("T")
+
 
 class Admission:
     """Lets calls of one engine in, in the process that made it and until it is closed.
@@ -33,12 +36,12 @@ class Admission:
         closed: no call will be let in again.
     """
 
-    def __init__(self, training: Training, placement: Placement) -> None:
+    def __init__(self, training: Training, placement: Placement, weights: Weights) -> None:
         self.closed = False
         self._training = training
         self._model = training.model
         self._config = training.config
-        self._placement = placement
+        self._placement, self._weights = placement, weights
         self._process = os.getpid()
         self._warned_of_far = False
         self._warned_of_unknown = False
@@ -49,6 +52,20 @@ class Admission:
         self.closed = True
         if self._model.host_weights is not None:
             self._model.host_weights.close()
+
+    def together(self, prepare: Callable[[], T], images: Mapping[str, Any]) -> T:
+        """What ``prepare`` returned, which checks a call's arguments; an error of one rank is
+        raised by all.
+
+        Args:
+            images: as of :meth:`checked`; ranks that gather weights for them must do so alike.
+        """
+        if self._weights.is_sharded:
+            given = sorted(name for name, value in images.items() if value is not None)
+            self._placement.expect_same(lambda: {"arguments for images": repr(given)})
+            if given:
+                return gathering(self._placement, self._weights, prepare)
+        return self._placement.together(prepare)
 
     def checked(
         self,
@@ -69,7 +86,7 @@ class Admission:
         self.expect_usable()
         wanted = routed(self._model, images, others)
         inputs = inputs_with_images(
-            self._model, self._config, self._placement.ranks, input_ids, labels, images, wanted
+            self._model, self._config, self._weights, input_ids, labels, images, wanted
         )
         if wanted is not others:
             expect_divisor(inputs, others)
@@ -80,8 +97,12 @@ class Admission:
             self._warned_of_unknown = warn_of_unknown_positions(inputs.largest_position, config)
         return inputs
 
-    def expect_alike(self, **arguments: Any) -> None:
-        """Raise a ValueError unless all ranks make the same call with the same weights."""
+    def expect_alike(self, images: Mapping[str, Any], **arguments: Any) -> None:
+        """Raise a ValueError unless all ranks make the same call with the same weights.
+
+        Args:
+            images: as of :meth:`checked`.
+        """
         if self._placement.ranks == 1:
             return
         causal, device = self._model.causal, self._model.device.type
@@ -92,7 +113,7 @@ class Admission:
             "torch.autocast": autocast,  # pages and messages are in its dtype
         }
         self._placement.expect_same(
-            lambda: arguments_text(settings | arguments) | model_text(causal)
+            lambda: arguments_text({**settings, **arguments, **images}) | model_text(causal)
         )
 
     def expect_usable(self) -> None:

@@ -69,8 +69,8 @@ class Engine:
         self._grads = MainGrads(self.config.main_grad_dtype, host)
         self._pools = Pools(self._model.device, self._placement)
         self._training = Training(self._model, self.config, self._grads)
-        self._admission = Admission(self._training, self._placement)
         over = self._placement, self._weights
+        self._admission = Admission(self._training, *over)
         as_before_afterwards(partial(gathering, *over, self._check_model))
 
     def _host_sums(self) -> HostSums | None:
@@ -162,15 +162,12 @@ class Engine:
             swept = training.drawn(inputs.chunks(config).number)
             return inputs, swept, training.parameters()
 
-        inputs, swept, parameters = self._placement.together(prepare)
-        self._admission.expect_alike(
-            input_ids=input_ids,
-            labels=labels,
-            **given,
-            token_loss=token_loss is not None,
-            token_metrics=token_metrics,
-            **{"backward.draw": swept},
+        inputs, swept, parameters = self._admission.together(prepare, images)
+        wanted: dict[str, Any] = dict(
+            token_loss=token_loss is not None, token_metrics=token_metrics
         )
+        wanted["backward.draw"] = swept
+        self._admission.expect_alike(images, input_ids=input_ids, labels=labels, **given, **wanted)
         if not swept:
             training.add_zeros(parameters)
             zero = torch.zeros((), dtype=self._model.loss_dtype, device=self._model.device)
@@ -249,8 +246,8 @@ class Engine:
             return self._admission.checked(input_ids, labels, images=images, **given)
 
         wanted: dict[str, Any] = dict(return_logprobs=return_logprobs, token_metrics=token_metrics)
-        inputs = self._placement.together(prepare)
-        self._admission.expect_alike(input_ids=input_ids, labels=labels, **given, **wanted)
+        inputs = self._admission.together(prepare, images)
+        self._admission.expect_alike(images, input_ids=input_ids, labels=labels, **given, **wanted)
 
         def run() -> Step:
             begun = self._calls.under_way(

@@ -13,16 +13,16 @@ from oomb.config import Config
 from oomb.core.image_blocks import chunks_between
 from oomb.core.images import expect_images_fit
 from oomb.core.inputs import CallInputs, check_inputs, text_positions
-from oomb.errors import Error
 from oomb.model.causal import CausalModel
 from oomb.model.images import Images, check_image_arguments, images_of
-from oomb.model.swap import as_before_afterwards
+from oomb.model.swap import Swaps, as_before_afterwards
+from oomb.parallel.weights import Weights
 
 
 def inputs_with_images(
     model: CausalModel,
     config: Config,
-    ranks: int,
+    weights: Weights,
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     arguments: Mapping[str, Any] | None,
@@ -37,17 +37,14 @@ def inputs_with_images(
     given = check_image_arguments(model, arguments or {})
     if not given:
         return check(device=model.device, **others)
-    if ranks > 1:
-        raise Error(
-            f"{next(iter(given))}: expected an engine without a mesh, got one of {ranks} ranks: "
-            "ranks that share a sequence cannot put features among its tokens yet"
-        )
     positions = others["position_ids"]
     of_text = others | {"position_ids": text_positions(positions)}
     inputs = check(device=model.device, **of_text)
 
     def run() -> Images:
-        return images_of(model, input_ids, others["attention_mask"], positions, given)
+        with Swaps() as swaps:
+            weights.gather(swaps.afterwards)
+            return images_of(model, input_ids, others["attention_mask"], positions, given)
 
     images = as_before_afterwards(run)
     cut = images.blocks[(images.blocks[:, 1] < inputs.tokens)]

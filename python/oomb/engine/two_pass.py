@@ -74,6 +74,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         share_prefixes: bool | str,
         input_ids: torch.Tensor,
         labels: torch.Tensor | None,
+        *,
+        images: dict[str, Any],
         **given: Any,
     ) -> None:
         """Arguments as of :meth:`oomb.Engine.two_pass`; nothing is run."""
@@ -95,7 +97,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             targets = all_labels(input_ids, given["attention_mask"]) if labels is None else labels
             none: dict[str, Any] = {"loss_weights": None, "num_items_in_batch": None}
             none["every_token"] = wanted.hidden
-            rows = admission.checked(input_ids, targets, **given, **none)
+            rows = admission.checked(input_ids, targets, images=images, **given, **none)
             mixers = self._model.mixers
             self._tree = tree_of(share_prefixes, rows, training.config, mixers, wanted.hidden)
             self._inputs = rows if self._tree is None else self._tree.inputs
@@ -105,15 +107,10 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                     raise Error("two_pass: expected no torch.inference_mode() around it, got one")
                 self._parameters = training.parameters()
 
-        self._placement.together(prepare)
-        admission.expect_alike(
-            input_ids=input_ids,
-            labels=labels,
-            **given,
-            **vars(wanted),
-            share_prefixes=share_prefixes,
-            **{"torch.is_grad_enabled()": self._train},
-        )
+        admission.together(prepare, images)
+        others = {"share_prefixes": share_prefixes, "torch.is_grad_enabled()": self._train}
+        others |= {**given, **vars(wanted)}
+        admission.expect_alike(images, input_ids=input_ids, labels=labels, **others)
 
     @property
     def logprobs(self) -> Any:

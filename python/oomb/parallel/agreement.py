@@ -44,7 +44,7 @@ def expect_same(gathered: list[dict[str, str]], members: list[int]) -> None:
     Raises:
         ValueError: names the first argument that differs, and the ranks.
     """
-    for name in gathered[0]:
+    for name in dict.fromkeys(name for theirs in gathered for name in theirs):
         values = [theirs.get(name) for theirs in gathered]
         others = [rank for rank, value in zip(members, values, strict=True) if value != values[0]]
         if others:

@@ -58,6 +58,7 @@ OTHERS = ("qwen2.5-vl", "qwen3-vl-moe")
 def make_with_images(family: str, **text: Any) -> Any:
     """A model of either list in fp64 and eval mode, with weights that make errors show."""
     config: Any
+    torch.manual_seed(0)
     sizes = {**_TEXT, **text}
     if family == "qwen3-vl":
         config = transformers.Qwen3VLConfig(

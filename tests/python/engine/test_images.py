@@ -172,6 +172,16 @@ def test_evaluation_and_a_small_device() -> None:
     assert model.model.rope_deltas is None
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_evaluation_of_tokens_seen_both_ways(family: str) -> None:
+    """The head of the one asks the embedding, too."""
+    model, batch = make_with_images(family), batch_of(family, [[image(family, 5)]], 60)
+    ids = batch.input_ids
+    with oomb.Engine(model, CONFIG) as engine:
+        loss = engine.evaluate(ids, ids, **batch.arguments).loss
+    assert float((loss / ordinary(model, ids, ids, **batch.arguments).loss - 1).abs()) < 1e-13
+
+
 def test_lora_on_tower_and_decoder() -> None:
     peft = pytest.importorskip("peft")
     model = make_with_images("qwen3-vl")
