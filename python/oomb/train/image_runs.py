@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedConfig
 
-from oomb.train.arguments import sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.image_examples import some_have_images
 from oomb.train.image_files import check_pillow
@@ -38,14 +37,10 @@ def on_images(settings: RunSettings, config: PreTrainedConfig, sources: Iterable
         )
     if not asked:
         return False
-    sharing = sharing_ranks(settings)
-    ranks = 1 if sharing is None else int(sharing.cp_size)
-    cp_reason = "ranks that share a sequence cannot put images among its tokens"
     spread_reason = "the model counts positions of images itself"
     angles = settings.engine.made().rope_angles if _counts_axes(config) else "model"
     for name, wanted, value, reason in (
         ("task", "sft", settings.task, "trainers of TRL are given text"),
-        ("parallel.cp", 1, ranks, cp_reason),
         ("data.simulated_context", None, data.simulated_context, spread_reason),
         ("engine.rope_angles", "model", angles, "positions count height and width"),
     ):

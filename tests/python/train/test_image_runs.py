@@ -256,8 +256,8 @@ def test_what_does_not_go_with_images_is_named(tmp_path: Path, name: str) -> Non
     assert not (tmp_path / "run").exists()
 
 
-def test_several_ranks_to_a_sequence_are_refused_before_a_processor_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_angles_in_float64_are_refused_where_positions_count_height_and_width(
+    tmp_path: Path,
 ) -> None:
     from oomb.train.errors import BadInput
     from oomb.train.image_runs import on_images
@@ -267,10 +267,6 @@ def test_several_ranks_to_a_sequence_are_refused_before_a_processor_is_looked_fo
     settings = read_settings(prepare_images(tmp_path))
     sources = find_sources("data.train", settings.data.train)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    monkeypatch.setattr(oomb.train.arguments, "ranks_in_job", lambda: 2)
-    with pytest.raises(BadInput, match="parallel.cp: expected 1 beside images, got 2"):
-        on_images(settings, config, sources)
-    monkeypatch.setattr(oomb.train.arguments, "ranks_in_job", lambda: 1)
     assert on_images(settings, config, sources)
     angles = settings.engine.model_copy(update={"rope_angles": "float64"})
     assert on_images(settings.model_copy(update={"engine": angles}), config, sources)
