@@ -75,7 +75,7 @@ class _SummedForward:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return self._plain(x)
-        return self.of_rows(x, (0, self._module.out_features))
+        return self.of_rows(x, (0, self._module.weight.shape[0]))
 
     def of_rows(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The outputs of some rows of the weight."""
@@ -126,7 +126,7 @@ class DividedForward:
     @property
     def outputs(self) -> int:
         """Of all rows."""
-        return self._module.out_features
+        return self._module.weight.shape[0]
 
     @contextmanager
     def only(self, rows: Rows) -> Iterator[None]:
@@ -148,7 +148,7 @@ class DividedForward:
 
 def _bias(module: nn.Linear, rows: Rows) -> torch.Tensor | None:
     bias = module.bias
-    return bias if bias is None or rows == (0, module.out_features) else bias[slice(*rows)]
+    return bias if bias is None or rows == (0, bias.shape[0]) else bias[slice(*rows)]
 
 
 def can_sum_product(weight: torch.Tensor) -> bool:

@@ -145,9 +145,9 @@ def spilled(model: nn.Module, slots: int, **settings: Any) -> oomb.Config:
     return config(**settings, device_memory=slots * page, host_memory="16MiB")
 
 
-def adapted(model: Any, dropout: float = 0.0) -> Any:
+def adapted(model: Any, dropout: float = 0.0, target: str = "kv_b_proj") -> Any:
     """LoRA on what expands the latents, and on nothing else; off its neutral start."""
-    lora = peft.LoraConfig(r=4, target_modules=["kv_b_proj"], lora_dropout=dropout)
+    lora = peft.LoraConfig(r=4, target_modules=[target], lora_dropout=dropout)
     model = peft.get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

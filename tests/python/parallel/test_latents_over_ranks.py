@@ -25,6 +25,8 @@ from engine.reference import (
 from engine.test_documents import document_ids, one_by_one
 from oomb.engine.ranks import shapes_here
 from oomb.model.layer_shape import LayerShape
+from oomb.plan.machine import Machine
+from oomb.plan.planner import Planner
 
 from .world import World, meshes
 
@@ -35,7 +37,7 @@ class Case:
 
     model: str = "small"
     heads: int | None = None  # None: those of the model
-    adapters: bool = False
+    adapters: str = ""  # where LoRA stands
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 2
     tokens: int = 75
@@ -54,8 +56,9 @@ CASES = {
     "two tiers, recompute": Case(slots=6, config={"keep_outputs": "none", "recompute": "layer"}),
     "documents": Case(batch=1, lengths=(13, 30, 32)),
     "short documents": Case(batch=1, lengths=(1, 20, 1, 1, 30)),
-    "adapters": Case(adapters=True),
-    "adapters, recompute": Case(adapters=True, config={"recompute": "layer"}),
+    "adapters": Case(adapters="kv_b_proj"),
+    "adapters, recompute": Case(adapters="kv_b_proj", config={"recompute": "layer"}),
+    "weights on the host": Case(adapters="o_proj", config={"weights": "host"}),
     "expansions alone": Case(trained="kv_b_proj"),
     "upper layer alone": Case(trained="layers.1."),
     **{f"{n} tokens": Case(batch=1, tokens=n) for n in (3, 18, 19, 20, 34, 35, 36, 66)},
@@ -65,7 +68,7 @@ SIX = {
     "six heads, recompute": Case("minicpm3", heads=6, config={"recompute": "layer"}),
     "six heads, two tiers": Case(heads=6, slots=12, config={"keep_outputs": "none"}),
     "six heads, documents": Case(heads=6, batch=1, lengths=(8, 24, 40, 3)),
-    "six heads, adapters": Case("minicpm3", heads=6, adapters=True),
+    "six heads, adapters": Case("minicpm3", heads=6, adapters="kv_b_proj"),
     **{f"six heads, {n} tokens": Case(heads=6, batch=1, tokens=n) for n in (4, 18, 19, 20)},
 }
 
@@ -74,7 +77,7 @@ def model_of(case: Case) -> Any:
     names = ("num_attention_heads", "num_key_value_heads") if case.heads else ()
     model = make_latent(case.model, **dict.fromkeys(names, case.heads))
     if case.adapters:
-        model = adapted(model)
+        model = adapted(model, target=case.adapters)
     if case.trained:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(case.trained in name)
@@ -124,7 +127,11 @@ QUICK = {
 }
 WHERE = [
     pytest.param(name, ranks, marks=[] if (name, ranks) in QUICK else pytest.mark.slow)
-    for name, ranks in (*((n, 2) for n in CASES), *((n, r) for n in SIX for r in (2, 3)))
+    for name, ranks in (
+        ("small", 4),
+        *((n, 2) for n in CASES),
+        *((n, r) for n in SIX for r in (2, 3)),
+    )
 ]
 
 
@@ -165,6 +172,10 @@ def test_each_rank_holds_the_latents_alone(world: World) -> None:
     """192 numbers of a token, the same on each of two ranks; of one head keys and values take
     512."""
     numbers, step = 48 * 2, 2**16  # of filled tokens in two layers; a pool grows in such steps
+    machine = Machine.here("cpu").of_rank(2, 2, "replicated")
+    model = make_latent("glm-4.7-flash", torch.float32)
+    plan = Planner(model, machine).predict(65, config(keep_outputs="none"), timed=False)
+    planned = plan.device_pool_bytes
     for holds_latents, width in ((True, 192), (False, 512)):
         found = [x for x in world.run(bytes_of_pages, holds_latents) if x is not None]
         assert len(found) == 4
@@ -172,6 +183,7 @@ def test_each_rank_holds_the_latents_alone(world: World) -> None:
         for slot_bytes, peak in found:
             assert slot_bytes == 8 * width * 4
             assert pages <= peak <= -(-pages // step) * step
+            assert not holds_latents or peak == planned
 
 
 def test_keys_and_values_of_few_heads_take_less() -> None:
