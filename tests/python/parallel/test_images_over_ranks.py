@@ -184,6 +184,10 @@ def test_two_passes(world: World, family: str) -> None:
         assert_equal(found, expected)
 
 
+def without_room(*_: Any, **__: Any) -> None:
+    raise oomb.OutOfMemoryError("no room for the tower", needed_bytes=2, available_bytes=1)
+
+
 def sharded(rank: int, case: Case, policy: str) -> Result | None:
     if meshes[2].get_coordinate() is None:
         return None
@@ -204,6 +208,11 @@ def sharded(rank: int, case: Case, policy: str) -> Result | None:
             given = images if mesh.get_local_rank() == 0 else {}
             with pytest.raises(ValueError, match="arguments for images: expected the same"):
                 engine.evaluate(ids, ids, **given)
+            with pytest.MonkeyPatch.context() as patch:
+                if mesh.get_local_rank() == 1:
+                    patch.setattr(model.model.visual, "forward", without_room)
+                with pytest.raises(oomb.OutOfMemoryError, match="no room for the tower"):
+                    engine.evaluate(ids, ids, **images)
             assert abs(float(engine.evaluate(ids, ids, **images).loss / step.loss) - 1) < 1e-13
     return Result(step.loss, {name: grad.full_tensor() for name, grad in gradients.items()})
 
