@@ -114,7 +114,8 @@ class PageRule(ABC):
         ``max_pages`` pages.
 
         Args:
-            q: [batch, query heads, tokens, head_dim], after RoPE.
+            q: [batch, query heads, tokens, head_dim], after RoPE. On a GPU heads of other sizes
+                than its kernels take have zeros behind them, and so have summaries.
             summaries: [batch, pages, key/value heads, head_dim], the mean key of every page after
                 RoPE; where ``summary`` is ``"bounds"`` [..., 2 * head_dim], the highest of each
                 number of its keys and then the lowest with its sign turned. Rows from

@@ -44,12 +44,8 @@ def from_first(model: nn.Module, job: Job, device: torch.device) -> Iterator[Non
     weights: dict[str, Any] = model.state_dict() if job.is_first else {}
     beside = job.by_first(lambda: {place: (t.cpu(), t.device.type) for place, t in _beside(model)})
     yield
-    if not job.is_first:
-        model.to_empty(device=device)
-        for (name, attribute), (tensor, kind) in beside.items():
-            module = model.get_submodule(name)
-            to = device if attribute in module._buffers or kind != "cpu" else torch.device("cpu")
-            setattr(module, attribute, tensor.to(to))
+    # Who has no memory for shards says so before the others wait for it in a broadcast.
+    job.together(lambda: None if job.is_first else _take_memory(model, beside, device))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
@@ -85,6 +81,17 @@ def _take_structure(
             )
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
+
+
+def _take_memory(
+    model: nn.Module, beside: dict[Place, tuple[torch.Tensor, str]], device: torch.device
+) -> None:
+    """Shards without values, and rank 0's tensors beside them with the type of their device."""
+    model.to_empty(device=device)
+    for (name, attribute), (tensor, kind) in beside.items():
+        module = model.get_submodule(name)
+        to = device if attribute in module._buffers or kind != "cpu" else torch.device("cpu")
+        setattr(module, attribute, tensor.to(to))
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:

@@ -111,3 +111,23 @@ def test_what_cannot_be_handed_out(world: World, tmp_path: Path) -> None:
             "model: expected on rank 2 the parameters of rank 0, which has model.layers" in shapes
         )
         assert "which has lm_head.weight as ('model.embed_tokens.weight'" in tied
+
+
+def short_of_memory(rank: int, folder: Path) -> str:
+    """What trainers say where rank 2 has no memory for its shards."""
+    model: Any = make("qwen3-tied", torch.float32, **HEADS)
+    given = without_weights(model) if rank else model
+    if rank == 2:
+
+        def to_empty(**_: object) -> None:
+            raise torch.OutOfMemoryError("no room for shards")
+
+        given.to_empty = to_empty
+    with as_started(rank, RANKS), pytest.raises(Exception) as error:
+        trainer_of(given, folder)
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_a_rank_without_memory_is_told_to_all(world: World, tmp_path: Path) -> None:
+    for text in world.run(short_of_memory, tmp_path):
+        assert "no room for shards" in text
