@@ -62,8 +62,7 @@ def bare_model(
         shape, kind = SHAPES[str(model).lower()], dtype or torch.bfloat16
         bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
-        config = published_config(str(model)) or _config_of(str(model))
-        bare = _without_weights(config, dtype, str(model), images=images)
+        bare = _without_weights(_config_of(str(model)), dtype, str(model), images=images)
     if quantization is not None:
         pack_linears(bare, quantization)
     if adapter is None:
@@ -90,7 +89,13 @@ def _check_quantization(quantization: str | None, adapter: Any) -> None:
 
 
 def _config_of(name: str) -> PretrainedConfig:
-    """The config of a folder or hub name. Runs no code but transformers', and asks nobody."""
+    """The config of a folder, a published model or a hub name.
+
+    Runs no code but transformers', and asks nobody.
+    """
+    published = None if os.path.isdir(name) else published_config(name)
+    if published is not None:
+        return published
     try:
         offline = {} if os.path.isdir(name) else hub_arguments()
         values, _ = PretrainedConfig.get_config_dict(name, **offline)
