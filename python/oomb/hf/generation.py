@@ -7,6 +7,7 @@ completions, rewards and shuffles, and nothing outside is asked twice.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -53,9 +54,21 @@ class GeneratesOnce(RanksTrainer):
                 "parallelism_config: expected None, so that all processes share each completion, "
                 f"got {self.replicas.number} groups of them: one process generates for all"
             )
-        if self.job.size > 1:  # TRL has counted processes
-            batch = args.per_device_train_batch_size * args.steps_per_generation
-            args.generation_batch_size = batch
+        if self.job.size > 1:
+            self._count_as_one(args)
+
+    def _count_as_one(self, args: Any) -> None:
+        """Completions of a generation, of which TRL has counted one batch for each process."""
+        counted = args.generation_batch_size
+        batch = args.per_device_train_batch_size * args.steps_per_generation
+        args.generation_batch_size = batch
+        if self.job.is_first:
+            warnings.warn(
+                f"generation_batch_size: {batch} completions are generated at a time, where TRL "
+                f"counted {counted}: {self.job.size} processes share each of them. Raise "
+                "steps_per_generation or per_device_train_batch_size for more",
+                stacklevel=2,
+            )
 
     def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """TRL's own. A resumed run is where it was within a generation, which is sampled again."""

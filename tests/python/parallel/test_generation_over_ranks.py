@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,3 +142,32 @@ def test_as_the_stock_trainer_in_one_process(world: World, tmp_path: Path, name:
                     assert mine_[key] == value, key
                 elif not key.endswith(("runtime", "per_second", "time")):
                     assert mine_[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+
+
+def made(rank: int, folder: Path, batch: int) -> tuple[list[str], int]:
+    """Warnings of a trainer, and how many completions it generates at a time."""
+    with as_started(rank, RANKS), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        own = {**GENERATION, "per_device_train_batch_size": batch, "steps_per_generation": 1}
+        trainer = oomb.hf.GRPOTrainer(
+            model=model(True),
+            reward_funcs=judge,
+            args=trl.GRPOConfig(**settings(folder, **own)),
+            train_dataset=prompts(6).select_columns(["prompt"]),
+            processing_class=tokenizer(),
+            oomb_config=CONFIG,
+        )
+    said = [str(one.message) for one in found if "generation_batch_size" in str(one.message)]
+    return said, trainer.args.generation_batch_size
+
+
+def test_how_many_completions_are_generated_is_said(world: World, tmp_path: Path) -> None:
+    """TRL counts a batch for each process: 16 completions where four share each of 4."""
+    said, *others = world.run(made, tmp_path, 4)
+    assert others == [([], 4)] * 3
+    assert said[1] == 4
+    (text,) = said[0]
+    assert text.startswith(
+        "generation_batch_size: 4 completions are generated at a time, where TRL"
+    )
+    assert "counted 16: 4 processes share each of them" in text
