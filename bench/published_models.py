@@ -8,8 +8,9 @@ r"""Seconds, MFU and memory of one step of a published model's shape, beside wha
 
 Random bf16 weights. MFU counts 6 FLOP per token and weight of a matrix product (4 where the weight
 is frozen; of experts those that a token is sent to) and three times attention's forward over the
-pairs that are seen; recurrences are not counted. Page lists are drawn, as in ``oomb bench step
---selection synthetic``. The first step, on two chunks, loads and tunes kernels.
+pairs that are seen, in heads as kernels get them; recurrences are not counted. Page lists are
+drawn, as in ``oomb bench step --selection synthetic``. The first step, on two chunks, loads and
+tunes kernels. The plan is that of an H200.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.published import published
 from support.record import write_record
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import oomb
-from oomb.cli.bench_selection import SyntheticPages
-from oomb.core.layout import Chunks
+from oomb.cli.bench_step import prepare_lists, with_selection
 from oomb.lengths import parse_length
 from oomb.plan import Machine, Planner
 from oomb.plan.gpus import gpu_of_device
-from oomb.trace.published import published_config
 
 GIB = 2**30
 
@@ -76,22 +76,14 @@ def main() -> None:
     options = parser.parse_args()
 
     tokens = parse_length("tokens", options.tokens)
-    fewer = {"num_hidden_layers": options.layers} if options.layers else {}
-    settings: Any = published_config(options.model, **fewer)
-    if settings is None:
-        raise SystemExit(f"model: expected one of docs/models.md, got {options.model!r}")
-    if options.layers and getattr(settings, "layer_types", None):
-        settings.layer_types = settings.layer_types[: options.layers]
-    settings.max_position_embeddings = max(settings.max_position_embeddings, tokens)
-    with torch.device(options.device):
-        model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    adapter: Any = None
-    if options.lora:
-        from peft import LoraConfig, get_peft_model  # optional
-
-        adapter = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, adapter)
-    model.train()
+    of_name = published(
+        options.model,
+        tokens=tokens,
+        layers=options.layers,
+        lora=options.lora,
+        device=options.device,
+    )
+    model, settings = of_name.model, of_name.config
     config = oomb.Config(
         chunk_size=options.chunk_size,
         device_memory=options.device_memory,
@@ -101,16 +93,13 @@ def main() -> None:
         keep_outputs=options.keep_outputs,
     )
     machine = Machine.described(gpu="h200")
-    planner = Planner(settings, machine, dtype=torch.bfloat16, adapter=adapter)
+    planner = Planner(settings, machine, dtype=torch.bfloat16, adapter=of_name.adapter)
     shapes = planner.shapes
     if options.budget:
-        rule = oomb.TopKPages(budget=options.budget)
-        blocks = config.chunk_size // config.page_size
-        drawn = SyntheticPages(**vars(rule), layers=len(shapes), blocks=blocks)
-        config = oomb.Config(**{**vars(config), "attention": drawn})
-        last = Chunks(tokens - 1, config.chunk_size, config.page_size)
-        heads = max(shape.kv_heads for shape in shapes if not shape.window)
-        drawn.prepare(last.first_page(last.number - 1), heads, torch.device(options.device))
+        config = replace(config, attention=oomb.TopKPages(budget=options.budget))
+        config = with_selection(config, "synthetic", len(shapes))
+        kv_heads = max(shape.kv_heads for shape in shapes if not shape.window)
+        prepare_lists(config, kv_heads, tokens, torch.device(options.device))
     most = options.chunk_size / 2 + options.budget * config.page_size if options.budget else tokens
     attention = sum(
         3 * 4 * shape.query_heads * shape.head_dim * seen_pairs(tokens, shape.window, most)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.float8 import in_float8
 from support.record import write_record
 from torch import nn
 from transformers import PreTrainedModel
@@ -130,16 +131,7 @@ def main() -> None:
         optimizer_states=options.optimizer_states,
     )
     if options.float8:
-        from oomb.train.float8 import with_float8  # torchao, optional
-
-        with_float8(model, "rowwise", torch.device("cuda"))
-        if options.compile_float8:
-            # Four shapes of weights, full and last chunks, with and without a graph.
-            torch._dynamo.config.recompile_limit = 64
-            torch._dynamo.config.automatic_dynamic_shapes = False
-            for module in model.modules():
-                if type(module).__name__ == "Float8Linear":
-                    module.compile()
+        in_float8(model, compiled=options.compile_float8)
     optimizer: Any = None
     if options.optimizer != "none":
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,6 +1,8 @@
 """Where the time of a step goes: a profile of the GPU, by kind of kernel.
 
     python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
+    python bench/step_breakdown.py --tokens 32K --layers 4 --float8 [--compile-float8]
+    python bench/step_breakdown.py --tokens 32K --model deepseek-v2-lite --layers 3 --lora 16
 
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
 (products of the head included). Gaps are the time in which no kernel ran; of them, waits for pages
@@ -13,8 +15,11 @@ import argparse
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from support.float8 import in_float8
+from support.published import published
 from support.record import write_record
 from torch.profiler import ProfilerActivity, profile
 
@@ -76,11 +81,29 @@ def _breakdown(events: list[tuple[float, float, str]]) -> tuple[dict[str, float]
     return kinds, names
 
 
+def _network(arguments: argparse.Namespace, length: int) -> Any:
+    """On the GPU, in bf16."""
+    layers, name = arguments.layers, arguments.model
+    if name in SHAPES:
+        return random_model(
+            SHAPES[name],
+            device="cuda",
+            dtype=torch.bfloat16,
+            positions=length,
+            layers=layers or None,
+        )
+    found = published(name, tokens=length, layers=layers, lora=arguments.lora, device="cuda")
+    return found.model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="qwen2.5-7b", choices=list(SHAPES))
+    parser.add_argument("--model", default="qwen2.5-7b", help="of oomb plan")
     parser.add_argument("--tokens", default="64K")
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--lora", type=int, default=0, help="rank, of a published model; 0: full")
+    parser.add_argument("--float8", action="store_true", help="linear layers, by torchao")
+    parser.add_argument("--compile-float8", action="store_true", help="these layers, by torch")
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
     parser.add_argument("--device-memory", default=None)
@@ -89,7 +112,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=25)
     arguments = parser.parse_args()
 
-    shape, length = SHAPES[arguments.model], parse_length("tokens", arguments.tokens)
+    length = parse_length("tokens", arguments.tokens)
     device = torch.device("cuda")
     attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
     config = oomb.Config(
@@ -97,19 +120,16 @@ def main() -> None:
         device_memory=arguments.device_memory,
         recompute=arguments.recompute,
     )
-    config = with_selection(config, arguments.selection, arguments.layers or shape.layers)
-    network = random_model(
-        shape,
-        device="cuda",
-        dtype=torch.bfloat16,
-        positions=length,
-        layers=arguments.layers or None,
-    )
+    network = _network(arguments, length)
+    if arguments.float8:
+        in_float8(network, compiled=arguments.compile_float8)
     _marked_loss()
+    settings = network.config
+    config = with_selection(config, arguments.selection, settings.num_hidden_layers)
     with oomb.Engine(network, config) as engine:
-        prepare_lists(engine.config, shape, length, device)
+        prepare_lists(engine.config, settings.num_key_value_heads, length, device)
         for tokens in (2 * config.chunk_size + 1, length):
-            ids = torch.randint(shape.vocabulary, (1, tokens), device=device)
+            ids = torch.randint(settings.vocab_size, (1, tokens), device=device)
             engine.forward_backward(ids, ids)
         network.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

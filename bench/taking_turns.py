@@ -137,7 +137,7 @@ def on_gpu() -> list[dict[str, Any]]:
     network = random_model(shape, device="cuda", dtype=torch.bfloat16, positions=2**18)
 
     def prepare(engine: oomb.Engine, length: int) -> None:
-        prepare_lists(engine.config, shape, length, engine._model.device)
+        prepare_lists(engine.config, shape.kv_heads, length, engine._model.device)
 
     few = oomb.TopKPages(budget=16)
     tight = {"device_memory": "1GiB", "host_memory": "8GiB"}

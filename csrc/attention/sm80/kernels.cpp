@@ -28,8 +28,7 @@ constinit const Kernels kKernels = {
     .page_sizes = kPageSizes,
     .fast_head_dim =
         [](int64_t head_dim, int capability) {
-          return (head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256) &&
-                 capability >= 80 && has_room(head_dim, capability);
+          return takes_head_dim(head_dim) && capability >= 80 && has_room(head_dim, capability);
         },
 #if OOMB_WITH_CUDA
     .takes_forward =

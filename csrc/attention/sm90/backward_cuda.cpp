@@ -5,6 +5,7 @@
 
 #include "attention/sm90/backward.h"
 #include "attention/sm90/backward_plan.h"
+#include "attention/sm90/kernels.h"
 #include "attention/sm90/sum_map.h"
 #include "attention/sm90/tensor_map.h"
 #include "common/cuda_check.h"
@@ -147,8 +148,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
 
 bool backward_supported(const BackwardParams& params) {
   const Shape& shape = params.shape;
-  return params.dtype == DType::kBFloat16 && params.cap == 0 &&
-         (shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256) &&
+  return params.dtype == DType::kBFloat16 && params.cap == 0 && takes_head_dim(shape.head_dim) &&
          (shape.page_size == 64 || shape.page_size == 128) &&
          (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16);
 }

@@ -5,6 +5,7 @@
 
 #include "attention/sm90/forward.h"
 #include "attention/sm90/forward_args.h"
+#include "attention/sm90/kernels.h"
 #include "attention/sm90/tensor_map.h"
 #include "common/error.h"
 #include "common/math.h"
@@ -13,10 +14,6 @@ namespace oomb::attention::sm90 {
 namespace {
 
 constexpr int kTaskRows = 64;  // of the kernel: query rows per warpgroup
-
-bool takes_head_dim(int64_t head_dim) {
-  return head_dim == 64 || head_dim == 128 || head_dim == 256;
-}
 
 void expect_fits(const char* argument, int64_t value) {
   expect(value >= 0 && value <= std::numeric_limits<int32_t>::max() / 2, argument, "0 to 2^30 - 1",

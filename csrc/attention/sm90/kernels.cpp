@@ -22,7 +22,7 @@ constinit const Kernels kKernels = {
     .page_sizes = kPageSizes,
     .fast_head_dim =
         [](int64_t head_dim, int capability) {
-          return capability / 10 == 9 && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+          return capability / 10 == 9 && takes_head_dim(head_dim);
         },
 #if OOMB_WITH_CUDA
     .takes_forward =

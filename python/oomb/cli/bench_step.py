@@ -47,7 +47,7 @@ class StepBench:
         whose datasheet is known."""
         engine, network = self._engine, self._network
         ids = random_tokens(self._shape, length, network.device)
-        prepare_lists(engine.config, self._shape, length, network.device)
+        prepare_lists(engine.config, self._shape.kv_heads, length, network.device)
         network.zero_grad(set_to_none=True)
         before = start_of_memory(network.device)
         began = time.perf_counter()
@@ -135,11 +135,11 @@ def with_selection(config: Config, selection: str, layers: int) -> Config:
     return replace(config, attention=kind(**vars(rule), layers=layers, blocks=blocks))
 
 
-def prepare_lists(config: Config, shape: ModelShape, length: int, device: torch.device) -> None:
+def prepare_lists(config: Config, kv_heads: int, length: int, device: torch.device) -> None:
     """Draw synthetic page lists before a step is timed."""
     rule = config.attention
     if isinstance(rule, SyntheticPages):
-        heads = 1 if rule.share == "all_heads" else shape.kv_heads
+        heads = 1 if rule.share == "all_heads" else kv_heads
         last = Chunks(length - 1, config.chunk_size, config.page_size)  # the last token is no input
         rule.prepare(last.first_page(last.number - 1), heads, device)
 
