@@ -271,11 +271,11 @@ routers and recurrences that round to fp32 agree to about 1e-7. Layers may diffe
 dims, and read one another's keys and values, as in the released sizes of Gemma 4. These runs are on
 text; [images and videos](vision.md) says which families also take images exactly.
 
-On a GPU attention runs on tensor cores with heads of up to 256 in bf16 and fp16, of up to 128 on
-consumer cards, in pages of 64 or 128 tokens. Heads of another size than 64, 96, 128 and 256 get
-zeros behind them, up to the next of these: 192 and 128 of latent attention become 256, and 80
-becomes 96. Heads below 32, the 512 of Gemma 4's global layers, and soft caps (Gemma 2, VaultGemma)
-run on the plain kernels, which are slow. Heads above 256 take no page rule there.
+On a GPU attention runs on tensor cores with heads of up to 512 in bf16 and fp16, of up to 256 on an
+A100, of up to 128 on consumer cards, in pages of 64 or 128 tokens. Heads of another size than 64,
+96, 128, 256 and 512 get zeros behind them, up to the next of these: 192 and 128 of latent attention
+become 256, and 80 becomes 96. The 512 of Gemma 4's global layers are fast since Hopper. Heads below
+32 and soft caps (Gemma 2, VaultGemma) run on the plain kernels, which are slow.
 """
 _PARTS = (
     ("Exact, with keys and values alone", "exact", "(pages)", ""),

@@ -65,12 +65,17 @@ class Shape:
 HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk in (4096, 8192)]
 
 
-def headline(path: str | None, wide: bool = False) -> list[Shape]:
-    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of head dim 256."""
-    if wide:
-        heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 256}
+# Query and key/value heads by head dim: 512 is that of Gemma 4 31B's global layers.
+WIDE = {256: (16, 4), 512: (32, 4)}
+
+
+def headline(path: str | None, wide: int | None = None) -> list[Shape]:
+    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of wide heads."""
+    if wide is not None:
+        query_heads, kv_heads = WIDE[wide]
+        heads = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": wide}
         return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
-    if path is None:
+    if path != "sm80":
         return HEADLINE
     return [dataclasses.replace(shape, head_dim=dim) for dim in (128, 64) for shape in HEADLINE]
 
@@ -205,9 +210,14 @@ def alternatives(
 ) -> dict[str, Callable[[], Tensor]]:
     """Their forwards by name; FlashAttention-2 alone beside the path for other GPUs.
 
+    cuDNN and FlashAttention-2 take heads up to 256.
+
     Not everything: without the one that is never the best, and FlexAttention, which compiles every
     shape anew, only for the heads and pages in the middle of the grid.
     """
+    if inputs.shape.head_dim > 256:
+        efficient = {"efficient": sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION)}
+        return {"flex": flex(inputs)} | (efficient if inputs.selection is None else {})
     if inputs.selection is None:
         flash = {"flash2": sdpa(inputs, SDPBackend.FLASH_ATTENTION)}
         cudnn = {"cudnn": sdpa(inputs, SDPBackend.CUDNN_ATTENTION)}
@@ -278,8 +288,17 @@ def write_json(path: Path | None, kind: str, result: dict[str, Any]) -> None:
 def parser(doc: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
     result.add_argument("--grid", action="store_true", help="the grid of shapes")
-    result.add_argument("--wide", action="store_true", help="16 and 4 heads of 256")
-    result.add_argument("--path", choices=["sm80"], help="force the path for other GPUs")
+    result.add_argument(
+        "--wide",
+        type=int,
+        nargs="?",
+        const=256,
+        choices=list(WIDE),
+        help="16 and 4 heads of 256, or 32 and 4 of 512",
+    )
+    result.add_argument(
+        "--path", choices=["sm80", "plain"], help="force the path for other GPUs, or the slow one"
+    )
     result.add_argument("--repetitions", type=int, default=7)
     result.add_argument("--seconds", type=float, help="begin no further shape after that long")
     result.add_argument(
@@ -312,7 +331,8 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         errors = [f"{k[:-6]}: {v}" for k, v in row.items() if k.endswith("_error")]
         print(f"{kind} {shape}: " + "  ".join(figures + ratios + errors), flush=True)
         torch.cuda.empty_cache()
-    variant = [name for name in ("grid", "wide") if getattr(options, name)]
+    wide = {None: [], 256: ["wide"]}.get(options.wide, [f"wide-{options.wide}"])
+    variant = (["grid"] if options.grid else []) + wide
     name = "-".join(["attention", kind, *variant, options.path or ""])
     write_json(
         options.json,

@@ -179,7 +179,7 @@ void page_gradient_read(const PageGradientReadParams& params) {
 }
 
 void page_score(const PageScoreParams& params) {
-  check_shape(params.shape, 512);  // bounds of keys have twice their head dim
+  check_shape(params.shape, 1024);  // bounds of keys have twice their head dim
   on_device_of(params.q, pages::page_score, params);
 }
 

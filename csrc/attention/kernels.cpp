@@ -10,7 +10,7 @@
 namespace oomb::attention {
 namespace {
 
-constexpr int64_t kWidestFastHead = 256;
+constexpr int64_t kWidestFastHead = 512;
 
 template <typename Params>
 const Kernels& choose(Preference all, const Params& params, int capability, const Kernels* forced) {

@@ -47,6 +47,25 @@ __device__ inline float2 load_pair(uint32_t shared) {
   return pair;
 }
 
+__device__ inline void load_four(float (&values)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ inline void store_four(uint32_t shared, const float (&values)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+
+// Waits until `threads` threads have come to one of the block's barriers 1 to 15, whole warps of
+// them; what they wrote to shared memory before is there after it.
+__device__ inline void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 __device__ inline void store_word(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }

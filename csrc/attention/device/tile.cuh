@@ -2,10 +2,10 @@
 
 // A [rows, kDim] tile of 16-bit elements in shared memory, as ldmatrix and cp.async like it.
 //
-// Row r takes kRowBytes (128, 256 or 512, the least that holds it), its 16-byte pieces in an order
-// that depends on r: piece p lies at p ^ (r % 8). Eight rows of one piece then touch all 32 banks
-// once, and the address of piece p is (row base with r % 8 in its piece bits) ^ (p * 16): one XOR
-// per ldmatrix.
+// Row r takes kRowBytes (128, 256, 512 or 1024, the least that holds it), its 16-byte pieces in an
+// order that depends on r: piece p lies at p ^ (r % 8). Eight rows of one piece then touch all 32
+// banks once, and the address of piece p is (row base with r % 8 in its piece bits) ^ (p * 16): one
+// XOR per ldmatrix.
 
 #include <cstdint>
 
@@ -15,8 +15,8 @@ namespace oomb::attention::device {
 
 template <int kDim>
 struct Tile {
-  static_assert(kDim % 16 == 0 && kDim <= 256);
-  static constexpr int kRowBytes = kDim <= 64 ? 128 : kDim <= 128 ? 256 : 512;
+  static_assert(kDim % 16 == 0 && kDim <= 512);
+  static constexpr int kRowBytes = kDim <= 64 ? 128 : kDim <= 128 ? 256 : kDim <= 256 ? 512 : 1024;
   static constexpr int kPieces = kDim / 8;  // 16-byte pieces of a row
 
   static constexpr int bytes(int rows) { return rows * kRowBytes; }

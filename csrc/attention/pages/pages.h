@@ -1,7 +1,8 @@
 #pragma once
 
 // What happens to pages outside the attention kernels, on a CUDA device: writing them, reading
-// their gradients, scoring them, choosing among them. Any head dim up to 512, any page size.
+// their gradients, scoring them, choosing among them. Any head dim up to 512, twice that where
+// bounds are scored; any page size.
 
 #include <cstdint>
 

@@ -16,7 +16,7 @@ void dq_float16(const BackwardParams& params);
 void dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
 void dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
 
-// The same at head dim 256.
+// The same at head dims 256 and 512.
 void wide_dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan);
 void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan);
 

@@ -10,6 +10,7 @@ void dq_bfloat16(const BackwardParams& params) {
   switch (params.shape.head_dim) {
     case 64: return launch_dq<__nv_bfloat16, 64>(params);
     case 256: return launch_dq<__nv_bfloat16, 256>(params);
+    case 512: return launch_dq<__nv_bfloat16, 512>(params);
     case 96: return launch_dq<__nv_bfloat16, 96>(params);
     default: return launch_dq<__nv_bfloat16, 128>(params);
   }

@@ -10,6 +10,7 @@ void dq_float16(const BackwardParams& params) {
   switch (params.shape.head_dim) {
     case 64: return launch_dq<__half, 64>(params);
     case 256: return launch_dq<__half, 256>(params);
+    case 512: return launch_dq<__half, 512>(params);
     case 96: return launch_dq<__half, 96>(params);
     default: return launch_dq<__half, 128>(params);
   }

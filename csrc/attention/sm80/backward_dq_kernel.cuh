@@ -14,11 +14,13 @@
 // At head dim 256 the sums of one row tile fill the registers: Q and dO stay in shared memory too.
 //
 //   head dim 256: | Q 64 | dO 64 | K0 V0 32 | K1 V1 32 |      128 KiB
+//   head dim 512: | Q 64 | dO 64 | K0 V0 16 | K1 V1 16 | exchange |      208 KiB, eight warps
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
+#include "attention/sm80/column_parts.cuh"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
 #include "common/cuda_check.h"
@@ -28,43 +30,51 @@ namespace oomb::attention::sm80 {
 template <int kDim, int kRowTiles>
 struct QueryPass {
   using Tile = device::Tile<kDim>;
+  using Parts = ColumnParts<kDim>;
   static constexpr bool kInRegisters = kRowTiles == 1 && kDim <= 128;
   static constexpr int kRows = kRowTiles * 64;
-  static constexpr int kKeys = kInRegisters ? 64 : 32;  // of one stage
-  static constexpr int kPart = kInRegisters ? 16 : 32;  // keys whose dS is in registers at a time
+  static constexpr int kKeys = kInRegisters ? 64 : kDim <= 256 ? 32 : 16;  // of one stage
+  static constexpr int kPart =
+      kInRegisters ? 16 : kKeys;  // keys whose dS is in registers at a time
   static constexpr int kMatrixBytes = Tile::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kMatrixBytes;
   static constexpr int kQueryBytes = Tile::bytes(kRows);
   static constexpr int kStages = kInRegisters ? 0 : 2 * kQueryBytes;  // where the stages begin
   static constexpr int kQueries = kInRegisters ? kStageBytes : 0;     // where Q and dO begin
-  static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
-  static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : kDim == 256 ? 1 : 2;
+  static constexpr int kExchange = kStages + 2 * kStageBytes;         // where it begins
+  static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(2 * kPart / 8);
+  static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : kDim >= 256 ? 1 : 2;
 };
 
 // Grid: (query tiles, query heads, batch).
 template <typename T, int kDim, int kRowTiles>
-__global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocksPerProcessor))
+__global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
+                                  (QueryPass<kDim, kRowTiles>::kBlocksPerProcessor))
     dq_kernel(const BackwardParams p) {
   using Pass = QueryPass<kDim, kRowTiles>;
   using Tile = device::Tile<kDim>;
+  using Parts = ColumnParts<kDim>;
   constexpr int kKeys = Pass::kKeys, kPart = Pass::kPart;
+  constexpr int kColumns = Parts::kColumns, kCopyThreads = Parts::kThreads;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ KeyTiles<kKeys> tiles;
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column_part = Parts::part();
   {
     const BlockPlace place;
     const int first = place.x * Pass::kRows;
     const int rows = static_cast<int>(p.shape.chunk) - first;
-    load_rows<kDim, Pass::kRows>(shared + Pass::kQueries,
-                                 static_cast<const T*>(p.q) + place.batch * p.q_strides.batch +
-                                     place.head * p.q_strides.head + first * p.q_strides.token,
-                                 p.q_strides.token, rows);
-    load_rows<kDim, Pass::kRows>(shared + Pass::kQueries + Pass::kQueryBytes,
-                                 static_cast<const T*>(p.d_o) + place.batch * p.do_strides.batch +
-                                     place.head * p.do_strides.head + first * p.do_strides.token,
-                                 p.do_strides.token, rows);
+    load_rows<kDim, Pass::kRows, kCopyThreads>(
+        shared + Pass::kQueries,
+        static_cast<const T*>(p.q) + place.batch * p.q_strides.batch +
+            place.head * p.q_strides.head + first * p.q_strides.token,
+        p.q_strides.token, rows);
+    load_rows<kDim, Pass::kRows, kCopyThreads>(
+        shared + Pass::kQueries + Pass::kQueryBytes,
+        static_cast<const T*>(p.d_o) + place.batch * p.do_strides.batch +
+            place.head * p.do_strides.head + first * p.do_strides.token,
+        p.do_strides.token, rows);
     device::commit_copies();
     tiles.start(p, place.batch,
                 place.head / static_cast<int>(p.shape.query_heads / p.shape.kv_heads), first,
@@ -75,16 +85,18 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
     const KeyTile& tile = tiles.ring[index % 4];
     if (tile.rows == 0) return;
     const uint32_t target = shared + Pass::kStages + index % 2 * Pass::kStageBytes;
-    load_rows<kDim, kKeys>(target, static_cast<const T*>(tile.k), tile.k_stride, tile.rows);
-    load_rows<kDim, kKeys>(target + Pass::kMatrixBytes, static_cast<const T*>(tile.v),
-                           tile.v_stride, tile.rows);
+    load_rows<kDim, kKeys, kCopyThreads>(target, static_cast<const T*>(tile.k), tile.k_stride,
+                                         tile.rows);
+    load_rows<kDim, kKeys, kCopyThreads>(target + Pass::kMatrixBytes, static_cast<const T*>(tile.v),
+                                         tile.v_stride, tile.rows);
   };
   start_copies(0);
   device::commit_copies();
 
   // Fragments of the warp's rows of Q and dO, from registers or from shared memory.
   const uint32_t query_base =
-      shared + Pass::kQueries + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
+      (shared + Pass::kQueries + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes) ^
+      column_part * Parts::kPartBytes;
   uint32_t q[Pass::kInRegisters ? kDim / 16 : 1][4], d_o[Pass::kInRegisters ? kDim / 16 : 1][4];
   if constexpr (Pass::kInRegisters) {
     device::wait_copies<1>();
@@ -98,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
 
   // Lane's rows: row(m, r) = row0 + m * 16 + r * 8.
   float lse[kRowTiles][2], delta[kRowTiles][2];
-  float dq[kRowTiles][kDim / 8][4];
+  float dq[kRowTiles][kColumns / 8][4];
   {
     const BlockPlace place;
     const int row0 = place.x * Pass::kRows + warp * kRowTiles * 16 + lane / 4;
@@ -114,11 +126,12 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
         lse[m][r] = value == -INFINITY ? INFINITY : value * kLog2E;  // nothing seen: P = 0
         delta[m][r] = static_cast<const float*>(p.delta)[index];
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           float2 pair = make_float2(0.0f, 0.0f);
           if (!p.first_wave) {
             pair = *reinterpret_cast<const float2*>(static_cast<const float*>(p.dq_acc) +
-                                                    index * kDim + n * 8 + (lane % 4) * 2);
+                                                    index * kDim + column_part * kColumns + n * 8 +
+                                                    (lane % 4) * 2);
           }
           dq[m][n][2 * r] = pair.x;
           dq[m][n][2 * r + 1] = pair.y;
@@ -132,11 +145,12 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
     device::wait_copies<0>();
     __syncthreads();
     start_copies(index + 1);
-    if (lane == 0 && warp == index % 4) tiles.template describe<true>(p, index + 2);
+    if (lane == 0 && column_part == 0 && warp == index % 4)
+      tiles.template describe<true>(p, index + 2);
     device::commit_copies();
     const uint32_t stage = shared + Pass::kStages + index % 2 * Pass::kStageBytes;
-    const uint32_t key_base = stage + Tile::block_b(lane);
-    const uint32_t key_columns = stage + Tile::block_a(lane);
+    const uint32_t key_base = (stage + Tile::block_b(lane)) ^ column_part * Parts::kPartBytes;
+    const uint32_t key_columns = (stage + Tile::block_a(lane)) ^ column_part * Parts::kPartBytes;
 
 #pragma unroll
     for (int part = 0; part < kKeys / kPart; ++part) {
@@ -150,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
         }
       }
 #pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) {
+      for (int k = 0; k < kColumns / 16; ++k) {
 #pragma unroll
         for (int product = 0; product < 2; ++product) {  // S, then dP
           uint32_t a[kRowTiles][4];
@@ -177,6 +191,15 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
             }
           }
         }
+      }
+      if constexpr (Parts::kParts > 1) {
+        static_assert(kRowTiles == 1 && kPart == kKeys);
+        const PartExchange<2 * kPart / 8> exchange(shared + Pass::kExchange);
+        exchange.send(s[0]);
+        exchange.send(dp[0], kPart / 8);
+        exchange.meet();
+        exchange.add(s[0]);
+        exchange.add(dp[0], kPart / 8);
       }
       if (tiles.ring[index % 4].masked) {
         const KeyTile& tile = tiles.ring[index % 4];
@@ -218,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
           }
         }
 #pragma unroll
-        for (int n = 0; n < kDim / 16; ++n) {
+        for (int n = 0; n < kColumns / 16; ++n) {
           uint32_t b[4];
           device::load_matrices_transposed(
               b, (key_columns ^ (n * 32)) + (part * kPart + k * 16) * Tile::kRowBytes);
@@ -244,16 +267,18 @@ __global__ void __launch_bounds__(kThreads, (QueryPass<kDim, kRowTiles>::kBlocks
       if (row >= p.shape.chunk) continue;
       if (p.last_wave) {
         T* target = static_cast<T*>(p.dq) + place.batch * p.dq_strides.batch +
-                    place.head * p.dq_strides.head + row * p.dq_strides.token + (lane % 4) * 2;
+                    place.head * p.dq_strides.head + row * p.dq_strides.token +
+                    column_part * kColumns + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           *reinterpret_cast<uint32_t*>(target + n * 8) =
               device::pack<T>(dq[m][n][2 * r] * out_scale, dq[m][n][2 * r + 1] * out_scale);
         }
       } else {
-        float* target = static_cast<float*>(p.dq_acc) + (state_row + row) * kDim + (lane % 4) * 2;
+        float* target = static_cast<float*>(p.dq_acc) + (state_row + row) * kDim +
+                        column_part * kColumns + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           *reinterpret_cast<float2*>(target + n * 8) =
               make_float2(dq[m][n][2 * r], dq[m][n][2 * r + 1]);
         }
@@ -271,16 +296,17 @@ void launch_dq(const BackwardParams& params) {
       "cudaFuncSetAttribute");
   const dim3 grid(ceil_div(params.shape.chunk, Pass::kRows), params.shape.query_heads,
                   params.shape.batch);
-  kernel<<<grid, kThreads, Pass::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(params);
+  kernel<<<grid, Pass::Parts::kThreads, Pass::kSharedBytes,
+           static_cast<cudaStream_t>(params.stream)>>>(params);
   check_launch("attention_backward dQ (sm80)");
 }
 
 // A tile of queries must not cross a query block where each block has its own page list.
 template <typename T, int kDim>
 void launch_dq(const BackwardParams& params) {
-  if (kDim == 256 || (params.past.selection != nullptr && params.shape.page_size < 128)) {
+  if (kDim >= 256 || (params.past.selection != nullptr && params.shape.page_size < 128)) {
     launch_dq<T, kDim, 1>(params);
-  } else if constexpr (kDim != 256) {
+  } else if constexpr (kDim < 256) {
     launch_dq<T, kDim, 2>(params);
   }
 }

@@ -4,7 +4,11 @@
 namespace oomb::attention::sm80 {
 
 void wide_dkv_bfloat16(const BackwardParams& params, const BackwardPlan& plan) {
-  launch_wide_dkv<__nv_bfloat16>(params, plan);
+  if (params.shape.head_dim == 256) {
+    launch_wide_dkv<__nv_bfloat16, 256>(params, plan);
+  } else {
+    launch_wide_dkv<__nv_bfloat16, 512>(params, plan);
+  }
 }
 
 }  // namespace oomb::attention::sm80

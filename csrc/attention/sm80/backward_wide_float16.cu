@@ -4,7 +4,11 @@
 namespace oomb::attention::sm80 {
 
 void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan) {
-  launch_wide_dkv<__half>(params, plan);
+  if (params.shape.head_dim == 256) {
+    launch_wide_dkv<__half, 256>(params, plan);
+  } else {
+    launch_wide_dkv<__half, 512>(params, plan);
+  }
 }
 
 }  // namespace oomb::attention::sm80

@@ -1,10 +1,12 @@
 #pragma once
 
-// dK or dV at head dim 256. A block of four warps owns 64 keys of one kv head, a warp 16 of them.
-// The sums of one of the two take 128 registers of a thread, so there is a block for each, and both
-// make S. K and V stay in shared memory, queries and dO stream through two stages of 32 rows:
+// dK or dV at head dims 256 and 512. A block of four warps (eight, column_parts.cuh) owns 64 keys
+// of one kv head, a warp 16 of them. The sums of one of the two take 128 registers of a thread, so
+// there is a block for each, and both make S. K and V stay in shared memory, queries and dO stream
+// through two stages of 32 rows (16):
 //
-//   shared: | K 32 | V 32 | Q0 dO0 32 | Q1 dO1 32 |      in KiB; V is dK's alone
+//   256, in KiB: | K 32 | V 32 | Q0 dO0 32 | Q1 dO1 32 |                 V is dK's alone
+//   512, in KiB: | K 64 | V 64 | Q0 dO0 32 | Q1 dO1 32 | exchange 16 |
 //
 //   dV: S^T = K Q^T                   dV += P^T dO
 //   dK: S^T = K Q^T, dP^T = V dO^T    dK += dS^T Q,  dS^T = P^T (dP^T - delta)
@@ -14,6 +16,7 @@
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
+#include "attention/sm80/column_parts.cuh"
 #include "attention/sm80/key_block.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/query_steps.cuh"
@@ -21,34 +24,38 @@
 
 namespace oomb::attention::sm80 {
 
+template <int kDim>
 struct WidePass {
-  using Tile = device::Tile<256>;
-  static constexpr int kDim = 256;
-  static constexpr int kKeys = 64;  // of a block
-  static constexpr int kRows = 32;  // of a stage: half a step
+  using Tile = device::Tile<kDim>;
+  using Parts = ColumnParts<kDim>;
+  static constexpr int kKeys = 64;                  // of a block
+  static constexpr int kRows = 32 / Parts::kParts;  // of a stage
+  static constexpr int kStagesOfStep = kQueries / kRows;
   static constexpr int kKeyBytes = Tile::bytes(kKeys);
   static constexpr int kMatrixBytes = Tile::bytes(kRows);
   static constexpr int kStages = 2 * kKeyBytes;  // where they begin
   static constexpr int kLse = 2 * kMatrixBytes;
   static constexpr int kDelta = kLse + kRows * 4;
-  static constexpr int kStageBytes = kLse + Tile::kRowBytes;  // tiles begin at multiples of a row
-  static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
+  static constexpr int kStageBytes = kLse + Tile::kRowBytes;   // tiles begin at multiples of a row
+  static constexpr int kExchange = kStages + 2 * kStageBytes;  // where it begins
+  static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(2 * kRows / 8);
 };
-static_assert(kQueries == 2 * WidePass::kRows);
 
 // Grid: (own key tiles, then tiles of the wave's pages; kv heads and for each dK, dV; batch).
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename T, int kDim>
+__global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
     wide_dkv_kernel(const BackwardParams p, const BackwardPlan plan, int own_tiles) {
-  using Pass = WidePass;
+  using Pass = WidePass<kDim>;
   using Tile = Pass::Tile;
-  constexpr int kDim = Pass::kDim, kKeys = Pass::kKeys, kRows = Pass::kRows;
+  using Parts = Pass::Parts;
+  constexpr int kKeys = Pass::kKeys, kRows = Pass::kRows, kStagesOfStep = Pass::kStagesOfStep;
+  constexpr int kColumns = Parts::kColumns, kCopyThreads = Parts::kThreads;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ QuerySteps<kKeys> steps;
   __shared__ KeyBlock place;  // leaves the registers to the main loop
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = Parts::part();
   const int batch = blockIdx.z, kv_head = blockIdx.y / 2;
   const bool is_value = blockIdx.y % 2;
   KeyBlock block{static_cast<int>(blockIdx.x) < own_tiles, batch, kv_head, 0, 0};
@@ -59,9 +66,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t entry = batch * p.past.table_stride + block.page;
     if (p.grads.dkv_table[entry * 2 + is_value] < 0) return;
   }
-  load_rows<kDim, kKeys>(shared, source.k, source.k_stride, source.rows);
+  load_rows<kDim, kKeys, kCopyThreads>(shared, source.k, source.k_stride, source.rows);
   if (!is_value) {
-    load_rows<kDim, kKeys>(shared + Pass::kKeyBytes, source.v, source.v_stride, source.rows);
+    load_rows<kDim, kKeys, kCopyThreads>(shared + Pass::kKeyBytes, source.v, source.v_stride,
+                                         source.rows);
   }
   if (threadIdx.x == 0) {
     place = block;
@@ -70,18 +78,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Half `index % 2` of step `index / 2`.
+  // Part `index % kStagesOfStep` of step `index / kStagesOfStep`.
   const auto start_copies = [&](int index) {
-    const QueryStep& step = steps.ring[index / 2 % steps.kRing];
+    const QueryStep& step = steps.ring[index / kStagesOfStep % steps.kRing];
     if (step.rows == 0) return;
-    const int first = index % 2 * kRows, rows = step.rows - first;
+    const int first = index % kStagesOfStep * kRows, rows = step.rows - first;
     const int offset = Pass::kStages + index % 2 * Pass::kStageBytes;
-    load_rows<kDim, kRows>(shared + offset,
-                           static_cast<const T*>(step.q) + first * p.q_strides.token,
-                           p.q_strides.token, rows);
-    load_rows<kDim, kRows>(shared + offset + Pass::kMatrixBytes,
-                           static_cast<const T*>(step.d_o) + first * p.do_strides.token,
-                           p.do_strides.token, rows);
+    load_rows<kDim, kRows, kCopyThreads>(shared + offset,
+                                         static_cast<const T*>(step.q) + first * p.q_strides.token,
+                                         p.q_strides.token, rows);
+    load_rows<kDim, kRows, kCopyThreads>(
+        shared + offset + Pass::kMatrixBytes,
+        static_cast<const T*>(step.d_o) + first * p.do_strides.token, p.do_strides.token, rows);
     const int row = threadIdx.x % kRows;
     const bool is_lse = threadIdx.x < kRows;
     if (threadIdx.x >= 2 * kRows) return;
@@ -92,28 +100,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   start_copies(0);
   device::commit_copies();
 
-  float sum[kDim / 8][4] = {};
+  float sum[kColumns / 8][4] = {};
   const float scale = static_cast<float>(p.scale) * kLog2E;
-  const uint32_t key_base = shared + Tile::block_a(lane) + warp * 16 * Tile::kRowBytes;
-  for (int index = 0; steps.ring[index / 2 % steps.kRing].rows > 0; ++index) {
+  const uint32_t key_base =
+      (shared + Tile::block_a(lane) + warp * 16 * Tile::kRowBytes) ^ part * Parts::kPartBytes;
+  for (int index = 0; steps.ring[index / kStagesOfStep % steps.kRing].rows > 0; ++index) {
     device::wait_copies<0>();
     __syncthreads();
     start_copies(index + 1);
-    if (index % 2 == 0 && lane == 0 && warp == index / 2 % 4) {
-      steps.describe(p, plan, index / 2 + 2);
+    const int in_step = index % kStagesOfStep;
+    if (in_step == 0 && lane == 0 && part == 0 && warp == index / kStagesOfStep % 4) {
+      steps.describe(p, plan, index / kStagesOfStep + 2);
     }
     device::commit_copies();
-    const QueryStep& step = steps.ring[index / 2 % steps.kRing];
-    if (step.rows <= index % 2 * kRows) continue;
+    const QueryStep& step = steps.ring[index / kStagesOfStep % steps.kRing];
+    if (step.rows <= in_step * kRows) continue;
     const int offset = Pass::kStages + index % 2 * Pass::kStageBytes;
-    const uint32_t query_base = shared + offset + Tile::block_b(lane);
+    const uint32_t query_base = (shared + offset + Tile::block_b(lane)) ^ part * Parts::kPartBytes;
     // What the sum takes: rows of dO, or of Q.
     const uint32_t columns =
-        shared + offset + (is_value ? Pass::kMatrixBytes : 0) + Tile::block_a(lane);
+        (shared + offset + (is_value ? Pass::kMatrixBytes : 0) + Tile::block_a(lane)) ^
+        part * Parts::kPartBytes;
 
     float s[kRows / 8][4] = {}, dp[kRows / 8][4] = {};
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
+    for (int i = 0; i < kColumns / 16; ++i) {
       uint32_t a[4];
       device::load_matrices(a, key_base ^ (i * 32));
 #pragma unroll
@@ -126,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (!is_value) {
 #pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
+      for (int i = 0; i < kColumns / 16; ++i) {
         uint32_t a[4];
         device::load_matrices(a, (key_base ^ (i * 32)) + Pass::kKeyBytes);
 #pragma unroll
@@ -139,9 +150,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
+    if constexpr (Parts::kParts > 1) {
+      const PartExchange<2 * kRows / 8> exchange(shared + Pass::kExchange);
+      exchange.send(s);
+      if (!is_value) exchange.send(dp, kRows / 8);
+      exchange.meet();
+      exchange.add(s);
+      if (!is_value) exchange.add(dp, kRows / 8);
+    }
     if (step.masked) {
       const int key = steps.key_first + warp * 16 + lane / 4;
-      const int query = step.first + index % 2 * kRows + (lane % 4) * 2;
+      const int query = step.first + in_step * kRows + (lane % 4) * 2;
 #pragma unroll
       for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
@@ -178,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
 #pragma unroll
-      for (int n = 0; n < kDim / 16; ++n) {
+      for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];
         device::load_matrices_transposed(b, (columns ^ (n * 32)) + k * 16 * Tile::kRowBytes);
         device::multiply<T>(sum[2 * n], operand[k], b[0], b[1]);
@@ -191,9 +210,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_sum<T, kDim>(p, place, steps.key_end, is_value, sum, factor);
 }
 
-template <typename T>
+template <typename T, int kDim>
 void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan) {
-  using Pass = WidePass;
+  using Pass = WidePass<kDim>;
   const int64_t parts = params.shape.page_size / Pass::kKeys;
   const int64_t own_tiles = params.own_chunk ? ceil_div(params.shape.chunk, Pass::kKeys) : 0;
   int64_t page_tiles = 0;
@@ -201,13 +220,13 @@ void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan) {
     page_tiles = parts * (plan.work != nullptr ? plan.capacity : plan.pages);
   }
   if (own_tiles + page_tiles == 0) return;
-  const auto kernel = wide_dkv_kernel<T>;
+  const auto kernel = wide_dkv_kernel<T, kDim>;
   check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Pass::kSharedBytes),
       "cudaFuncSetAttribute");
   const dim3 grid(own_tiles + page_tiles, 2 * params.shape.kv_heads, params.shape.batch);
-  kernel<<<grid, kThreads, Pass::kSharedBytes, static_cast<cudaStream_t>(params.stream)>>>(
-      params, plan, static_cast<int>(own_tiles));
+  kernel<<<grid, Pass::Parts::kThreads, Pass::kSharedBytes,
+           static_cast<cudaStream_t>(params.stream)>>>(params, plan, static_cast<int>(own_tiles));
   check_launch("attention_backward dK, dV (sm80)");
 }
 

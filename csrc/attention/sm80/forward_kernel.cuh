@@ -15,7 +15,9 @@
 #include "attention/device/ptx.cuh"
 #include "attention/device/tile.cuh"
 #include "attention/sm80/block_place.cuh"
+#include "attention/sm80/column_parts.cuh"
 #include "attention/sm80/forward_plan.h"
+#include "attention/sm80/forward_unit.cuh"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/turns.cuh"
@@ -23,68 +25,38 @@
 
 namespace oomb::attention::sm80 {
 
-constexpr int kKeys = 64;  // of one tile
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: finite, see softmax
 
 template <int kDim, int kRowTiles>
 struct ForwardShape {
   using Tile = device::Tile<kDim>;
+  using Parts = ColumnParts<kDim>;
+  static constexpr int kKeys = Parts::kParts == 1 ? 64 : 32;  // of one tile
   static constexpr int kRows = kRowTiles * 64;
   static constexpr int kMatrixBytes = Tile::bytes(kKeys);
   static constexpr int kQueryBytes = Tile::bytes(kRows);
   static constexpr int kStageBytes = 2 * kMatrixBytes;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
-};
-
-// What a block works on: a piece of the keys of a tile of queries. In shared memory, so that the
-// main loop, which has no register to spare, keeps nothing of it.
-struct ForwardUnit {
-  int query_first, head, batch;
-  int tile;  // number of the tile
-  int piece, pieces;
-
-  __device__ void choose(const ForwardParams& p, const ForwardPlan& plan, int index, int rows) {
-    const int parted = plan.tiles - plan.whole;
-    const bool whole = index < plan.whole;
-    pieces = whole ? 1 : plan.pieces;
-    piece = whole ? 0 : (index - plan.whole) / parted;
-    tile = whole ? index : plan.whole + (index - plan.whole) % parted;
-    const int heads = static_cast<int>(p.shape.query_heads);
-    query_first = (plan.query_tiles - 1 - tile % plan.query_tiles) * rows;  // most keys first
-    head = tile / plan.query_tiles % heads;
-    batch = tile / plan.query_tiles / heads;
-  }
-};
-
-// Where the rows of a tile's softmax state lie: row i at place + i.
-struct StatePlace {
-  float *acc, *max, *sum;
-  int64_t row;
-
-  // Between waves.
-  __device__ StatePlace(const ForwardParams& p, const ForwardUnit& unit)
-      : acc(static_cast<float*>(p.state.acc)),
-        max(static_cast<float*>(p.state.max)),
-        sum(static_cast<float*>(p.state.sum)),
-        row((unit.batch * p.shape.query_heads + unit.head) * p.shape.chunk + unit.query_first) {}
-  // Between pieces.
-  __device__ StatePlace(const ForwardPlan& plan, const ForwardUnit& unit, int rows)
-      : acc(plan.acc), max(plan.max), sum(plan.sum), row(int64_t{unit.tile - plan.whole} * rows) {}
+  static constexpr int kExchange = kQueryBytes + 2 * kStageBytes;  // where it begins
+  static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(kKeys / 8);
+  static constexpr int kBlocksPerProcessor = Parts::kParts == 1 ? 2 : 1;
 };
 
 // Grid: plan.units.
 template <typename T, int kDim, int kRowTiles>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
+                                  (ForwardShape<kDim, kRowTiles>::kBlocksPerProcessor))
     forward_kernel(const ForwardParams p, const ForwardPlan plan) {
   using F = ForwardShape<kDim, kRowTiles>;
+  using Parts = ColumnParts<kDim>;
+  constexpr int kKeys = F::kKeys, kColumns = Parts::kColumns, kCopyThreads = Parts::kThreads;
   using Tile = device::Tile<kDim>;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ KeyTiles<kKeys> tiles;
   __shared__ ForwardUnit unit;
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = Parts::part();
   if (threadIdx.x == 0) {
     const int index = plan.turns != nullptr ? atomicAdd(plan.next_unit, 1) : blockIdx.x;
     unit.choose(p, plan, index, F::kRows);
@@ -95,17 +67,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int chunk = static_cast<int>(p.shape.chunk);
   const int query_first = unit.query_first;
 
-  load_rows<kDim, F::kRows>(shared,
-                            static_cast<const T*>(p.q) + batch * p.q_strides.batch +
-                                head * p.q_strides.head + query_first * p.q_strides.token,
-                            p.q_strides.token, chunk - query_first);
+  load_rows<kDim, F::kRows, kCopyThreads>(shared,
+                                          static_cast<const T*>(p.q) + batch * p.q_strides.batch +
+                                              head * p.q_strides.head +
+                                              query_first * p.q_strides.token,
+                                          p.q_strides.token, chunk - query_first);
   if (unit.piece > 0 && threadIdx.x == 0) {
     wait_for_turn(plan.turns + unit.tile - plan.whole, unit.piece);
   }
   tiles.start(p, batch, kv_head, query_first, F::kRows, unit.piece, unit.pieces);
 
   // Lane's rows: row(m, r) = row0 + m * 16 + r * 8 of the tile.
-  float acc[kRowTiles][kDim / 8][4];
+  float acc[kRowTiles][kColumns / 8][4];
   float highest[kRowTiles][2], total[kRowTiles][2];
   if (p.first_wave && unit.piece == 0) {
 #pragma unroll
@@ -113,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int r = 0; r < 2; ++r) highest[m][r] = kLowest, total[m][r] = 0.0f;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
+      for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) acc[m][n][c] = 0.0f;
       }
@@ -131,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int64_t index = state.row + (inside ? row : 0);
         highest[m][r] = state.max[index];
         total[m][r] = state.sum[index];
-        const float* source = state.acc + index * kDim + (lane % 4) * 2;
+        const float* source = state.acc + index * kDim + part * kColumns + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           const float2 pair = *reinterpret_cast<const float2*>(source + n * 8);
           acc[m][n][2 * r] = pair.x;
           acc[m][n][2 * r + 1] = pair.y;
@@ -147,9 +120,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const KeyTile& tile = tiles.ring[index % 4];
     if (tile.rows == 0) return;
     const uint32_t target = shared + F::kQueryBytes + index % 2 * F::kStageBytes;
-    load_rows<kDim, kKeys>(target, static_cast<const T*>(tile.k), tile.k_stride, tile.rows);
-    load_rows<kDim, kKeys>(target + F::kMatrixBytes, static_cast<const T*>(tile.v), tile.v_stride,
-                           tile.rows);
+    load_rows<kDim, kKeys, kCopyThreads>(target, static_cast<const T*>(tile.k), tile.k_stride,
+                                         tile.rows);
+    load_rows<kDim, kKeys, kCopyThreads>(target + F::kMatrixBytes, static_cast<const T*>(tile.v),
+                                         tile.v_stride, tile.rows);
   };
 
   start_copies(0);
@@ -158,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     device::wait_copies<0>();
     __syncthreads();
     start_copies(index + 1);
-    if (lane == 0 && warp == index % 4) tiles.describe<true>(p, index + 2);
+    if (lane == 0 && part == 0 && warp == index % 4) tiles.describe<true>(p, index + 2);
     device::commit_copies();
     const uint32_t stage = shared + F::kQueryBytes + index % 2 * F::kStageBytes;
 
@@ -173,10 +147,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     const uint32_t query_base =
-        shared + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes;
-    const uint32_t key_base = stage + Tile::block_b(lane);
+        (shared + Tile::block_a(lane) + warp * kRowTiles * 16 * Tile::kRowBytes) ^
+        part * Parts::kPartBytes;
+    const uint32_t key_base = (stage + Tile::block_b(lane)) ^ part * Parts::kPartBytes;
 #pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
+    for (int k = 0; k < kColumns / 16; ++k) {
       uint32_t a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -192,6 +167,14 @@ __global__ void __launch_bounds__(kThreads, 2)
           device::multiply<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
         }
       }
+    }
+
+    if constexpr (Parts::kParts > 1) {
+      static_assert(kRowTiles == 1);
+      const PartExchange<kKeys / 8> exchange(shared + F::kExchange);
+      exchange.send(scores[0]);
+      exchange.meet();
+      exchange.add(scores[0]);
     }
 
     // What a row must not see. Most tiles need nothing.
@@ -259,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) acc[m][n][c] *= factor[m][c / 2];
         }
@@ -267,7 +250,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     // O += P V
-    const uint32_t value_base = stage + F::kMatrixBytes + Tile::block_a(lane);
+    const uint32_t value_base =
+        (stage + F::kMatrixBytes + Tile::block_a(lane)) ^ part * Parts::kPartBytes;
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       uint32_t a[kRowTiles][4];
@@ -279,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         a[m][3] = device::pack<T>(scores[m][2 * k + 1][2], scores[m][2 * k + 1][3]);
       }
 #pragma unroll
-      for (int n = 0; n < kDim / 16; ++n) {
+      for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];
         device::load_matrices_transposed(b, (value_base ^ (n * 32)) + k * 16 * Tile::kRowBytes);
 #pragma unroll
@@ -306,24 +290,24 @@ __global__ void __launch_bounds__(kThreads, 2)
         const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
         T* o = static_cast<T*>(p.o) + unit.batch * p.o_strides.batch +
                unit.head * p.o_strides.head + (unit.query_first + row) * p.o_strides.token +
-               (lane % 4) * 2;
+               part * kColumns + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           *reinterpret_cast<uint32_t*>(o + n * 8) =
               device::pack<T>(acc[m][n][2 * r] * inverse, acc[m][n][2 * r + 1] * inverse);
         }
-        if (lane % 4 == 0) {
+        if (lane % 4 == 0 && part == 0) {
           static_cast<float*>(p.lse)[state.row + row] =
               sum > 0.0f ? highest[m][r] * kLn2 + logf(sum) : -INFINITY;
         }
       } else {
-        float* target = state.acc + (state.row + row) * kDim + (lane % 4) * 2;
+        float* target = state.acc + (state.row + row) * kDim + part * kColumns + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
+        for (int n = 0; n < kColumns / 8; ++n) {
           *reinterpret_cast<float2*>(target + n * 8) =
               make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
         }
-        if (lane % 4 == 0) {
+        if (lane % 4 == 0 && part == 0) {
           state.max[state.row + row] = highest[m][r];
           state.sum[state.row + row] = total[m][r];
         }
@@ -340,6 +324,7 @@ template <typename T, int kDim, int kRowTiles>
 struct Forward {
   using Shape = ForwardShape<kDim, kRowTiles>;
   static constexpr auto kKernel = forward_kernel<T, kDim, kRowTiles>;
+  static constexpr int kThreads = Shape::Parts::kThreads;
 
   static ForwardPlan plan(const ForwardParams& params) {
     check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -378,6 +363,7 @@ auto with_forward(const ForwardParams& params, Function&& function) {
   switch (params.shape.head_dim) {
     case 64: return low ? function(Forward<T, 64, 1>{}) : function(Forward<T, 64, 2>{});
     case 256: return function(Forward<T, 256, 1>{});  // sums of 128 registers a row tile
+    case 512: return function(Forward<T, 512, 1>{});
     case 96: return low ? function(Forward<T, 96, 1>{}) : function(Forward<T, 96, 2>{});
     default: return low ? function(Forward<T, 128, 1>{}) : function(Forward<T, 128, 2>{});
   }

@@ -10,10 +10,12 @@ namespace oomb::attention::sm80 {
 
 namespace {
 
-// Head dim 256 takes 160 KiB of shared memory; consumer GPUs have 99 KiB.
+// Head dim 256 takes 160 KiB of shared memory, 512 some 210; consumer GPUs have 99 KiB, an A100 has
+// 163, data center GPUs since Hopper have 227.
 bool has_room(int64_t head_dim, int capability) {
-  return head_dim != 256 || capability == 80 ||
-         (capability >= 87 && capability < 120 && capability != 89);
+  const bool hopper = capability >= 90 && capability < 120;
+  if (head_dim == 512) return hopper;
+  return head_dim != 256 || hopper || capability == 80 || capability == 87 || capability == 88;
 }
 
 constexpr int64_t kPageSizes[] = {64, 128};
@@ -23,7 +25,7 @@ constinit const Kernels kKernels = {
     .name = "sm80",
     .key_tile = 128,
     .fast_for =
-        "bfloat16 or float16, head dim 64, 96 or 128 (256 on data center GPUs),"
+        "bfloat16 or float16, head dim 64, 96 or 128 (256 on data center GPUs, 512 since Hopper),"
         " pages of 64 or 128 tokens",
     .page_sizes = kPageSizes,
     .fast_head_dim =

@@ -9,6 +9,7 @@
 #include "attention/device/numeric.cuh"
 #include "attention/device/visibility.cuh"
 #include "attention/sm80/backward_plan.h"
+#include "attention/sm80/column_parts.cuh"
 
 namespace oomb::attention::sm80 {
 
@@ -126,12 +127,15 @@ __device__ void write_gradient(const BackwardParams& p, const KeyBlock& block, i
   }
 }
 
-// The same for one of the two: is_value says which.
+// The same for one of the two, and for the columns that the warp has: is_value says which.
 template <typename T, int kDim>
 __device__ void write_sum(const BackwardParams& p, const KeyBlock& block, int key_end,
-                          bool is_value, const float (&sum)[kDim / 8][4], float factor) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first_row = block.row0 + warp * 16 + lane / 4, column = (lane % 4) * 2;
+                          bool is_value, const float (&sum)[ColumnParts<kDim>::kColumns / 8][4],
+                          float factor) {
+  constexpr int kColumns = ColumnParts<kDim>::kColumns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int first_row = block.row0 + warp * 16 + lane / 4;
+  const int column = ColumnParts<kDim>::part() * kColumns + (lane % 4) * 2;
   const auto pair = [&](int r, int n) {
     return make_float2(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
   };
@@ -144,7 +148,7 @@ __device__ void write_sum(const BackwardParams& p, const KeyBlock& block, int ke
       T* target = static_cast<T*>(is_value ? p.dv : p.dk) + block.batch * strides.batch +
                   block.kv_head * strides.head + row * strides.token + column;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
+      for (int n = 0; n < kColumns / 8; ++n) {
         const float2 x = pair(r, n);
         *reinterpret_cast<uint32_t*>(target + n * 8) = device::pack<T>(x.x, x.y);
       }
@@ -158,7 +162,7 @@ __device__ void write_sum(const BackwardParams& p, const KeyBlock& block, int ke
     const int row = first_row + r * 8;
     if (block.page * page_size + row >= key_end) continue;
     const int64_t element = (int64_t{block.kv_head} * page_size + row) * kDim + column;
-    page.add_pairs<kDim / 8>(element, [&](int n) { return pair(r, n); });
+    page.add_pairs<kColumns / 8>(element, [&](int n) { return pair(r, n); });
   }
 }
 

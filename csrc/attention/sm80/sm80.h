@@ -2,7 +2,7 @@
 
 // Attention with the tensor-core instructions of sm_80 (mma.sync, cp.async, ldmatrix), for every
 // GPU since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens;
-// head dim 256 where a block has 160 KiB of shared memory.
+// head dim 256 where a block has 160 KiB of shared memory, 512 where it has 226 KiB.
 //
 // The backward is one pass of five products where that gives what was asked for (one_pass.h): a
 // thread block owns 128 keys, loops over the heads of the group, and adds dQ up in memory. Else it

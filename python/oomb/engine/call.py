@@ -31,7 +31,6 @@ from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomp
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
-from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.model.generators import kept_generators
 from oomb.model.layer_shape import LayerShape
@@ -43,7 +42,6 @@ from oomb.parallel.weights import Weights
 from oomb.results import Selection, Stats, Step
 
 T = TypeVar("T")
-_SCORED_HEAD_DIM = 256  # of the kernels on a GPU that score pages
 
 
 @dataclass(frozen=True)
@@ -303,27 +301,15 @@ class Calls:
         return self._layout_of(config, alike)
 
     def _layout_of(self, config: Config, alike: bool) -> PageLayout:
-        chooses = rule_of(config) is not None
-        if chooses and self._model.device.type == "cuda":
-            self._expect_scores()
         return PageLayout.of_layers(
             self._shapes,
             config.page_size,
             config.chunk_size,
             self._key_dtype,
             config.kv_grad_dtype,
-            chooses=chooses,
+            chooses=rule_of(config) is not None,
             alike=alike,
         )
-
-    def _expect_scores(self) -> None:
-        """Raises UnsupportedModelError where no kernel on a GPU scores pages."""
-        widest = max((s.head_dim for s in self._shapes if not s.window), default=0)
-        if widest > _SCORED_HEAD_DIM:
-            raise UnsupportedModelError(
-                f"attention: expected a head dim of at most {_SCORED_HEAD_DIM} where pages are "
-                f"chosen on a GPU, got {widest}: use oomb.Dense()"
-            )
 
     def recomputes(self, config: Config, batch: int, tokens: int) -> bool:
         """Whether layers are recomputed in backward; ``"auto"`` is decided once for chunks of a

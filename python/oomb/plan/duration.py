@@ -13,7 +13,7 @@ from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
 from oomb.plan.pages import PageCall
 from oomb.plan.pools import PoolUse
-from oomb.plan.rates import Rates
+from oomb.plan.rates import WIDEST, Rates
 from oomb.plan.timeline import Phase, waiting_seconds
 from oomb.trace.meter import Work
 from oomb.trace.trace import Trace
@@ -150,7 +150,7 @@ def forward_seconds(
     call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
 ) -> float:
     """Seconds of attention of ``chunks`` in layers of ``shapes``."""
-    own, past = _pairs(call, chunks, shapes)
+    own, past = _pairs(call, rates, chunks, shapes)
     seconds = 4.0 * (own / rates.own_forward + past / rates.past_forward)
     return seconds + _expansion(call, chunks, shapes) / rates.matrix
 
@@ -159,7 +159,7 @@ def backward_seconds(
     call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
 ) -> float:
     """The same of its backward."""
-    own, past = _pairs(call, chunks, shapes)
+    own, past = _pairs(call, rates, chunks, shapes)
     seconds = 10.0 * (own / rates.own_backward + past / rates.past_backward)
     # The past is expanded again; then come the products for latents and for weights.
     return seconds + 3 * _expansion(call, chunks, shapes) / rates.matrix
@@ -172,16 +172,20 @@ def _expansion(call: PageCall, chunks: Sequence[int], shapes: Sequence[LayerShap
 
 
 def _pairs(
-    call: PageCall, chunks: Sequence[int], shapes: Sequence[LayerShape]
+    call: PageCall, rates: Rates, chunks: Sequence[int], shapes: Sequence[LayerShape]
 ) -> tuple[float, float]:
-    """Sum over layers, heads and chunks of (query, key) pairs times head_dim.
+    """Sum over layers, heads and chunks of (query, key) pairs times head_dim, and what that costs.
 
     First those whose keys are partly masked, in the chunk itself or in a window; then earlier ones.
     """
     budget = call.selection.max_pages * call.chunks.page_size if call.selection else None
     totals = [0.0, 0.0]
     for window in {shape.window for shape in shapes}:
-        width = sum(s.query_heads * s.head_dim for s in shapes if s.window == window)
+        width = sum(
+            s.query_heads * s.head_dim * (rates.widest_cost if s.head_dim >= WIDEST else 1.0)
+            for s in shapes
+            if s.window == window
+        )
         for chunk in chunks:
             begin, end = call.chunks.span(chunk)
             tokens, past = end - begin, begin

@@ -29,6 +29,7 @@ class Rates:
         past_forward, past_backward: FLOP/s of attention's kernels over pages, where a (query, key)
             pair of a head costs 4 * head_dim forward and 10 * head_dim backward.
         own_forward, own_backward: likewise over the chunk itself, half of which is masked.
+        widest_cost: times that a (query, key) pair of heads of 512 takes so long on a GPU.
         fresh: bytes/s at which memory is first touched that the process did not have before; what
             a chunk keeps goes back to the system after it. Infinite on a GPU, where torch keeps it.
         link: bytes/s between the tiers, each way.
@@ -43,6 +44,7 @@ class Rates:
     past_backward: float
     own_forward: float
     own_backward: float
+    widest_cost: float
     fresh: float
     link: float
     latency: float
@@ -57,6 +59,10 @@ _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
 _WIDE_FORWARD = 1.2  # dense, with heads of 256
+WIDEST = 512  # head dim
+# A pair of heads of 512 takes that many times as long as its products say, forward and backward
+# together (bench/results/attention-*-wide-512-h200-2026-11-25.json).
+_WIDEST_COST = 4.2
 # Attention over pages, forward and backward, by rows of a chunk in all sequences; 1: with 4,096
 # (bench/results/attention-*-grid-h200-2026-11-21.json, behind 131,072 tokens).
 _ROWS = (2048, 4096, 8192, 16384)
@@ -87,6 +93,7 @@ def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None, row
         matrix=_SHARE_MATRIX * gpu.flops,
         traffic=_SHARE_TRAFFIC * gpu.bytes_per_second,
         **{name: share * flops for name, share in shares.items()},
+        widest_cost=_WIDEST_COST,
         fresh=math.inf,
         link=_SHARE_LINK * gpu.link_bytes_per_second,
         latency=_CUDA_LATENCY,
@@ -137,6 +144,7 @@ def measured_rates(
                 matrix=_matrix_rate(device, sequences * rows, hidden, inner, dtype),
                 traffic=_traffic_rate(device, sequences * rows, inner, dtype),
                 **_attention_rates(device, shape, layout, rows, sequences, selection),
+                widest_cost=_WIDEST_COST if on_gpu and shape.head_dim < WIDEST else 1.0,
                 fresh=math.inf if on_gpu else _fresh_rate(),
                 link=_link_rate(device),
                 latency=_CUDA_LATENCY if on_gpu else 0.0,

@@ -59,7 +59,8 @@ def test_shapes(head_dim: int, page_size: int, lists: str, deterministic: bool) 
 @lists_of_pages
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, FP16), (96, BF16), (96, FP16), (128, FP16), (256, FP16)]
+    ("head_dim", "dtype"),
+    [(64, FP16), (96, BF16), (96, FP16), (128, FP16), (256, FP16), (512, BF16), (512, FP16)],
 )
 def test_shapes_of_sm80(
     head_dim: int, page_size: int, lists: str, dtype: torch.dtype, deterministic: bool
@@ -290,7 +291,7 @@ def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
 
 
 @on_sm80
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("limits", [{}, dict(window=3000), dict(documents=True)], ids=str)
 @lists_of_pages
 def test_parted_tiles(head_dim: int, lists: str, limits: dict[str, Any]) -> None:
