@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.float8 import in_float8
 from support.record import write_record
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,6 +28,7 @@ import oomb
 from oomb.optim import HostStates
 from oomb.plan import Machine, Planner
 from oomb.trace.shapes import SHAPES, random_model
+from oomb.train.float8 import with_float8
 
 GIB = 2**30
 
@@ -83,7 +83,6 @@ def main() -> None:
     parser.add_argument("--kv-grad-dtype", default="float32")
     parser.add_argument("--keep-outputs", choices=("auto", "none", "all"), default="auto")
     parser.add_argument("--float8", action="store_true", help="torchao's, rowwise; with --full")
-    parser.add_argument("--compile-float8", action="store_true", help="its layers, by torch")
     parser.add_argument("--steps", type=int, default=2, help="the last is quoted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -131,7 +130,7 @@ def main() -> None:
         optimizer_states=options.optimizer_states,
     )
     if options.float8:
-        in_float8(model, compiled=options.compile_float8)
+        with_float8(model, "rowwise", torch.device("cuda"))
     optimizer: Any = None
     if options.optimizer != "none":
         trained = [p for p in model.parameters() if p.requires_grad]

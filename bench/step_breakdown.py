@@ -1,7 +1,7 @@
 """Where the time of a step goes: a profile of the GPU, by kind of kernel.
 
     python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
-    python bench/step_breakdown.py --tokens 32K --layers 4 --float8 [--compile-float8]
+    python bench/step_breakdown.py --tokens 32K --layers 4 --float8
     python bench/step_breakdown.py --tokens 32K --model deepseek-v2-lite --layers 3 --lora 16
 
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.float8 import in_float8
 from support.published import published
 from support.record import write_record
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +27,7 @@ from oomb.cli.bench_step import SELECTIONS, prepare_lists, with_selection
 from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
 from oomb.trace.shapes import SHAPES, random_model
+from oomb.train.float8 import with_float8
 
 _KINDS = {  # first match counts
     "copies": r"^Memcpy",
@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--lora", type=int, default=0, help="rank, of a published model; 0: full")
     parser.add_argument("--float8", action="store_true", help="linear layers, by torchao")
-    parser.add_argument("--compile-float8", action="store_true", help="these layers, by torch")
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
     parser.add_argument("--device-memory", default=None)
@@ -122,7 +121,7 @@ def main() -> None:
     )
     network = _network(arguments, length)
     if arguments.float8:
-        in_float8(network, compiled=arguments.compile_float8)
+        with_float8(network, "rowwise", torch.device("cuda"))
     _marked_loss()
     settings = network.config
     config = with_selection(config, arguments.selection, settings.num_hidden_layers)

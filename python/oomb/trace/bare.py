@@ -166,6 +166,8 @@ def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for module in bare.modules():  # somebody's hooks want values
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             hooks.clear()
+        # A compiler that fails on a shape without memory never tries that class of layer again.
+        vars(module).pop("_compiled_call_impl", None)
     return bare
 
 

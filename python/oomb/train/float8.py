@@ -12,12 +12,14 @@ from oomb.train.errors import BadInput
 
 _SMALLEST_GPU = (8, 9)  # compute capability of the first with products in float8
 _MULTIPLE = 16  # of both sizes of a layer: what these products take
+_VARIANTS = 64  # of compiled code for one class of layers; torch gives up after eight
 
 
 def with_float8(model: Any, recipe: str, device: torch.device) -> None:
     """Put torchao's layers in place of the decoder's linear ones; the head stays as it is.
 
-    Weights keep their dtype and names. On a CPU the products are emulated, which is slow.
+    Weights keep their dtype and names. On a GPU the layers are compiled, which takes the first step
+    some 30 s. On a CPU the products are emulated, which is slow.
 
     Args:
         recipe: of torchao: ``"rowwise"``.
@@ -61,3 +63,16 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
         )
 
     float8.convert_to_float8_training(model, config=config, module_filter_fn=converts)
+    if device.type == "cuda":
+        _compile(model)
+
+
+def _compile(model: nn.Module) -> None:
+    """Have torch compile each layer by itself: casts that are not fused take longer than what
+    products in float8 save."""
+    dynamo: Any = import_module("torch._dynamo").config
+    # A variant for each shape of weights, with and without bias, and again without a graph (fill).
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    for module in model.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.compile()

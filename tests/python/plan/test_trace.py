@@ -215,3 +215,20 @@ def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
         engine.forward_backward(ids, ids)  # of another size, and decided for itself
     with oomb.Engine(model, oomb.Config()) as engine, pytest.raises(oomb.OutOfMemoryError):
         engine.forward_backward(*[torch.randint(97, (batch, 4096))] * 2)
+
+
+def test_compiled_layers_are_traced_as_they_are() -> None:
+    """A compiler that failed on a shape without memory would leave the whole class alone after."""
+    model: Any = make("llama", torch.float32)
+    compiled = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    layer = model.model.layers[0].mlp
+    layer.compile(backend=backend)
+    Tracer(model, "cuda", False).trace(Setting(64, 1, False, False))
+    assert not compiled
+    layer(torch.randn(3, model.config.hidden_size))
+    assert compiled
