@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
+from oomb.model.adapters import adapter_forwards, device_multiplies_wide, wide_product
 from oomb.model.embedding import summed_embedding
 from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head, is_classifier
@@ -75,6 +76,7 @@ class CausalModel:
         _refuse_jitter(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
+        self._wide_product = wide_product if device_multiplies_wide(self.device) else None
         self._rotating = modeling_files(self.decoder)
         self._rotation = fused_rotation(self.device)
 
@@ -123,6 +125,8 @@ class CausalModel:
     @property
     def rounds_elsewhere(self) -> bool:
         """Some of its parts, rotation included, run as other kernels than its own."""
+        if self._wide_product is not None and adapter_forwards(self.decoder, self._wide_product):
+            return True
         return self.is_fused or (bool(self._rotating) and self._rotation is not None)
 
     def layer_of(self, module: nn.Module) -> int:
@@ -191,6 +195,8 @@ class CausalModel:
                 if getattr(module, "gradient_checkpointing", False):
                     swaps.replace(module, "gradient_checkpointing", False)
             swaps.also(replaced_forwards(self._fused))
+            if self._wide_product is not None:
+                swaps.also(replaced_forwards(adapter_forwards(self.decoder, self._wide_product)))
             swaps.also(replaced_forwards(unpacking_forwards(self.causal)))
             swaps.also(replaced_rotation(self._rotating, self._rotation))
             if sums is not None:

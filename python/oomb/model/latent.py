@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from oomb.model.linear import DividedForward
+from oomb.model.linear import DividedForward, runs_as_is
 from oomb.model.swap import Swaps, swapping
 
 # Relative to the largest value: what other rows beside a token's may change of it.
@@ -143,7 +143,7 @@ def divided_expansions(swaps: Swaps, decoder: nn.Module) -> None:
     for module in decoder.modules():
         expand = getattr(module, "expand_kv", None)
         if callable(expand):
-            for part in filter(DividedForward.fits, _parts_of(module, expand)):
+            for part in filter(runs_as_is, _parts_of(module, expand)):
                 assert isinstance(part, nn.Linear)
                 swaps.replace(part, "forward", DividedForward(part))
 

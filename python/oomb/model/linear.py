@@ -107,21 +107,21 @@ def _fits(module: nn.Linear, sums: WeightSums) -> bool:
     )
 
 
+def runs_as_is(module: nn.Module) -> bool:
+    """Whether weight and bias make a linear layer's outputs, and nobody watches or changes them."""
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    forward = vars(module).get("forward")
+    return not any(hooks) and (forward is None or isinstance(forward, _SummedForward))
+
+
 class DividedForward:
     """A linear layer's forward that gives the outputs of some rows alone, inside :meth:`only`."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._module, self._whole = module, module.forward
         self._rows: Rows | None = None
-
-    @staticmethod
-    def fits(module: nn.Module) -> bool:
-        """Whether nothing but weight and bias makes a module's outputs."""
-        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
-            return False
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        forward = vars(module).get("forward")
-        return not any(hooks) and (forward is None or isinstance(forward, _SummedForward))
 
     @property
     def outputs(self) -> int:

@@ -21,7 +21,18 @@ Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _NAME = "apply_rotary_pos_emb"
 # Attention classes whose modeling file rotates by x * cos + rotate_half(x) * sin.
 _ATTENTIONS = frozenset(
-    ["Qwen2Attention", "Qwen3Attention", "LlamaAttention", "MistralAttention", "GraniteAttention"]
+    [
+        "Gemma2Attention",
+        "Gemma3Attention",
+        "GraniteAttention",
+        "LlamaAttention",
+        "MistralAttention",
+        "MixtralAttention",
+        "Qwen2Attention",
+        "Qwen2MoeAttention",
+        "Qwen3Attention",
+        "Qwen3MoeAttention",
+    ]
 )
 
 

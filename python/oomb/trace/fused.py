@@ -21,6 +21,11 @@ def fused_on_shapes(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     return forwards
 
 
+def wide_product_of_shapes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A product in fp32 of factors in 16 bits, which a CPU does not have."""
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32)
+
+
 def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = _FusedNorm.apply(x, module.weight)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from oomb.model.swap import entered
 from oomb.trace.bare import shapes_only
 from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
-from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
+from oomb.trace.fused import fused_on_shapes, rotate_on_shapes, wide_product_of_shapes
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import recurrences_on_shapes
@@ -203,6 +203,8 @@ class Tracer:
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
             causal._rotation = rotate_on_shapes
+        if self._device_type == "cuda":
+            causal._wide_product = wide_product_of_shapes
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
         tokens = _TRACED * setting.tokens
         with entered(self._mode):
