@@ -103,12 +103,8 @@ def _layout(settings: RunSettings, task: Task | None) -> Any:
     layout = sharing_ranks(settings)
     if layout is None or task is None or not task.generates:
         return layout
-    if layout.dp_shard_size > 1:
-        raise BadInput(
-            "parallel.cp: expected null, all processes share each answer of task "
-            f"{settings.task}, got {layout.cp_size}"
-        )
-    return None  # TRL's own arguments refuse a cp_size; all share where nothing is said
+    # TRL's own arguments refuse a cp_size; who is left over by the groups shares.
+    return None if layout.dp_shard_size == 1 else replace(layout, cp_size=1)
 
 
 def sharing_ranks(settings: RunSettings) -> Any:

@@ -18,7 +18,6 @@ from trainer.two_pass_runs import (
     classifier,
     judged,
     preferences,
-    reward,
     settings,
     trained,
     write_log_softmax_out,
@@ -159,11 +158,8 @@ def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
     """What a trainer says."""
     with as_started(rank, RANKS):
         own = dict(own)
-        layout = {"dp_shard_size": RANKS} if kind == "GRPO" else {"cp_size": RANKS}
-        given: dict[str, Any] = {"parallelism_config": ParallelismConfig(**layout)}
+        given: dict[str, Any] = {"parallelism_config": ParallelismConfig(cp_size=RANKS)}
         others: dict[str, Any] = {"shard_weights": True} if own.pop("shards", False) else {}
-        if kind == "GRPO":
-            others["reward_funcs"] = reward
         args = getattr(trl, f"{kind}Config")(**settings(folder), **own, **given)
         with pytest.raises(ValueError) as found:
             trained(
@@ -182,7 +178,6 @@ def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
     [
         ("DPO", {"precompute_ref_log_probs": True}, "log_probs: expected False in 4 processes"),
         ("DPO", {"shards": True}, "shard_weights: expected False and a whole model"),
-        ("GRPO", {"num_generations": 2}, "share each completion, got 4 groups of them"),
     ],
 )
 def test_what_is_refused(
