@@ -300,6 +300,24 @@ def test_preferences_of_two_pairs(world: World, tmp_path: Path) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["lora.r=4"]])
+def test_preferences_with_shared_weights(world: World, tmp_path: Path, lora: list[str]) -> None:
+    """``task: dpo``: rank 0 alone reads model and reference, but all read one with adapters."""
+    prepare_task(tmp_path, "dpo", parallel={"weights": "zero3"})
+    save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    read_by_first = [] if lora else ["parallel.weights=zero3"]
+    world.start(trained, tmp_path, "ranks", *lora, *read_by_first)
+    assert trained(-1, tmp_path, "alone", *lora, NO_SHARDS)[0] == 0
+    found = world.answers()
+    assert [code for code, _ in found] == [0] * RANKS, found
+    for mine, theirs in zip(
+        steps_of_task(tmp_path / "ranks"), steps_of_task(tmp_path / "alone"), strict=True
+    ):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
 def test_adapters_on_shared_weights(world: World, folder: Path) -> None:
     """Rank 0 draws the adapters; their first product is 0, so the second step shows them."""
     arguments = ["training.steps=2", "lora.r=4"]
