@@ -10,6 +10,7 @@ what it gathers has one part of each.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
+from oomb.parallel.group import TIMEOUT
 from oomb.parallel.job import Job, ranks_in_job
 from oomb.parallel.replicas import Replicas
 from oomb.parallel.whole import clip_shards
@@ -91,10 +93,12 @@ class RanksTrainer(transformers.Trainer):
     Attributes:
         job: all ranks.
         replicas: which of them share a sequence.
+        patience: how long one replica may wait for another.
     """
 
     job: Job
     replicas: Replicas
+    patience: timedelta = TIMEOUT
 
     def create_accelerator_and_postprocess(self) -> None:
         self.job = Job()
@@ -108,7 +112,7 @@ class RanksTrainer(transformers.Trainer):
             self.args.parallelism_config = before
             if in_environment is not None:
                 os.environ[_IN_ENVIRONMENT] = in_environment
-        self.replicas = Replicas(self.job.size, sharing, self.args.device)
+        self.replicas = Replicas(self.job.size, sharing, self.args.device, self.patience)
         if self.job.size > 1:
             accelerator: Any = self.accelerator
             accelerator.__class__ = ReplicaAccelerator
@@ -139,6 +143,8 @@ def _refuse_fsdp_environment() -> None:
 def sharing_of(args: TrainingArguments) -> int:
     """How many ranks share a sequence: as ``ParallelismConfig(cp_size=…)`` says; else all of them.
 
+    Sizes of data parallelism without a ``cp_size`` say how many groups do so.
+
     Raises:
         ValueError: it asks for tensor parallelism, DeepSpeed's sequence parallelism, or for a
             number of ranks that the job does not have.
@@ -157,6 +163,8 @@ def sharing_of(args: TrainingArguments) -> int:
                 f"parallelism_config.{name}: expected 1, got {getattr(config, name)}: ranks share "
                 "a sequence by its heads; give them as cp_size"
             )
+    if config.cp_size == 1 < config.total_size and ranks % config.total_size == 0:
+        return int(ranks // config.total_size)
     if config.total_size != ranks and config.total_size != config.cp_size:
         raise ValueError(
             f"parallelism_config: expected sizes whose product is the job's {ranks} processes, got "

@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from oomb.config import Config
 from oomb.engine.router_loss import asks_for_router_loss
+from oomb.hf.ranks import sharing_of
 from oomb.parallel.job import ranks_in_job
 
 # Argument of the trainer: why it must be None.
@@ -100,17 +101,21 @@ def refuse_generation(arguments: Mapping[str, Any]) -> None:
     for name, reason in _OF_ONE_GENERATOR.items():
         if getattr(settings, name, False):
             raise ValueError(f"{name}: expected False in {processes} processes, got True: {reason}")
+    sharing = sharing_of(settings)
+    groups = processes // sharing
     group, steps = settings.num_generations, settings.steps_per_generation
     sizes = {"per_device_train_batch_size": (steps, group)}
     if settings.do_eval and settings.eval_strategy != "no":
         sizes["per_device_eval_batch_size"] = (1, settings.num_generations_eval or group)
     for name, (times, of_prompt) in sizes.items():
         size = getattr(settings, name)
-        if size * times % of_prompt:
-            told = f" that steps_per_generation={times} makes" if times > 1 else ""
+        if size * times * groups % of_prompt:
+            factors = [f"steps_per_generation={times}"] if times > 1 else []
+            factors += [f"{groups} groups"] if groups > 1 else []
+            told = f", times {' and '.join(factors)}," if factors else ""
             raise ValueError(
-                f"{name}: expected a multiple of {of_prompt} completions of a prompt{told}, got "
-                f"{size}: the {processes} processes share each completion and count as one"
+                f"{name}: expected{told} a multiple of {of_prompt} completions of a prompt, got "
+                f"{size}: {sharing} processes share each completion and count as one"
             )
 
 

@@ -29,6 +29,11 @@ class ShardedTrainer(RanksTrainer):
     _whole_weights: dict[str, Any] | None = None
     _is_gathering = False
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._will_shard:  # TRL would have it bring a reference whole to each device
+            self.accelerator.device_placement = False
+
     @property
     def _has_shards(self) -> bool:
         return is_sharded(self.model)

@@ -16,12 +16,15 @@ from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 
 from oomb.config import Dense
 from oomb.engine.engine import Engine
+from oomb.engine.ranks import shard_model
 from oomb.hf.fused_head import FusedHead
 from oomb.hf.generation import GeneratesOnce
 from oomb.hf.last_token import LastToken
 from oomb.hf.refusals import refuse_generation, refuse_of_two_passes
 from oomb.hf.resumable import ResumableTrainer
 from oomb.hf.trainer import EngineTrainerMixin
+from oomb.parallel.handed_out import from_first
+from oomb.parallel.whole import is_sharded
 from oomb.results import Progress, Step
 
 
@@ -39,8 +42,8 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     def _shard(self) -> None:
         if self._will_shard or self._has_shards:
             raise ValueError(
-                "shard_weights: expected False and a whole model, got sharded weights: FSDP2 would "
-                "gather them around TRL's own calls of the model, of which the engine answers each"
+                "shard_weights: expected False and a whole model, got sharded weights: "
+                f"{type(self).__name__} may run the model past the engine, which gathers them"
             )
 
     def _refuse_loss(self) -> None:
@@ -94,6 +97,11 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     @contextmanager
     def _answering(self) -> Iterator[None]:
         with ExitStack() as stack:
+            sharded = [x for x in (self.model, self.ref_model) if x is not None and is_sharded(x)]
+            for asked in sharded:
+                from oomb.parallel.fsdp_hooks import hooks_aside  # FSDP2 is for those who use it
+
+                stack.enter_context(hooks_aside(asked))
             for head in self._heads:
                 stack.enter_context(head.answering())
             yield
@@ -117,13 +125,52 @@ def _unheard(progress: Progress) -> None:
     """No step is under way that an observer could be told of."""
 
 
+_NO_LOGITS = "beside sharded weights, which are gathered for no call that returns logits"
+
+
 class _ReferenceFirst(TwoPassTrainerMixin):
     """Asks the reference before the model that trains, whose pages then stay for its sweep.
 
     TRL does so itself where references are computed ahead of training; the same code runs here.
+    Engines answer all that TRL asks the models, so both may be sharded.
     """
 
     _reference_columns: tuple[str, str]
+
+    def _shard(self) -> None:
+        """The reference too, which like the model may be on the meta device on later ranks."""
+        EngineTrainerMixin._shard(self)
+        if not self._has_shards:
+            return
+        if getattr(self.args, "sync_ref_model", False):
+            raise ValueError(
+                "sync_ref_model: expected False beside sharded weights, got True: checkpoints "
+                "keep a reference that moves, whole"
+            )
+        if self.compute_metrics is not None:
+            raise ValueError(f"compute_metrics: expected None {_NO_LOGITS}, got one")
+        reference = self.ref_model
+        if reference is None or not self._will_shard or is_sharded(reference):
+            return
+        reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+        with from_first(reference, self.job, self.args.device):
+            shard_model(reference, self.replicas.mesh)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """TRL's own.
+
+        Raises:
+            ValueError: logits are asked for, and weights are sharded.
+        """
+        if self._has_shards and not prediction_loss_only:
+            raise ValueError(f"prediction_loss_only: expected True {_NO_LOGITS}, got False")
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _precompute_ref_logps(self, *args: Any, **keywords: Any) -> Any:
         """TRL's own, answered by an engine that is there for its length: TRL does this while

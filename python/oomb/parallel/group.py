@@ -24,6 +24,7 @@ from oomb.parallel.peers import Place, first_ended, place_of_this
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the slowest rank may be pinning its memory
+PATIENCE = timedelta(hours=12)  # a rank may be tokenising, uploading or generating alone
 _LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
 _NOTE_BYTES = 4096  # of an agreement's first message
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from oomb.parallel.group import Ranks
+from oomb.parallel.group import PATIENCE, Ranks
 from oomb.parallel.mesh import DIMENSION
 from oomb.parallel.peers import ending_with, place_of_this
 
 T = TypeVar("T")
-
-_PATIENCE = timedelta(hours=12)  # the first rank may be tokenising or uploading alone
 
 
 def rank_of_job() -> int:
@@ -129,7 +126,7 @@ class Job:
         self.rank = rank_of_job()
         self._ranks: Ranks | None = None
         if self.size > 1:
-            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"), _PATIENCE)
+            self._ranks = Ranks(list(range(self.size)), torch.device("cpu"), PATIENCE)
 
     @property
     def is_first(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from oomb.parallel.group import Ranks
+from oomb.parallel.group import PATIENCE, TIMEOUT, Ranks
 from oomb.parallel.mesh import DIMENSION
 from oomb.parallel.sums import sum_in_rank_order
 from oomb.parallel.whole import own_rows
@@ -32,6 +33,7 @@ class Replicas:
         ranks: of the job; torch.distributed runs where there are several.
         sharing: how many share a sequence.
         device: where the gradients are.
+        patience: of one collective of the replicas.
 
     Attributes:
         number: of replicas.
@@ -43,7 +45,9 @@ class Replicas:
         ValueError: ``sharing`` does not divide the ranks.
     """
 
-    def __init__(self, ranks: int, sharing: int, device: torch.device) -> None:
+    def __init__(
+        self, ranks: int, sharing: int, device: torch.device, patience: timedelta = TIMEOUT
+    ) -> None:
         if ranks % sharing:
             raise ValueError(
                 f"cp: expected a divisor of the job's {ranks} processes, got {sharing}"
@@ -53,13 +57,14 @@ class Replicas:
         self.own, self.place = divmod(dist.get_rank() if ranks > 1 else 0, sharing)
         self.mesh: DeviceMesh | None = None
         self._others: Ranks | None = None
+        self._sharers: Ranks | None = None  # made where they are asked
         if ranks > 1:
             both = init_device_mesh(
                 device.type, (self.number, sharing), mesh_dim_names=("dp", DIMENSION)
             )
             self.mesh = both[DIMENSION] if sharing > 1 else None
         if self.number > 1:
-            self._others = Ranks(list(range(self.place, ranks, sharing)), device)
+            self._others = Ranks(list(range(self.place, ranks, sharing)), device, patience)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -91,6 +96,21 @@ class Replicas:
         """What ``work`` returned on each replica."""
         return [work()] if self._others is None else self._others.collect(work)
 
+    def by_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` returned on the first rank of this replica, which alone does it; small.
+
+        An error is raised by all ranks of the replica, which wait long.
+        """
+        if self.sharing == 1:
+            return work()
+        if self._sharers is None:
+            first = self.own * self.sharing
+            members = list(range(first, first + self.sharing))
+            self._sharers = Ranks(members, torch.device("cpu"), PATIENCE)
+        is_first = self.place == 0
+        found: list[T | None] = self._sharers.collect(lambda: work() if is_first else None)
+        return found[0]  # type: ignore[return-value]
+
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """[replicas * n, …]: rows [n, …] of each replica in turn; a number becomes a row.
 
@@ -103,5 +123,6 @@ class Replicas:
 
     def close(self) -> None:
         """Leave the others."""
-        if self._others is not None:
-            self._others.close()
+        for ranks in (self._others, self._sharers):
+            if ranks is not None:
+                ranks.close()

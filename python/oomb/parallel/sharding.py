@@ -22,11 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from oomb.errors import UnsupportedModelError
+from oomb.parallel.fsdp_hooks import Afterwards, hide
 from oomb.parallel.group import Ranks
 from oomb.parallel.shards import scattered
 from oomb.parallel.weights import OnDone, Weights
-
-Afterwards = Callable[[Callable[[], object]], None]
 
 _AT_A_TIME = 3  # layers that are gathered together: one runs, one comes, one goes
 
@@ -98,7 +97,7 @@ class ShardedWeights(Weights):
                 module._parameters[name] = plain
         self._owners = owners
         for module in self._modules:
-            _hide(module, afterwards)
+            hide(module, afterwards)
 
     def gather(self, afterwards: Afterwards, on_done: OnDone | None = None) -> None:
         self.begin(afterwards)
@@ -364,22 +363,6 @@ def _expect_mesh(model: nn.Module, members: list[int]) -> None:
                 f"{name}: expected weights that fully_shard has sharded by rows, got placements "
                 f"{placements}; tensor parallel models are not supported"
             )
-
-
-def _hide(module: FSDPModule, afterwards: Afterwards) -> None:
-    """Give a module the class that it had, and hooks without FSDP2's."""
-    kind: Any = type(module)
-    afterwards(partial(setattr, module, "__class__", kind))
-    module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
-    items = vars(module)
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks = items[name]
-        afterwards(partial(items.__setitem__, name, hooks))
-        items[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _theirs(hook))
-
-
-def _theirs(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

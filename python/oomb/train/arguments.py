@@ -24,6 +24,8 @@ from oomb.train.tasks import Task, arguments_kind, checked_options, task_of
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
 _NEVER = 1 << 40
+# Their trainers run models through the engine alone.
+_TASKS_OF_SHARDS = ("sft", "dpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,8 @@ def _layout(settings: RunSettings, task: Task | None) -> Any:
     layout = sharing_ranks(settings)
     if layout is None or task is None or not task.generates:
         return layout
-    if layout.dp_shard_size > 1:
-        raise BadInput(
-            "parallel.cp: expected null, all processes share each answer of task "
-            f"{settings.task}, got {layout.cp_size}"
-        )
-    return None  # TRL's own arguments refuse a cp_size; all share where nothing is said
+    # TRL's own arguments refuse a cp_size; who is left over by the groups shares.
+    return None if layout.dp_shard_size == 1 else replace(layout, cp_size=1)
 
 
 def sharing_ranks(settings: RunSettings) -> Any:
@@ -151,13 +149,14 @@ def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
     engine, optimizer = settings.engine.made(), settings.optimizer.name
     if optimizer not in ELEMENTWISE:
         return "optimizer.name", f"one of {', '.join(ELEMENTWISE)}", repr(optimizer)
+    if settings.task not in _TASKS_OF_SHARDS:
+        return "task", f"one of {', '.join(_TASKS_OF_SHARDS)}", repr(settings.task)
     for name, value, expected in (
         ("engine.weights", engine.weights, "device"),
         ("engine.main_grad_device", engine.main_grad_device, "device"),
         ("optimizer.states", settings.optimizer.states, "device"),
         ("model.quantization", settings.model.quantization, None),
         ("evaluation.generate", settings.evaluation.generate, None),
-        ("task", settings.task, "sft"),
     ):
         if value != expected:
             wanted = "none" if expected is None else repr(expected)

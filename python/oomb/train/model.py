@@ -200,19 +200,27 @@ def load_model(
 
 
 def load_by_first(
-    settings: ModelSettings, lora: LoraSettings | None, config: PreTrainedConfig, job: Job
+    settings: ModelSettings,
+    lora: LoraSettings | None,
+    config: PreTrainedConfig,
+    job: Job,
+    *,
+    copied: bool = False,
 ) -> PreTrainedModel:
     """A model that the ranks of a job will shard: rank 0 has its weights, on the CPU.
 
     The others have the same model on the meta device; all read it where code of its own or float8
     makes it.
 
+    Args:
+        copied: values of the model will be copied before, so all read it.
+
     Raises:
         BadInput: as :func:`load_model`, on all ranks.
     """
 
     def own() -> PreTrainedModel:
-        if job.is_first or settings.trust_remote_code or settings.float8 is not None:
+        if job.is_first or copied or settings.trust_remote_code or settings.float8 is not None:
             return load_model(settings, lora, config, "host")
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
         bare: Any = bare_model(config, dtype=dtype).eval()  # as from_pretrained leaves it

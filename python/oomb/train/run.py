@@ -209,7 +209,9 @@ def _carry_out(
     chosen = Holding(prediction.machine.weights, prediction.config.main_grad_device)
     placed = decided(settings, chosen)
     if shards_weights(placed):
-        model = load_by_first(settings.model, settings.lora, ready.config, job)
+        lora = settings.lora
+        copied = lora is not None and settings.task != "sft"  # TRL keeps an adapter's beginning
+        model = load_by_first(settings.model, lora, ready.config, job, copied=copied)
     else:
         weights, scores = settings.engine.made().weights, settings.task == "reward"
         model = load_model(
@@ -220,7 +222,7 @@ def _carry_out(
     if told is not None:
         _say(console, told)
     processing = ready.tokenizer if ready.processor is None else ready.processor
-    trainer = build_trainer(placed, arguments, data, ready.config, model, processing)
+    trainer = build_trainer(placed, arguments, data, ready.config, model, processing, job)
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:

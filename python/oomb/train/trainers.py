@@ -21,12 +21,13 @@ from transformers import (
 import oomb.hf
 from oomb.checkpoint import model_identity
 from oomb.hf import Trainer
+from oomb.parallel.job import Job
 from oomb.train.arguments import engine_config, shards_weights
 from oomb.train.data import Data
 from oomb.train.errors import BadInput
 from oomb.train.examples import Examples
 from oomb.train.image_sequences import ImageSequences, collate_images
-from oomb.train.model import load_model
+from oomb.train.model import load_by_first, load_model
 from oomb.train.sequences import collate
 from oomb.train.settings import RunSettings
 from oomb.train.tasks import Task, reward_functions, task_of
@@ -39,11 +40,13 @@ def build_trainer(
     config: PreTrainedConfig,
     model: PreTrainedModel,
     processing: Any,
+    job: Job,
 ) -> Trainer:
     """A trainer with its engine and optimizer.
 
     Args:
         processing: tokenizer, or processor, that is saved with the model.
+        job: whose processes may share a reference's weights.
 
     Raises:
         BadInput: a setting that the trainer or the engine cannot honour.
@@ -65,7 +68,7 @@ def build_trainer(
                 joined = collate_images if isinstance(data.train, ImageSequences) else collate
                 trainer = Trainer(**given, **sequences, data_collator=joined)
             else:
-                given |= _of_task(settings, task, data, config)
+                given |= _of_task(settings, task, data, config, job)
                 trainer = getattr(oomb.hf, task.trainer)(**given)
         except ValueError as error:  # names an argument that the engine cannot honour
             raise BadInput(str(error)) from error
@@ -88,7 +91,7 @@ def build_trainer(
 
 
 def _of_task(
-    settings: RunSettings, task: Task, data: Data, config: PreTrainedConfig
+    settings: RunSettings, task: Task, data: Data, config: PreTrainedConfig, job: Job
 ) -> dict[str, Any]:
     """What a trainer of TRL is given besides."""
     given: dict[str, Any] = {}
@@ -98,8 +101,11 @@ def _of_task(
         given["reward_funcs"] = reward_functions(settings)
     computed_ahead = settings.trl.get("precompute_ref_log_probs")
     if task.reference and settings.lora is None and not computed_ahead:
-        weights = settings.engine.made().weights
-        given["ref_model"] = load_model(settings.model, None, config, weights)
+        if shards_weights(settings):
+            given["ref_model"] = load_by_first(settings.model, None, config, job)
+        else:
+            weights = settings.engine.made().weights
+            given["ref_model"] = load_model(settings.model, None, config, weights)
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 import trl
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.tensor import DTensor
 
 import oomb
 import oomb.hf
 from engine.reference import EXACT
-from trainer.runs import CONFIG
+from oomb.parallel.whole import is_sharded
+from trainer import two_pass_runs
+from trainer.runs import CONFIG, tokenizer
 from trainer.two_pass_runs import (
     classifier,
     judged,
@@ -49,23 +53,28 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 }
 
 
-def run(rank: int, name: str, folder: Path, groups: int = 1, stock: bool = False) -> Any:
+def run(
+    rank: int, name: str, folder: Path, groups: int = 1, stock: bool = False, policy: str = ""
+) -> Any:
     """Gradients of two steps and what was logged; ``rank`` -1: of the stock trainer.
 
     A step is two micro-batches of each group, or of each process of the stock trainer's. Groups of
-    one process evaluate as well.
+    one process evaluate as well, and so do processes that share weights by a ``policy``.
     """
     kind, own, data, others = CASES[name]
     others = dict(others)
     adapted = not others.get("with_reference", False)
     size: dict[str, Any] = {"per_device_train_batch_size": 2, **own}
-    if groups == RANKS:
+    if groups == RANKS or policy:
         size |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
         others["eval_dataset"] = data(16)
     if rank < 0:
         size["gradient_accumulation_steps"] = 2 * groups
     elif not stock:
         others["oomb_config"] = CONFIG
+        if policy and rank >= 0:
+            others["oomb_config"] = replace(CONFIG, sharded_weights=policy)
+            others["shard_weights"] = True
         layout = ParallelismConfig(dp_shard_size=groups, cp_size=RANKS // groups)
         size["parallelism_config"] = layout
     with as_started(rank, RANKS):
@@ -134,6 +143,82 @@ def assert_same(
                     assert mine[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "policy"),
+    [
+        ("dpo", 2, "zero3"),
+        pytest.param("dpo", 1, "zero2", marks=pytest.mark.slow),
+        pytest.param("dpo, adapter", 2, "zero1", marks=pytest.mark.slow),
+        pytest.param("dpo, adapter", 1, "zero3", marks=pytest.mark.slow),
+        pytest.param("kto", 1, "zero3", marks=pytest.mark.slow),
+        pytest.param("kto", 1, "zero1", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_as_the_stock_trainer_in_one_process(
+    world: World, tmp_path: Path, name: str, groups: int, policy: str
+) -> None:
+    """Model and reference; gradients are gathered here."""
+    world.start(with_shards, name, tmp_path / "ranks", groups, policy)
+    expected, log = run(-1, name, tmp_path / "stock", groups, policy=policy)
+    kept = ("loss", "grad_norm", "num_tokens", "epoch", "eval_loss")
+    log = [{key: line[key] for key in kept if key in line} for line in log]
+    assert any("eval_loss" in line for line in log)
+    assert_same(world.answers(), expected, log)
+
+
+def with_shards(rank: int, name: str, folder: Path, groups: int, policy: str) -> Any:
+    """:func:`run`; ranks but the first begin without weights, of the reference too."""
+    kind = getattr(oomb.hf, f"{CASES[name][0]}Trainer")
+    train = kind.train
+
+    def looked_at(self: Any) -> Any:
+        assert self.ref_model is None or is_sharded(self.ref_model)
+        return train(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "train", looked_at)
+        for made in ("model", "reference"):
+            if rank > 0 and "adapter" not in name:  # which TRL copies
+                make = getattr(two_pass_runs, made)
+                patch.setattr(two_pass_runs, made, lambda *x, make=make: make(*x).to("meta"))
+        found, log = run(rank, name, folder, groups, policy=policy)
+    assert any(isinstance(x, DTensor) for x in found[0].values())
+    whole = [
+        {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in step.items()}
+        for step in found
+    ]
+    return whole, log
+
+
+def shards_of(rank: int, folder: Path, steps: int, resume: bool) -> dict[str, torch.Tensor]:
+    """Whole weights after steps of sharded ones, each of which leaves a checkpoint."""
+    with as_started(rank, RANKS):
+        own = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        trainer = oomb.hf.DPOTrainer(
+            model=two_pass_runs.model(False),
+            ref_model=two_pass_runs.reference(),
+            args=trl.DPOConfig(**settings(folder, **own, optim="adamw_torch", max_length=64)),
+            train_dataset=preferences(),
+            processing_class=tokenizer(),
+            oomb_config=replace(CONFIG, sharded_weights="zero3"),
+            shard_weights=True,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        with pytest.raises(ValueError, match="^prediction_loss_only: expected True beside sharded"):
+            trainer.predict(trainer.train_dataset)
+    return {name: x.full_tensor() for name, x in trainer.model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_shards_go_on_from_a_checkpoint(world: World, tmp_path: Path) -> None:
+    expected = world.run(shards_of, tmp_path / "unbroken", 2, False)[0]
+    begun = world.run(shards_of, tmp_path / "resumed", 1, False)[0]
+    found = world.run(shards_of, tmp_path / "resumed", 2, True)[0]
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert not all(torch.equal(begun[name], weight) for name, weight in expected.items())
+
+
 def failed(rank: int, folder: Path) -> str:
     """What training raises where the loss of one rank fails."""
     compute = trl.DPOTrainer._compute_loss
@@ -155,34 +240,50 @@ def test_a_failure_in_one_group_ends_all(world: World, tmp_path: Path) -> None:
     assert all("no room" in text for text in world.run(failed, tmp_path))
 
 
+def no_metrics(_: Any) -> dict[str, float]:
+    return {}
+
+
 def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
-    """What a trainer says."""
+    """What a trainer says; whole models are those that are given."""
     with as_started(rank, RANKS):
         own = dict(own)
-        layout = {"dp_shard_size": RANKS} if kind == "GRPO" else {"cp_size": RANKS}
-        given: dict[str, Any] = {"parallelism_config": ParallelismConfig(**layout)}
-        others: dict[str, Any] = {"shard_weights": True} if own.pop("shards", False) else {}
+        others: dict[str, Any] = {"make_model": classifier} if kind == "Reward" else {}
+        others |= own.pop("others", {})
         if kind == "GRPO":
             others["reward_funcs"] = reward
-        args = getattr(trl, f"{kind}Config")(**settings(folder), **own, **given)
+        else:
+            own["parallelism_config"] = ParallelismConfig(cp_size=RANKS)
+        args = getattr(trl, f"{kind}Config")(**settings(folder), **own)
+        trainer = getattr(oomb.hf, f"{kind}Trainer")
         with pytest.raises(ValueError) as found:
-            trained(
-                getattr(oomb.hf, f"{kind}Trainer"),
-                True,
-                args,
-                preferences(),
-                oomb_config=CONFIG,
-                **others,
-            )
+            trained(trainer, kind != "DPO", args, preferences(), oomb_config=CONFIG, **others)
     return str(found.value)
+
+
+SHARDS = {"shard_weights": True}
 
 
 @pytest.mark.parametrize(
     ("kind", "own", "text"),
     [
         ("DPO", {"precompute_ref_log_probs": True}, "log_probs: expected False in 4 processes"),
-        ("DPO", {"shards": True}, "shard_weights: expected False and a whole model"),
-        ("GRPO", {"num_generations": 2}, "share each completion, got 4 groups of them"),
+        (
+            "DPO",
+            {"others": SHARDS | {"with_reference": True}, "sync_ref_model": True},
+            "sync_ref_model: expected False beside sharded weights",
+        ),
+        (
+            "DPO",
+            {"others": SHARDS | {"with_reference": True, "compute_metrics": no_metrics}},
+            "compute_metrics: expected None beside sharded weights",
+        ),
+        ("Reward", {"others": SHARDS}, "shard_weights: expected False and a whole model"),
+        (
+            "GRPO",
+            {"others": SHARDS, "num_generations": 2, "per_device_train_batch_size": 2},
+            "shard_weights: expected False and a whole model",
+        ),
     ],
 )
 def test_what_is_refused(

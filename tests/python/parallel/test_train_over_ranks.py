@@ -252,9 +252,34 @@ def test_answers_that_the_first_rank_writes(world: World, tmp_path: Path) -> Non
     for mine, theirs in zip(steps_of_task(tmp_path / "ranks"), expected, strict=True):
         assert theirs["grad_norm"] > 1e-3
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    found = world.run(trained, tmp_path, "pairs", "parallel.cp=2")
-    assert [code for code, _ in found] == [2] * RANKS
-    assert "parallel.cp: expected null, all processes share each answer of" in found[0][1]
+
+
+def told(rank: int, folder: Path, name: str, *arguments: str) -> tuple[int, str]:
+    """:func:`trained`, with answers that are made up."""
+    import trl
+
+    from trainer.two_pass_runs import written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl.GRPOTrainer, "_generate_single_turn", lambda *x: (written(*x), None))
+        return trained(rank, folder, name, *arguments)
+
+
+@pytest.mark.slow
+def test_answers_of_two_pairs(world: World, tmp_path: Path) -> None:
+    """``task: grpo``: two pairs of processes, answers of each, as one process that accumulates."""
+    prepare_task(tmp_path, "grpo", rewards=["test_tasks.by_text"])
+    save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    world.start(told, tmp_path, "pairs", "parallel.cp=2", "training.accumulation_steps=1")
+    assert told(-1, tmp_path, "alone")[0] == 0
+    found = world.answers()
+    assert [code for code, _ in found] == [0] * RANKS, found
+    for mine, theirs in zip(
+        steps_of_task(tmp_path / "pairs"), steps_of_task(tmp_path / "alone"), strict=True
+    ):
+        assert theirs["grad_norm"] > 1e-3
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -272,6 +297,24 @@ def test_preferences_of_two_pairs(world: World, tmp_path: Path) -> None:
         assert theirs["grad_norm"] > 1e-3
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["tokens"] == theirs["tokens"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["lora.r=4"]])
+def test_preferences_with_shared_weights(world: World, tmp_path: Path, lora: list[str]) -> None:
+    """``task: dpo``: rank 0 alone reads model and reference, but all read one with adapters."""
+    prepare_task(tmp_path, "dpo", parallel={"weights": "zero3"})
+    save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    read_by_first = [] if lora else ["parallel.weights=zero3"]
+    world.start(trained, tmp_path, "ranks", *lora, *read_by_first)
+    assert trained(-1, tmp_path, "alone", *lora, NO_SHARDS)[0] == 0
+    found = world.answers()
+    assert [code for code, _ in found] == [0] * RANKS, found
+    for mine, theirs in zip(
+        steps_of_task(tmp_path / "ranks"), steps_of_task(tmp_path / "alone"), strict=True
+    ):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 

@@ -102,7 +102,7 @@ def test_the_first_that_fits(
     [
         {"optimizer": {"states": "host"}},
         {"engine": {"weights": "host"}},
-        {"task": "dpo"},
+        {"task": "reward"},
         {"optimizer": {"name": "adafactor"}},  # looks at more than a rank's rows
         {"parallel": {"weights": "auto", "cp": 1}},  # groups of one
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -78,6 +79,11 @@ def asked(number: int = 8) -> list[dict[str, Any]]:
 def by_place(completions: list[Any], number: list[int], **_: Any) -> list[float]:
     """Of the row's own column and of a completion's place in the batch."""
     return [float((index * index + n) % 7) for index, n in enumerate(number)]
+
+
+def by_text(completions: list[Any], **_: Any) -> list[float]:
+    """Of what is written alone."""
+    return [float(zlib.crc32(repr(one).encode()) % 7) for one in completions]
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,7 @@ MISTAKES: list[tuple[str, list[str], str]] = [
         "model.revision: expected null for task grpo",
     ),
     ("grpo", ["trl.num_generations=5"], "training: expected settings that TRL takes"),
+    ("grpo", ["parallel.weights=zero1"], "task: expected one of sft, dpo, kto beside"),
 ]
 
 

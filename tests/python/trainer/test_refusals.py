@@ -176,8 +176,8 @@ def test_left_padding(tmp_path: Path) -> None:
         ),
         (
             {"per_device_train_batch_size": 3},
-            "per_device_train_batch_size: expected a multiple of 4 completions of a prompt that "
-            "steps_per_generation=2 makes, got 3: the 4 processes share each completion",
+            "per_device_train_batch_size: expected, times steps_per_generation=2, a multiple of 4 "
+            "completions of a prompt, got 3: 4 processes share each completion",
         ),
         (
             {"per_device_eval_batch_size": 6, "do_eval": True, "eval_strategy": "steps"},

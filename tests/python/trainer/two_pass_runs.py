@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def judged(number: int = 8) -> Dataset:
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Of a completion's place: no two in a group have the same."""
     return [float(index * index % 7) for index in range(len(completions))]
+
+
+def written(trainer: Any, prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
+    """Completions that depend on their place among those of all processes, not on the weights."""
+    first = trainer.accelerator.process_index * len(prompt_ids)
+    words, found = len(trainer.processing_class), []
+    for index, ids in enumerate(prompt_ids):
+        key = (first + index, trainer.state.global_step, trainer.model.training, *ids)
+        drawn = random.Random(repr(key))
+        number = drawn.randint(2, 9)
+        found.append([drawn.randrange(1, words) for _ in range(number)])
+    return found
 
 
 def model(adapted: bool, name: str = "qwen3") -> Any:
