@@ -38,7 +38,7 @@ PYTHON_LAYERS = {
     "model": {"_C"},
     "parallel": set(),
     "core": {"_C", "ops", "model", "parallel"},
-    "trace": {"model", "core"},
+    "trace": {"model", "core", "parallel"},
     "engine": {"_C", "model", "core", "trace", "parallel"},
     "optim": {"model", "core"},
     "report": {"monitor"},

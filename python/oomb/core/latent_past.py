@@ -19,12 +19,11 @@ import torch
 
 from oomb import _C
 from oomb.core.call_pages import CallPages, seed_of_chunk
+from oomb.core.latent_groups import expanded, gathered, half_of, pages_at_once, propagated
 from oomb.core.page_protocol import Launch
 from oomb.core.pool_memory import rows_at
 from oomb.core.rounded_sums import add_rounded, seed_of_addition
 from oomb.model.latent import Expansion
-
-SCRATCH_TOKENS = 8192  # of all sequences, that are expanded at once; at least one group of each
 
 
 class LatentPast:
@@ -44,8 +43,7 @@ class LatentPast:
         self._page_size = pages.layout.page_size_of(layer)
         batch, heads, _, width = k.shape
         self._group = pages.wave_pages
-        groups = SCRATCH_TOKENS // (batch * self._group * self._page_size)
-        self._step = max(1, groups) * self._group
+        self._step = pages_at_once(batch, self._group, self._page_size)
         most = min(self._step, pages.layers.chunks[layer].past_pages(chunk))
         slots = max(1, batch * most)
         self._scratch = k.new_empty(slots, 2, heads, self._page_size, width)
@@ -76,23 +74,10 @@ class LatentPast:
         if begin < end:
             own = stored[:, begin:end]
             table[:, begin:end] = self._places(own)
+            self._vectors = self._like.new_empty(0)  # room for the next ones
             self._vectors = self._gathered(own)
         for first, last in self._groups(part):
-            with torch.no_grad():
-                latent, rotated = self._split(first * size, last * size)
-                k, v = self._expansion(latent, rotated)
-            _C.page_write(
-                k=self._as_keys(k),
-                v=self._as_keys(v),
-                pool=_pool_of(self._scratch, 1),
-                slots=table[:, begin + first : begin + last],
-                page_begin=0,
-                page_end=last - first,
-                page_size=size,
-                num_rows=None,
-                summary=None,
-                stream=pages.stream,
-            )
+            self._expand(first, last, table[:, begin + first : begin + last])
         return _C.PastPages(
             page_size=size,
             pool=_pool_of(self._scratch, 1),
@@ -128,17 +113,35 @@ class LatentPast:
         by_page = self._d_scratch[: batch * number].unflatten(0, (batch, number))
         table = self._pages.gradient_tables[self._layer][:, part.shift :]
         for first, last in self._groups(part):
-            # [B, n, 2, H, P, D] of a group, as dK and dV [B, H, n * P, D].
-            dk, dv = by_page[:, first:last].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-            inputs = [x.detach().requires_grad_() for x in self._split(first * size, last * size)]
-            with torch.enable_grad():
-                k, v = self._expansion(*inputs)
-            factor = self._pages.dkv_factor
-            roots = [(x[..., : y.shape[-1]] * factor).to(y.dtype) for x, y in ((dk, k), (dv, v))]
-            torch.autograd.backward((k, v), [x.contiguous() for x in roots])
-            d_vectors = torch.cat([_gradient_of(x) for x in inputs], -1)
             place = begin + part.shift + first
-            self._add(table[:, begin + first : begin + last], d_vectors, place)
+            self._add(
+                table[:, begin + first : begin + last],
+                propagated(
+                    self._expansion,
+                    self._vectors[:, :, first * size : last * size],
+                    by_page[:, first:last],
+                    self._pages.dkv_factor,
+                ),
+                place,
+            )
+
+    def _expand(self, first: int, last: int, slots: torch.Tensor) -> None:
+        """Keys and values of pages [first, last) of a part go to slots [B, n] of scratch."""
+        size = self._page_size
+        vectors = self._vectors[:, :, first * size : last * size]
+        k, v = expanded(self._expansion, vectors, self._like.shape[-1])
+        _C.page_write(
+            k=k,
+            v=v,
+            pool=_pool_of(self._scratch, 1),
+            slots=slots,
+            page_begin=0,
+            page_end=last - first,
+            page_size=size,
+            num_rows=None,
+            summary=None,
+            stream=self._pages.stream,
+        )
 
     def _groups(self, part: Launch) -> Iterator[tuple[int, int]]:
         """Pages [first, last) of a part that are expanded together, its first being 0."""
@@ -158,7 +161,7 @@ class LatentPast:
 
     def _gathered(self, slots: torch.Tensor) -> torch.Tensor:
         """Vectors [B, 1, n * P, w] of pages in slots [B, n]; zeros where there is no page."""
-        pages, half = self._pages, self._half
+        pages = self._pages
         rows = rows_at(
             pages.manager.pool_address(),
             pages.manager.device_slots,
@@ -166,29 +169,7 @@ class LatentPast:
             self._like.dtype,
             pages.device,
         )
-        found = rows[:, : 2 * half][slots.clamp_min(0).long()]
-        found = torch.where(slots[..., None] < 0, 0, found)
-        batch, number = slots.shape
-        halves = found.view(batch, number, 2, self._page_size, -1)
-        return halves.permute(0, 1, 3, 2, 4).reshape(batch, 1, number * self._page_size, -1)
-
-    @property
-    def _half(self) -> int:
-        """Elements of a page's first half, and of its second."""
-        width = self._expansion.rank + self._expansion.rope
-        return self._page_size * -(-width // 2)
-
-    def _split(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents and rotated keys of tokens [begin, end) of the part that was shown last."""
-        rank, rope = self._expansion.rank, self._expansion.rope
-        latent, rotated, _ = self._vectors[:, :, begin:end].tensor_split((rank, rank + rope), -1)
-        # A product of other strides may round elsewhere, and these depend on the part.
-        return latent.contiguous(), rotated.contiguous()
-
-    def _as_keys(self, x: torch.Tensor) -> torch.Tensor:
-        missing = self._like.shape[-1] - x.shape[-1]
-        x = x.to(self._like.dtype)
-        return torch.nn.functional.pad(x, (0, missing)) if missing else x
+        return gathered(rows, slots, self._expansion, self._page_size)
 
     def _add(self, entries: torch.Tensor, d_vectors: torch.Tensor, page: int) -> None:
         """Add to the gradient pages of a group.
@@ -198,7 +179,7 @@ class LatentPast:
             d_vectors: [B, 1, n * P, w].
             page: of the call, the group's first.
         """
-        pages, half = self._pages, self._half
+        pages, half = self._pages, half_of(self._expansion, self._page_size)
         dtype = pages.layout.grad_dtype
         apart = pages.layout.grad_slots > 1  # each half has a slot, of two units
         slots, slot_bytes = pages.manager.device_slots, pages.layout.slot_bytes
@@ -234,7 +215,3 @@ def _pool_of(scratch: torch.Tensor, units: int) -> _C.PagePool:
         slot_bytes=scratch[0].numel() * scratch.element_size() // units,
         num_slots=units * scratch.shape[0],
     )
-
-
-def _gradient_of(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad

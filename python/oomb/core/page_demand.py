@@ -15,6 +15,7 @@ from oomb import _C
 from oomb.config import Config, PageRule, TopKPages
 from oomb.core.inputs import CallInputs
 from oomb.core.kept_outputs import Keeping, KeptOutputs
+from oomb.core.latent_groups import Expanded, pages_at_once
 from oomb.core.layout import Chunks, GradientReach, PagedLayers
 from oomb.core.page_lists import ListSizes, PageLists
 from oomb.core.tiers import PageLayout, wave_pages
@@ -96,6 +97,7 @@ class PageDemand:
         outputs: of attention that the fill keeps for the sweep; None: none.
         every_output: the fill runs all chunks to their end, though a sweep follows.
         border_bytes: of the host's memory that states at borders take.
+        ranks: that share the sequences.
     """
 
     chunks: Chunks
@@ -110,6 +112,7 @@ class PageDemand:
     outputs: KeptOutputs | None = None
     every_output: bool = False
     border_bytes: int = 0
+    ranks: int = 1
 
     @property
     def swept(self) -> Sequence[int]:
@@ -153,6 +156,24 @@ class PageDemand:
         smallest = min(chunks.page_size for chunks in self.layers.chunks)
         latent = any(shape.latent for shape in self.shapes)
         return wave_pages(torch.device(self.device_type), smallest, latent=latent)
+
+    @cached_property
+    def expanded(self) -> Expanded | None:
+        """What is expanded of the past where pages hold latents; None: none of them does."""
+        latents = [layer for layer, shape in enumerate(self.shapes) if shape.latent]
+        if not latents:
+            return None
+        widest = max(latents, key=lambda layer: self.shapes[layer].kv_heads)
+        shape, chunks = self.shapes[widest], self.layers.chunks[widest]
+        at_once = pages_at_once(self.batch, self.wave_pages, chunks.page_size)
+        past = chunks.first_page(self.filled)  # of the last chunk; in a tree no chunk has more
+        return Expanded(
+            heads=shape.kv_heads,
+            width=shape.head_dim,
+            page_size=chunks.page_size,
+            group=self.wave_pages,
+            at_once=min(at_once, past),
+        )
 
     @property
     def smallest_slots(self) -> int:
@@ -299,11 +320,12 @@ class Demand(PageDemand):
         border_bytes: int = 0,
         chained: bool = False,
         fills_all: bool = False,
+        ranks: int = 1,
     ) -> Demand:
         """
         Args:
             swept: chunks that receive gradient, ascending; None: evaluate.
-            every_output, lists, border_bytes, chained, fills_all: as of the class.
+            every_output, lists, border_bytes, chained, fills_all, ranks: as of the class.
         """
         num_keys = inputs.num_keys
         return Demand(
@@ -322,6 +344,7 @@ class Demand(PageDemand):
             border_bytes=border_bytes,
             chained=chained,
             fills_all=fills_all,
+            ranks=ranks,
         )
 
     @property

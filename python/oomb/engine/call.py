@@ -15,6 +15,7 @@ from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.call_pages import seed_of_call
 from oomb.core.inputs import CallInputs
+from oomb.core.latent_groups import Expanded
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss, TokenLoss
@@ -167,7 +168,7 @@ class Calls:
         self._shapes = shapes
         self._pools = pools
         self._grads = grads
-        self._recompute: dict[tuple[int, int], bool] = {}
+        self._recompute: dict[tuple[int, int, Expanded | None], bool] = {}
         # Of the last call: a plan cannot look, where weights are sharded.
         self._key_dtype = key_dtype(model) if weights.is_sharded else torch.float32
         self.measured: dict[tuple[int, int], tuple[float, float]] = {}
@@ -246,10 +247,6 @@ class Calls:
         model, grads = self._model, None if swept is None else self._grads
         weight_copies = WeightCopies(model)
         placement = self.placement
-        tokens = self._counted(config, inputs.tokens)
-        recompute = swept is not None and any(
-            placement.collect(lambda: self.recomputes(config, inputs.batch, tokens))
-        )
         handed = 0
         if swept is not None:
             chunks = inputs.chunks(config).number
@@ -265,6 +262,11 @@ class Calls:
             border_bytes=handed,
             chained=bool(model.mixers),
             fills_all=model.ends_in_mixer,
+            ranks=placement.ranks,
+        )
+        tokens = self._counted(config, inputs.tokens)
+        recompute = swept is not None and any(
+            placement.collect(lambda: self.recomputes(config, demand, tokens))
         )
         needs = needs_of(model, config, demand, tokens, recompute, self.weights, begun=True)
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
@@ -311,20 +313,20 @@ class Calls:
             alike=alike,
         )
 
-    def recomputes(self, config: Config, batch: int, tokens: int) -> bool:
+    def recomputes(self, config: Config, demand: PageDemand, tokens: int) -> bool:
         """Whether layers are recomputed in backward; ``"auto"`` is decided once for chunks of a
-        size.
+        size, and of a past's latents.
 
         Args:
             tokens: of a chunk, as of :func:`counted_tokens`.
         """
         if config.recompute != "auto":
             return recomputes(config, 0, 0)
-        if (batch, tokens) not in self._recompute:
-            kept = activation_bytes(self._model, config, batch, tokens, recompute=False)
-            too_much = recomputes(config, kept, free_memory(self._model.device))
-            self._recompute[batch, tokens] = too_much
-        return self._recompute[batch, tokens]
+        key = demand.batch, tokens, demand.expanded
+        if key not in self._recompute:
+            kept = activation_bytes(self._model, config, demand, tokens, recompute=False)
+            self._recompute[key] = recomputes(config, kept, free_memory(self._model.device))
+        return self._recompute[key]
 
     def plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
         """What a call on ``batch`` sequences of ``num_tokens`` tokens will take.
@@ -344,7 +346,6 @@ class Calls:
     def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
         chunks = self.planned_chunks(config, num_tokens)
         tokens = self._counted(config, chunks.tokens)
-        recompute = self.recomputes(config, batch, tokens)
         asks = not self.weights.is_sharded  # whose layers are not here
         layout = self.layout(config) if asks else self._layout_of(config, alike=False)
         demand = PageDemand(
@@ -357,7 +358,9 @@ class Calls:
             selection=rule_of(config),
             every_output=self._model.routers is not None,
             border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
+            ranks=self.placement.ranks,
         )
+        recompute = self.recomputes(config, demand, tokens)
         needs = needs_of(
             self._model, config, demand, tokens, recompute, self.weights, begun=False, exact=True
         )

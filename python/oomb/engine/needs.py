@@ -24,6 +24,7 @@ from oomb.trace.trace import Setting, Trace, Tracer
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
 _HIDDEN_KEPT, _INNER_KEPT = 10, 4
+_SCRATCH_TIMES = 2  # of the past's keys and values: beside them what makes them of latents
 _TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
 _PLENTY = 0.8  # of what pages may take: a call below it fits, whatever a trifle comes to
 _INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
@@ -102,15 +103,13 @@ def needs_of(
         own = own_parameters(model.layers)
         gradients -= spared_bytes(layer_bytes(own, config.main_grad_dtype))
     gradients += weights.to_come(begun=begun)
-    estimate = _estimated(model, demand.batch, tokens, recompute)
+    estimate = _estimated(model, demand, tokens, recompute)
     others = others_of(demand, estimate, gradients)
     free = free_memory(model.device)
     room = _PLENTY * (TIER_SHARE * free - others)
     is_trifle = estimate < _TRIFLE * free and config.device_memory is None
     if exact or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
-        others = others_of(
-            demand, counted(model, config, demand.batch, tokens, recompute), gradients
-        )
+        others = others_of(demand, counted(model, config, demand, tokens, recompute), gradients)
     return Needs(
         others=others,
         host_spare=spare_of(model.causal.parameters()) // weights.ranks,
@@ -124,7 +123,7 @@ def spare_of(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def activation_bytes(
-    model: CausalModel, config: Config, batch: int, tokens: int, recompute: bool
+    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: bool
 ) -> int:
     """What a chunk takes of torch's memory beside parameters and gradient sums.
 
@@ -133,31 +132,61 @@ def activation_bytes(
     Args:
         tokens: of the chunk, as of :func:`counted_tokens`.
     """
-    estimate = _estimated(model, batch, tokens, recompute)
+    estimate = _estimated(model, demand, tokens, recompute)
     if estimate < _TRIFLE * free_memory(model.device):
         return estimate
-    return counted(model, config, batch, tokens, recompute)
+    return counted(model, config, demand, tokens, recompute)
 
 
-def counted(model: CausalModel, config: Config, batch: int, tokens: int, recompute: bool) -> int:
+def counted(
+    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: bool
+) -> int:
     """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
+    batch = demand.batch
     if model.causal not in _tracers:
         try:
             _tracers[model.causal] = Tracer(
                 model.causal, model.device.type, model.is_fused, model.capability
             )
         except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
-            return _estimated(model, batch, tokens, recompute)
+            return _estimated(model, demand, tokens, recompute)
     try:
-        setting = Setting(tokens, batch, recompute, True, config.main_grad_dtype)
-        trace = _tracers[model.causal].trace(setting)
+        trace = _tracers[model.causal].trace(
+            setting_of(config, demand, tokens, recompute, waves=True, recurrent=bool(model.mixers))
+        )
     except (UnsupportedModelError, TypeError):  # its forward looks at values
-        return _estimated(model, batch, tokens, recompute)
+        return _estimated(model, demand, tokens, recompute)
     of_routers = 0 if model.routers is None else model.routers.kept_bytes(batch * tokens)
     return activations_of(trace) + of_routers
 
 
-def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> int:
+def setting_of(
+    config: Config,
+    demand: PageDemand,
+    tokens: int,
+    recompute: bool,
+    *,
+    waves: bool,
+    recurrent: bool,
+) -> Setting:
+    """How a chunk of a call is traced.
+
+    Args:
+        tokens, recurrent: as of :func:`oomb.engine.ranks.tokens_here`.
+        waves: as of :class:`Setting`.
+    """
+    return Setting(
+        tokens=tokens,
+        batch=demand.batch,
+        recompute=recompute,
+        waves=waves,
+        main_grad_dtype=config.main_grad_dtype,
+        expanded=demand.expanded,
+        ranks=1 if recurrent else demand.ranks,
+    )
+
+
+def _estimated(model: CausalModel, demand: PageDemand, tokens: int, recompute: bool) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
     inner = getattr(settings, "intermediate_size", 4 * hidden)
@@ -167,7 +196,10 @@ def _estimated(model: CausalModel, batch: int, tokens: int, recompute: bool) -> 
     per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
     layers = len(model.layers)
     kept = 2 * hidden * size * layers + per_token if recompute else per_token * layers
-    return batch * tokens * kept
+    scratch = 0
+    if demand.expanded is not None:
+        scratch = demand.expanded.scratch_bytes(demand.batch, size)
+    return demand.batch * tokens * kept + _SCRATCH_TIMES * scratch
 
 
 def gradient_bytes(

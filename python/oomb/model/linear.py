@@ -109,7 +109,7 @@ def _fits(module: nn.Linear, sums: WeightSums) -> bool:
 
 def runs_as_is(module: nn.Module) -> bool:
     """Whether weight and bias make a linear layer's outputs, and nobody watches or changes them."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+    if type(module) is not nn.Linear or not _is_plain(module.weight):
         return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     forward = vars(module).get("forward")
@@ -144,6 +144,13 @@ class DividedForward:
         if isinstance(whole, _SummedForward):
             return whole.of_rows(x, rows)
         return F.linear(x, self._module.weight[slice(*rows)], _bias(self._module, rows))
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether rows of a weight are rows of its product. One without memory says what it stands
+    for."""
+    plain: bool = getattr(weight, "is_plain", type(weight) is nn.Parameter)
+    return plain
 
 
 def _bias(module: nn.Linear, rows: Rows) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from oomb.engine.needs import (
     gradient_bytes,
     others_of,
     recomputes,
+    setting_of,
     spare_of,
 )
 from oomb.engine.ranks import shapes_here, tokens_here
@@ -36,7 +37,7 @@ from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
 from oomb.plan.sharded_weights import ShardedWeightsUse
 from oomb.trace.bare import bare_model
-from oomb.trace.trace import Setting, Trace, Tracer
+from oomb.trace.trace import Trace, Tracer
 
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
 MOST_SEQUENCES = 2**20  # of a call that is planned
@@ -237,15 +238,21 @@ class Planner:
             selection=rule_of(config),
             choices=choices or Choices(),
             border_bytes=border_bytes(self.tracer.state_bytes, batch_size, chunks.number),
+            ranks=self.machine.ranks,
         )
 
     # Parts ----------------------------------------------------------------------------------------
 
     def _trace(self, config: Config, call: PageCall, recompute: bool, waves: bool) -> Trace:
         tokens = self._here(min(call.chunks.chunk_size, call.chunks.tokens))
-        return self.tracer.trace(
-            Setting(tokens, call.batch, recompute, waves, config.main_grad_dtype)
-        )
+        return self._traced(config, call, tokens, recompute, waves)
+
+    def _traced(
+        self, config: Config, call: PageCall, tokens: int, recompute: bool, waves: bool
+    ) -> Trace:
+        recurrent = self.tracer.state_bytes > 0
+        setting = setting_of(config, call, tokens, recompute, waves=waves, recurrent=recurrent)
+        return self.tracer.trace(setting)
 
     def _here(self, tokens: int) -> int:
         recurrent = self.tracer.state_bytes > 0
@@ -259,8 +266,7 @@ class Planner:
     def _activations(self, config: Config, call: PageCall, recompute: bool) -> int:
         """Of a chunk, as the engine counts them."""
         tokens = self._here(counted_tokens(config, call.chunks.tokens))
-        setting = Setting(tokens, call.batch, recompute, True, config.main_grad_dtype)
-        return activations_of(self.tracer.trace(setting))
+        return activations_of(self._traced(config, call, tokens, recompute, waves=True))
 
     def _room(
         self,

@@ -156,7 +156,9 @@ def shapes_only(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     with mode:
         for parameter in model.parameters():
             fake = _empty_like(parameter)
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            bare_parameter = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            bare_parameter.is_plain = type(parameter) is nn.Parameter  # type: ignore[attr-defined]
+            memo[id(parameter)] = bare_parameter
         for buffer in model.buffers():
             memo[id(buffer)] = _empty_like(buffer)
     for parameter in model.parameters():

@@ -85,6 +85,15 @@ class Meter(TorchDispatchMode):
         finally:
             self.work = before + inside
 
+    @contextmanager
+    def memory_alone(self) -> Iterator[None]:
+        """Work inside is not counted."""
+        work, self.work = self.work, Work()
+        try:
+            yield
+        finally:
+            self.work = work
+
     def _keep(self, storage: torch.UntypedStorage, *, counted: bool) -> bool:
         """Follow a storage until it is freed; returns whether it is new."""
         key = storage._cdata

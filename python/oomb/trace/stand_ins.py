@@ -5,25 +5,26 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from oomb.core.attention import ChunkAttention
+from oomb.core.attention import ChunkAttention, like_tokens_first
 from oomb.core.border_states import FillComplete
 from oomb.core.chunk_run import ChunkRun
-from oomb.core.latent_past import SCRATCH_TOKENS
+from oomb.core.latent_groups import Expanded, expanded, gathered, half_of, propagated
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
 from oomb.core.rounded_sums import pieces_of
-from oomb.core.tiers import EXPANDED_TOGETHER
 from oomb.model.interface import AttentionCall
-from oomb.model.latent import latent_width
+from oomb.model.latent import Latent, latent_width
 from oomb.model.layer_shape import LayerShape, kernel_head_dim
+from oomb.parallel.group import Ranks
+from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
 from oomb.trace.meter import Meter
 
 
@@ -98,12 +99,35 @@ class TracedSums(MainGrads):
         self._meter.work.operations += 1
 
 
+class TracedRanks:
+    """The ranks of a sequence, as their first one sees them: messages come empty."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_to_all(
+        self, send: torch.Tensor, send_sizes: list[int], received_sizes: list[int]
+    ) -> torch.Tensor:
+        return send.new_empty(sum(received_sizes))
+
+    def border(self) -> None:
+        pass
+
+
+def traced_placement(ranks: int) -> Placement:
+    """Of a sequence that so many ranks share."""
+    return AllHere() if ranks == 1 else HeadsOverRanks(cast(Ranks, TracedRanks(ranks)))
+
+
 class TracedLoop(ChunkLoop):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, TracedAttention)
-        attention.see(self._model.layer_of(call.module), call)
-        carried = attention.carried(call)
+        layer = self._model.layer_of(call.module)
+        attention.see(layer, call)
+        carried = attention.carried(layer, call)
         result = super()._attend(call)
         del carried
         return result
@@ -112,7 +136,14 @@ class TracedLoop(ChunkLoop):
 class TracedAttention(ChunkAttention):
     """Takes what :class:`ChunkAttention` takes, and computes nothing."""
 
-    def __init__(self, last_filled: int, waves: bool, capability: int | None) -> None:
+    def __init__(
+        self,
+        last_filled: int,
+        waves: bool,
+        capability: int | None,
+        expanded: Expanded | None,
+        meter: Meter,
+    ) -> None:
         pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
         super().__init__(pages)  # type: ignore[arg-type]
         self._last_filled = last_filled
@@ -121,6 +152,7 @@ class TracedAttention(ChunkAttention):
         self.key_dtype = torch.float32
         self._in_waves = waves
         self._capability = capability
+        self._expanded, self._meter = expanded, meter
 
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -141,11 +173,25 @@ class TracedAttention(ChunkAttention):
         return None
 
     def holds_latents(self, layer: int) -> bool:
-        return self.shapes[layer].latent > 0
+        return self._expanded is not None and self.shapes[layer].latent > 0
 
-    def begin(self, run: ChunkRun, layer: int, *_: Any, **__: Any) -> None:
+    def vector(
+        self,
+        layer: int,
+        latent: Latent | None,
+        dtype: torch.dtype,
+        heads: tuple[int, int, int] | None = None,
+    ) -> torch.Tensor | None:
+        number = self.shapes[layer].kv_heads
+        if heads is None and self._expanded is not None and self._expanded.heads < number:
+            heads = 0, self._expanded.heads, number  # of one rank, which runs all tokens
+        return super().vector(layer, latent, dtype, heads)
+
+    def begin(self, run: ChunkRun, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> None:
         if run.ends_with == "pages" and layer == self._last_filled:
             raise FillComplete
+        if self.holds_latents(layer):
+            self._attend_in_scratch(layer, q)
 
     @property
     def numbered_shapes(self) -> list[LayerShape]:
@@ -156,14 +202,13 @@ class TracedAttention(ChunkAttention):
             s if s.source is None else replace(s, source=layers.index(s.source)) for s in shapes
         ]
 
-    def carried(self, call: AttentionCall) -> list[torch.Tensor]:
+    def carried(self, layer: int, call: AttentionCall) -> list[torch.Tensor]:
         """Softmax state between launches: accumulator, maximum, sum."""
-        if not self._in_waves and call.latent is None:
+        if not self._in_waves and not self.holds_latents(layer):
             return []
         state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         shapes = (call.q.shape, call.q.shape[:3], call.q.shape[:3])
-        held = [torch.empty(shape, dtype=state) for shape in shapes]
-        return held if call.latent is None else [*held, _scratch(call.k, call.k.dtype)]
+        return [torch.empty(shape, dtype=state) for shape in shapes]
 
     def backward(
         self,
@@ -176,17 +221,50 @@ class TracedAttention(ChunkAttention):
         lse: torch.Tensor,
         *others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         own, width = [torch.empty_like(lse)], others[-1]
         if self._in_waves or width:
             own.append(torch.empty(q.shape, dtype=lse.dtype))
-        if width:
-            own += [_scratch(k, k.dtype), _scratch(k, lse.dtype)]
-        d_vector = k.new_empty(k.shape[0], 1, k.shape[2], width) if width else None
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_vector
+        d_vector = self._d_vector(layer, k, lse.dtype, width) if width else None
+        return dq, dk, dv, d_vector
 
+    def _attend_in_scratch(self, layer: int, q: torch.Tensor) -> None:
+        """What the forward of a chunk holds at once beside its state."""
+        assert self._expanded is not None
+        o = like_tokens_first(q)
+        scratch = self._expanded.scratch(q.shape[0], q, q.dtype)
+        if self._expanded.at_once:
+            vectors = self._gathered(layer, q)
+            with self._meter.memory_alone():
+                expanded(self._expansions[layer], self._of_group(vectors), q.shape[-1])
+        del o, scratch
 
-def _scratch(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values of the past that are expanded at once, or their gradients."""
-    batch, heads, _, width = k.shape
-    tokens = max(SCRATCH_TOKENS, batch * EXPANDED_TOGETHER)
-    return torch.empty(2, heads, tokens, width, dtype=dtype)
+    def _d_vector(self, layer: int, k: torch.Tensor, wide: torch.dtype, width: int) -> torch.Tensor:
+        """Gradient of what pages hold of a chunk. On the way what its backward holds at once."""
+        known, (batch, _, tokens, _) = self._expanded, k.shape
+        assert known is not None
+        left = k.new_empty(2, batch, 1, tokens, width // 2)
+        scratch = known.scratch(batch, k, k.dtype)
+        d_scratch = known.scratch(batch, k, wide)
+        if known.at_once:
+            vectors = self._gathered(layer, k)
+            d_pages = d_scratch.unflatten(0, (batch, -1))[:, : known.group]
+            with self._meter.memory_alone():
+                propagated(self._expansions[layer], self._of_group(vectors), d_pages, 1.0)
+            del vectors
+        del scratch, d_scratch
+        return torch.cat(tuple(left), -1)
+
+    def _gathered(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """Vectors of the past for which there is scratch."""
+        known, expansion = self._expanded, self._expansions[layer]
+        assert known is not None
+        with self._meter.memory_alone():
+            rows = like.new_empty(1, 2 * half_of(expansion, known.page_size))
+            slots = torch.zeros(like.shape[0], known.at_once, dtype=torch.int32)
+            return gathered(rows, slots, expansion, known.page_size)
+
+    def _of_group(self, vectors: torch.Tensor) -> torch.Tensor:
+        known = self._expanded
+        assert known is not None
+        return vectors[:, :, : known.group * known.page_size]

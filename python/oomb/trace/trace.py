@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomb.core.copying import linear_flops
 from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
+from oomb.core.latent_groups import Expanded
 from oomb.core.layout import Chunks
 from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
@@ -34,7 +35,14 @@ from oomb.trace.fused import fused_on_shapes, rotate_on_shapes, wide_product_of_
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import recurrences_on_shapes
-from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
+from oomb.trace.stand_ins import (
+    TracedAttention,
+    TracedLoop,
+    TracedLoss,
+    TracedMeter,
+    TracedSums,
+    traced_placement,
+)
 
 _TRACED = 2  # chunks: the second sweep finds every gradient sum in place
 # What a forward raises that looks at values, or was made from a config that fits no model.
@@ -65,10 +73,12 @@ class Setting:
     """How a chunk runs.
 
     Attributes:
-        tokens: of the chunk, per sequence; ``batch`` sequences.
+        tokens: that are run of the chunk, per sequence; ``batch`` sequences.
         recompute: layers are recomputed in backward.
         waves: attention runs in several launches and carries its state between them.
         main_grad_dtype: as in :class:`oomb.Config`.
+        expanded: of the past, where pages hold latents; None: they hold keys and values.
+        ranks: that run as many tokens each, and exchange them for heads.
     """
 
     tokens: int
@@ -76,6 +86,8 @@ class Setting:
     recompute: bool
     waves: bool
     main_grad_dtype: str = "float32"
+    expanded: Expanded | None = None
+    ranks: int = 1
 
 
 class Tracer:
@@ -206,12 +218,16 @@ class Tracer:
         if self._device_type == "cuda":
             causal._wide_product = wide_product_of_shapes
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
-        tokens = _TRACED * setting.tokens
+        of_chunk = setting.tokens * setting.ranks
+        chunks = Chunks(_TRACED * of_chunk, of_chunk, of_chunk)
+        placement = traced_placement(setting.ranks)
         with entered(self._mode):
-            inputs = _fake_inputs(setting.batch, tokens)
+            inputs = _fake_inputs(setting.batch, chunks.tokens)
             total = torch.zeros((), dtype=torch.float64)
-        attention = TracedAttention(self._last_filled(causal), setting.waves, self._capability)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
+        attention = TracedAttention(
+            self._last_filled(causal), setting.waves, self._capability, setting.expanded, meter
+        )
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         loss = TracedLoss(
             head=causal.head,
@@ -220,8 +236,8 @@ class Tracer:
             total=total,
             logprobs=None,
             counted={
-                chunk * setting.tokens: setting.batch * setting.tokens * causal.head.gives_logits
-                for chunk in range(_TRACED)
+                begin: setting.batch * (end - begin) * causal.head.gives_logits
+                for begin, end in (placement.slices(*span).own for span in chunks.spans)
             },
             weight=self._plain_weight(causal),
             sums=grads,
@@ -230,13 +246,14 @@ class Tracer:
         loop = TracedLoop(
             causal,
             inputs,
-            Chunks(tokens, setting.tokens, setting.tokens),
+            chunks,
             attention,
             LayerRunner(recompute=setting.recompute, seed=None),
             loss,
             "model",
             None,
             grads,
+            placement=placement,
         )
         with entered(
             torch.random.fork_rng(devices=[]),

@@ -63,7 +63,7 @@ def test_many_pages_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for two pages of two sequences, so that every wave is parted."""
     model, expected = make_latent("minicpm3"), None
     for scratch in (2048, 40):
-        monkeypatch.setattr("oomb.core.latent_past.SCRATCH_TOKENS", scratch)
+        monkeypatch.setattr("oomb.core.latent_groups.SCRATCH_TOKENS", scratch)
         found = chunked(model, config(chunk_size=32), IDS, IDS)
         if expected is not None:
             assert_identical(found, expected)

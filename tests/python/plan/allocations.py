@@ -25,6 +25,7 @@ def peak_allocated(call: Callable[[], object]) -> int:
     live = peak = 0
     for _, address, size in sorted(blocks):
         if size > 0:
+            live -= sizes.pop(address, 0)  # a thread of another library has freed it
             sizes[address] = size
             live += size
         else:
