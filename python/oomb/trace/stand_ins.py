@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import FillComplete
@@ -48,15 +47,14 @@ class TracedLoss(ChunkLoss):
 class TracedMeter(Meter):
     """Sees to it that nothing with values is trained: its gradients would be without."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        for tensor in tree_leaves((args, kwargs)):
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+    def _given(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        given = super()._given(args, kwargs)
+        for tensor in given:
+            if isinstance(tensor, FakeTensor):
                 continue
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
                 raise RuntimeError("a forward runs parameters that its module does not lead to")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return given
 
 
 class TracedSums(MainGrads):
@@ -66,6 +64,26 @@ class TracedSums(MainGrads):
         super().__init__(main_grad_dtype)
         self._device_type = device_type
         self._meter = meter
+        self._reached: set[nn.Parameter] = set()
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """A sum of every parameter, as an earlier chunk left it."""
+        for parameter in parameters:
+            super()._sum_of(parameter)
+
+    def of(self, parameters: list[nn.Parameter], *, reached: bool) -> list[torch.Tensor]:
+        """Sums of those that a chunk reached since :meth:`begin`, or of the others."""
+        chosen = [p for p in parameters if (p in self._reached) is reached]
+        return [self._sums[p] for p in chosen if p in self._sums]
+
+    def _collect(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self._reached.add(parameter)
+        super()._collect(parameter)
+
+    def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._reached.add(parameter)
+        return super()._sum_of(parameter)
 
     def takes(self, weight: torch.Tensor) -> bool:
         known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -99,6 +117,15 @@ class TracedSums(MainGrads):
 
 
 class TracedLoop(ChunkLoop):
+    """Notes what is held when the backward of a chunk begins."""
+
+    meter: Meter
+    kept_bytes = 0
+
+    def _propagate(self, hidden: torch.Tensor, grad: torch.Tensor) -> None:
+        self.kept_bytes = self.meter.live_bytes
+        super()._propagate(hidden, grad)
+
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, TracedAttention)

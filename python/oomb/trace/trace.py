@@ -36,7 +36,7 @@ from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import recurrences_on_shapes
 from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
 
-_TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+_TRACED = 2  # chunks: the first one is traced, and there is one behind it
 # What a forward raises that looks at values, or was made from a config that fits no model.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
@@ -79,7 +79,7 @@ class Setting:
 
 
 class Tracer:
-    """Traces chunks of one model; every setting once.
+    """Traces chunks of one model; every setting once, with autocast and without.
 
     Args:
         model: with or without weights; it is not touched.
@@ -118,7 +118,7 @@ class Tracer:
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
         self._fused, self._capability = fused, capability
-        self._traces: dict[Setting, Trace] = {}
+        self._traces: dict[tuple[Setting, bool, torch.dtype], Trace] = {}
         causal = CausalModel(self._bare)
         with suppress(AttributeError, ValueError):  # most models have no experts
             causal.causal.set_experts_implementation("grouped_mm")  # others look at values
@@ -160,14 +160,24 @@ class Tracer:
 
     def trace(self, setting: Setting) -> Trace:
         """The full model's chunk; of many like layers a few are run."""
-        if setting not in self._traces:
-            if self._samples is None:
+        key = setting, *_autocast_state(self._device_type)
+        if key not in self._traces:
+            trace = self._sampled(setting)
+            if trace is None:
                 trace = self._run(CausalModel(self._bare), setting)[0]
-            else:
-                few, more = (self._run(self._shortened(k), setting)[0] for k in self._samples)
-                trace = _extended(few, more, *self._samples, self._num_layers)
-            self._traces[setting] = trace
-        return self._traces[setting]
+            self._traces[key] = trace
+        return self._traces[key]
+
+    def _sampled(self, setting: Setting) -> Trace | None:
+        """From a few of the layers; None where they do not tell what all take."""
+        if self._samples is None:
+            return None
+        runs = [self._run(self._shortened(k), setting) for k in self._samples]
+        (few, _, kept), (more, _, kept_more) = runs
+        # Else the peak is at layers in front of those that are left out, and may not stay there.
+        if more.sweep_peak_bytes - few.sweep_peak_bytes < kept_more - kept:
+            return None
+        return _extended(few, more, *self._samples, self._num_layers)
 
     def _last_filled(self, causal: CausalModel) -> int:
         """Layer where a fill ends: those behind it read keys and values of earlier ones."""
@@ -198,7 +208,8 @@ class Tracer:
 
     def _run(
         self, causal: CausalModel, setting: Setting, sweeps: bool = True
-    ) -> tuple[Trace, TracedAttention]:
+    ) -> tuple[Trace, TracedAttention, int]:
+        """The chunk, its attention, and bytes that are kept when its backward begins."""
         causal.capability = self._capability
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
@@ -236,6 +247,7 @@ class Tracer:
             None,
             grads,
         )
+        loop.meter = meter
         with entered(
             torch.random.fork_rng(devices=[]),
             experts_of_any_dtype(),
@@ -251,7 +263,7 @@ class Tracer:
                     loop.fill(1)
                 fill_peak = meter.peak_bytes
                 if sweeps:
-                    loop.sweep([1], 1.0)
+                    grads.begin(parameters)
                     with meter.stretch() as sweep:
                         loop.sweep([0], 1.0)
             except UnsupportedModelError:  # cannot be run either
@@ -260,15 +272,15 @@ class Tracer:
                 raise UnsupportedModelError(
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
                 ) from error
-            sums = [s for s in map(grads.get, parameters) if s is not None]
+            sums, unreached = (grads.of(parameters, reached=r) for r in (True, False))
             trace = Trace(
                 fill_peak_bytes=fill_peak,
-                sweep_peak_bytes=meter.peak_bytes,
+                sweep_peak_bytes=meter.peak_bytes - _bytes(unreached),
                 sum_bytes=_bytes(sums),
                 fill=fill,
                 sweep=sweep,
             )
-        return trace, attention
+        return trace, attention, loop.kept_bytes
 
 
 def _with_blocks(
@@ -310,7 +322,8 @@ def _layer_list(decoder: nn.Module) -> str:
 
 
 def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
-    """Numbers of layers to run where layers are alike, or a few kinds take turns; None: all."""
+    """Numbers of layers to run where layers are alike, all or behind a few, or a few kinds take
+    turns; None: all."""
     kinds = [
         (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
         for layer in causal.layers
@@ -321,7 +334,11 @@ def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
     turns = range(2, layers // 3 + 1)
     found = (n for n in turns if layers % n == 0 and kinds == kinds[:n] * (layers // n))
     period = next(found, None)
-    return None if period is None else (period, 2 * period)
+    if period is not None:
+        return period, 2 * period
+    first = max(i for i, kind in enumerate(kinds) if kind != kinds[-1]) + 1  # of those alike
+    few, more = first + 3, first + 4
+    return (few, more) if few + more < layers else None
 
 
 def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:
@@ -366,5 +383,9 @@ def _fake_inputs(batch: int, tokens: int) -> CallInputs:
 
 def _autocast_of_device(device_type: str) -> torch.autocast:
     """The caller's autocast state, on the tensors that stand for the device's."""
-    enabled = torch.is_autocast_enabled(device_type)
-    return torch.autocast("cpu", torch.get_autocast_dtype(device_type), enabled=enabled)
+    enabled, dtype = _autocast_state(device_type)
+    return torch.autocast("cpu", dtype, enabled=enabled)
+
+
+def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
