@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oomb
-from oomb.engine.needs import _tracers
+from oomb.engine import tracers
 from oomb.plan.machine import Machine
 from oomb.plan.planner import Planner
 
@@ -87,7 +87,7 @@ def test_scratch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("oomb.trace.stand_ins.SCRATCH_TOKENS", tokens)
         with oomb.Engine(model, config(keep_outputs="none")) as engine:
             taken.append(engine.plan(65).device_bytes)
-        _tracers.clear()
+        tracers.forget()
     assert taken[1] - taken[0] == 2**16 * 4 * 12 * 2 * (4 + 4)  # heads, head dim, K and V
 
 
