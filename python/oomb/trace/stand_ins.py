@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from oomb.core.latent_past import SCRATCH_TOKENS
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
+from oomb.core.recompute import LayerRunner
 from oomb.core.rounded_sums import pieces_of
 from oomb.core.tiers import EXPANDED_TOGETHER
 from oomb.model.interface import AttentionCall
@@ -116,16 +118,34 @@ class TracedSums(MainGrads):
         self._meter.work.operations += 1
 
 
+class TracedRunner(LayerRunner):
+    """Notes the peak until the backward of a layer is done; the meter's begins anew there.
+
+    Attributes:
+        peak_bytes: that peak; 0 where nothing is propagated past the layer.
+    """
+
+    def __init__(self, recompute: bool, meter: Meter, border: int) -> None:
+        super().__init__(recompute=recompute, seed=None)
+        self._meter, self._border = meter, border
+        self.peak_bytes = 0
+
+    def __call__(
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        if layer == self._border and args and args[0].requires_grad:
+            args[0].register_hook(self._note)
+        return super().__call__(layer, forward, args, keywords)
+
+    def _note(self, _: torch.Tensor) -> None:
+        self.peak_bytes, self._meter.peak_bytes = self._meter.peak_bytes, self._meter.live_bytes
+
+
 class TracedLoop(ChunkLoop):
-    """Notes what is held when the backward of a chunk begins."""
-
-    meter: Meter
-    kept_bytes = 0
-
-    def _propagate(self, hidden: torch.Tensor, grad: torch.Tensor) -> None:
-        self.kept_bytes = self.meter.live_bytes
-        super()._propagate(hidden, grad)
-
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, TracedAttention)

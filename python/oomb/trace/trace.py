@@ -19,7 +19,6 @@ from oomb.core.copying import linear_flops
 from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
 from oomb.core.layout import Chunks
-from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.model.host_weights import block_bytes, movable_weights
@@ -34,7 +33,14 @@ from oomb.trace.fused import fused_on_shapes, rotate_on_shapes
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import recurrences_on_shapes
-from oomb.trace.stand_ins import TracedAttention, TracedLoop, TracedLoss, TracedMeter, TracedSums
+from oomb.trace.stand_ins import (
+    TracedAttention,
+    TracedLoop,
+    TracedLoss,
+    TracedMeter,
+    TracedRunner,
+    TracedSums,
+)
 
 _TRACED = 2  # chunks: the first one is traced, and there is one behind it
 # What a forward raises that looks at values, or was made from a config that fits no model.
@@ -162,22 +168,24 @@ class Tracer:
         """The full model's chunk; of many like layers a few are run."""
         key = setting, *_autocast_state(self._device_type)
         if key not in self._traces:
-            trace = self._sampled(setting)
-            if trace is None:
+            if self._samples is None:
                 trace = self._run(CausalModel(self._bare), setting)[0]
+            else:
+                trace = self._sampled(*self._samples, setting)
             self._traces[key] = trace
         return self._traces[key]
 
-    def _sampled(self, setting: Setting) -> Trace | None:
-        """From a few of the layers; None where they do not tell what all take."""
-        if self._samples is None:
-            return None
-        runs = [self._run(self._shortened(k), setting) for k in self._samples]
-        (few, _, kept), (more, _, kept_more) = runs
-        # Else the peak is at layers in front of those that are left out, and may not stay there.
-        if more.sweep_peak_bytes - few.sweep_peak_bytes < kept_more - kept:
-            return None
-        return _extended(few, more, *self._samples, self._num_layers)
+    def _sampled(self, few: int, more: int, setting: Setting) -> Trace:
+        """From runs of the first layers alone.
+
+        The last of them run where all others have kept what they keep: that peak grows with the
+        number of layers. What comes behind, to the embedding's gradient, has sums alone to grow by.
+        """
+        own, steps = more - few, (self._num_layers - more) / (more - few)
+        a, b = (self._run(self._shortened(k), setting, border=k - own) for k in (few, more))
+        sums = _grown(a[0].sum_bytes, b[0].sum_bytes, steps) - b[0].sum_bytes
+        peak = max(_grown(a[2][0], b[2][0], steps), b[2][1] + sums)
+        return replace(_extended(a[0], b[0], steps), sweep_peak_bytes=peak)
 
     def _last_filled(self, causal: CausalModel) -> int:
         """Layer where a fill ends: those behind it read keys and values of earlier ones."""
@@ -207,9 +215,9 @@ class Tracer:
         return CausalModel(short)
 
     def _run(
-        self, causal: CausalModel, setting: Setting, sweeps: bool = True
-    ) -> tuple[Trace, TracedAttention, int]:
-        """The chunk, its attention, and bytes that are kept when its backward begins."""
+        self, causal: CausalModel, setting: Setting, sweeps: bool = True, border: int = -1
+    ) -> tuple[Trace, TracedAttention, tuple[int, int]]:
+        """The chunk, its attention, and the sweep's peaks until layer ``border`` is done and on."""
         causal.capability = self._capability
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
@@ -222,6 +230,7 @@ class Tracer:
         attention = TracedAttention(self._last_filled(causal), setting.waves, self._capability)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
+        runner = TracedRunner(setting.recompute, meter, border)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
@@ -241,13 +250,12 @@ class Tracer:
             inputs,
             Chunks(tokens, setting.tokens, setting.tokens),
             attention,
-            LayerRunner(recompute=setting.recompute, seed=None),
+            runner,
             loss,
             "model",
             None,
             grads,
         )
-        loop.meter = meter
         with entered(
             torch.random.fork_rng(devices=[]),
             experts_of_any_dtype(),
@@ -273,14 +281,16 @@ class Tracer:
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
                 ) from error
             sums, unreached = (grads.of(parameters, reached=r) for r in (True, False))
+            last = meter.peak_bytes - _bytes(unreached)
+            peaks = runner.peak_bytes - _bytes(unreached) if runner.peak_bytes else last, last
             trace = Trace(
                 fill_peak_bytes=fill_peak,
-                sweep_peak_bytes=meter.peak_bytes - _bytes(unreached),
+                sweep_peak_bytes=max(peaks),
                 sum_bytes=_bytes(sums),
                 fill=fill,
                 sweep=sweep,
             )
-        return trace, attention, loop.kept_bytes
+        return trace, attention, peaks
 
 
 def _with_blocks(
@@ -322,8 +332,7 @@ def _layer_list(decoder: nn.Module) -> str:
 
 
 def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
-    """Numbers of layers to run where layers are alike, all or behind a few, or a few kinds take
-    turns; None: all."""
+    """How many layers to run where all, or all but the first, are alike or take turns; or None."""
     kinds = [
         (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
         for layer in causal.layers
@@ -337,24 +346,24 @@ def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
     if period is not None:
         return period, 2 * period
     first = max(i for i, kind in enumerate(kinds) if kind != kinds[-1]) + 1  # of those alike
-    few, more = first + 3, first + 4
-    return (few, more) if few + more < layers else None
+    return (first + 3, first + 4) if 2 * first + 7 < layers else None
 
 
-def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:
-    """The trace of ``layers`` layers: each layer adds the same."""
-    steps = (layers - more_layers) / (more_layers - few_layers)
+def _grown(a: float, b: float, steps: float) -> int:
+    return round(b + steps * (b - a))
 
-    def grown(a: float, b: float) -> int:
-        return round(b + steps * (b - a))
+
+def _extended(few: Trace, more: Trace, steps: float) -> Trace:
+    """The trace where ``steps`` times as many layers come as ``more`` has beyond ``few``."""
 
     def work(a: Work, b: Work) -> Work:
-        return Work(*(grown(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
+        pairs = zip(vars(a).values(), vars(b).values(), strict=True)
+        return Work(*(_grown(x, y, steps) for x, y in pairs))
 
     return Trace(
-        fill_peak_bytes=grown(few.fill_peak_bytes, more.fill_peak_bytes),
-        sweep_peak_bytes=grown(few.sweep_peak_bytes, more.sweep_peak_bytes),
-        sum_bytes=grown(few.sum_bytes, more.sum_bytes),
+        fill_peak_bytes=_grown(few.fill_peak_bytes, more.fill_peak_bytes, steps),
+        sweep_peak_bytes=_grown(few.sweep_peak_bytes, more.sweep_peak_bytes, steps),
+        sum_bytes=_grown(few.sum_bytes, more.sum_bytes, steps),
         fill=work(few.fill, more.fill),
         sweep=work(few.sweep, more.sweep),
     )

@@ -134,13 +134,24 @@ def latent(**settings: Any) -> Any:
 
 @pytest.mark.parametrize("inner", [48, 16384])
 def test_layers_behind_another_kind_are_extrapolated(inner: int) -> None:
-    """Not where the peak is at that kind: what more layers keep may take it elsewhere."""
+    """Also where the peak is at that kind."""
     model = latent(intermediate_size=inner)
     whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
     whole._samples = None
     assert some._samples == (4, 5)
-    setting = Setting(64, 1, True, True)
-    assert (some._sampled(setting) is None) is (inner == 16384)
+    found, true = (dict(vars(t.trace(Setting(64, 1, True, True)))) for t in (some, whole))
+    peak = true.pop("sweep_peak_bytes")
+    assert found.pop("sweep_peak_bytes") == pytest.approx(peak, rel=1e-5)
+    assert found == true
+
+
+@pytest.mark.parametrize("layers", [9, 40])
+def test_a_peak_that_more_layers_move_is_extrapolated(layers: int) -> None:
+    """Of a few it is at the embedding's gradient, of many at the last layer."""
+    model = make("llama", torch.bfloat16, num_hidden_layers=layers, vocab_size=8192)
+    whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
+    whole._samples = None
+    setting = Setting(32, 1, False, False, "bfloat16")
     assert vars(some.trace(setting)) == vars(whole.trace(setting))
 
 
