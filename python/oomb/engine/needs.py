@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,10 +15,11 @@ from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs
 from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import TIER_SHARE, free_memory
+from oomb.engine.tracers import tracer_of
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.parallel.weights import Weights
-from oomb.trace.trace import Setting, Trace, Tracer
+from oomb.trace.trace import Setting, Trace
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
@@ -33,8 +33,6 @@ _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may stil
 _ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
 
 _WHOLE = Weights()
-
-_tracers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def counted_tokens(config: Config, tokens: int) -> int:
@@ -142,21 +140,17 @@ def counted(
     model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: bool
 ) -> int:
     """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
-    batch = demand.batch
-    if model.causal not in _tracers:
-        try:
-            _tracers[model.causal] = Tracer(
-                model.causal, model.device.type, model.is_fused, model.capability
-            )
-        except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
-            return _estimated(model, demand, tokens, recompute)
     try:
-        trace = _tracers[model.causal].trace(
+        tracer = tracer_of(model)
+    except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
+        return _estimated(model, demand, tokens, recompute)
+    try:
+        trace = tracer.trace(
             setting_of(config, demand, tokens, recompute, waves=True, recurrent=bool(model.mixers))
         )
     except (UnsupportedModelError, TypeError):  # its forward looks at values
         return _estimated(model, demand, tokens, recompute)
-    of_routers = 0 if model.routers is None else model.routers.kept_bytes(batch * tokens)
+    of_routers = 0 if model.routers is None else model.routers.kept_bytes(demand.batch * tokens)
     return activations_of(trace) + of_routers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from oomb.core.attention import ChunkAttention, like_tokens_first
 from oomb.core.border_states import FillComplete
@@ -19,6 +19,7 @@ from oomb.core.latent_groups import Expanded, expanded, gathered, half_of, propa
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
+from oomb.core.recompute import LayerRunner
 from oomb.core.rounded_sums import pieces_of
 from oomb.model.interface import AttentionCall
 from oomb.model.latent import Latent, latent_width
@@ -49,15 +50,14 @@ class TracedLoss(ChunkLoss):
 class TracedMeter(Meter):
     """Sees to it that nothing with values is trained: its gradients would be without."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        for tensor in tree_leaves((args, kwargs)):
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+    def _given(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        given = super()._given(args, kwargs)
+        for tensor in given:
+            if isinstance(tensor, FakeTensor):
                 continue
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
                 raise RuntimeError("a forward runs parameters that its module does not lead to")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return given
 
 
 class TracedSums(MainGrads):
@@ -67,6 +67,26 @@ class TracedSums(MainGrads):
         super().__init__(main_grad_dtype)
         self._device_type = device_type
         self._meter = meter
+        self._reached: set[nn.Parameter] = set()
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """A sum of every parameter, as an earlier chunk left it."""
+        for parameter in parameters:
+            super()._sum_of(parameter)
+
+    def of(self, parameters: list[nn.Parameter], *, reached: bool) -> list[torch.Tensor]:
+        """Sums of those that a chunk reached since :meth:`begin`, or of the others."""
+        chosen = [p for p in parameters if (p in self._reached) is reached]
+        return [self._sums[p] for p in chosen if p in self._sums]
+
+    def _collect(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self._reached.add(parameter)
+        super()._collect(parameter)
+
+    def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._reached.add(parameter)
+        return super()._sum_of(parameter)
 
     def takes(self, weight: torch.Tensor) -> bool:
         known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -119,6 +139,33 @@ class TracedRanks:
 def traced_placement(ranks: int) -> Placement:
     """Of a sequence that so many ranks share."""
     return AllHere() if ranks == 1 else HeadsOverRanks(cast(Ranks, TracedRanks(ranks)))
+
+
+class TracedRunner(LayerRunner):
+    """Notes the peak until the backward of a layer is done; the meter's begins anew there.
+
+    Attributes:
+        peak_bytes: that peak; 0 where nothing is propagated past the layer.
+    """
+
+    def __init__(self, recompute: bool, meter: Meter, border: int) -> None:
+        super().__init__(recompute=recompute, seed=None)
+        self._meter, self._border = meter, border
+        self.peak_bytes = 0
+
+    def __call__(
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        if layer == self._border and args and args[0].requires_grad:
+            args[0].register_hook(self._note)
+        return super().__call__(layer, forward, args, keywords)
+
+    def _note(self, _: torch.Tensor) -> None:
+        self.peak_bytes, self._meter.peak_bytes = self._meter.peak_bytes, self._meter.live_bytes
 
 
 class TracedLoop(ChunkLoop):

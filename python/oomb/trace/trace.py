@@ -20,7 +20,6 @@ from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
 from oomb.core.latent_groups import Expanded
 from oomb.core.layout import Chunks
-from oomb.core.recompute import LayerRunner
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.model.host_weights import block_bytes, movable_weights
@@ -35,16 +34,18 @@ from oomb.trace.fused import fused_on_shapes, rotate_on_shapes, wide_product_of_
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import recurrences_on_shapes
+from oomb.trace.samples import sample_sizes
 from oomb.trace.stand_ins import (
     TracedAttention,
     TracedLoop,
     TracedLoss,
     TracedMeter,
+    TracedRunner,
     TracedSums,
     traced_placement,
 )
 
-_TRACED = 2  # chunks: the second sweep finds every gradient sum in place
+_TRACED = 2  # chunks: the first one is traced, and there is one behind it
 # What a forward raises that looks at values, or was made from a config that fits no model.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 8.0}  # matrix products beside memory, about
@@ -91,7 +92,7 @@ class Setting:
 
 
 class Tracer:
-    """Traces chunks of one model; every setting once.
+    """Traces chunks of one model; every setting once, with autocast and without.
 
     Args:
         model: with or without weights; it is not touched.
@@ -130,7 +131,7 @@ class Tracer:
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
         self._fused, self._capability = fused, capability
-        self._traces: dict[Setting, Trace] = {}
+        self._traces: dict[tuple[Setting, bool, torch.dtype], Trace] = {}
         causal = CausalModel(self._bare)
         with suppress(AttributeError, ValueError):  # most models have no experts
             causal.causal.set_experts_implementation("grouped_mm")  # others look at values
@@ -160,7 +161,7 @@ class Tracer:
         self._num_layers = len(causal.layers)
         self.key_dtype = seen.key_dtype
         self.state_bytes = self._states(causal)
-        self._samples = _sample_sizes(causal)
+        self._samples = sample_sizes(causal)
 
     def _states(self, causal: CausalModel) -> int:
         """What one sequence hands over a border beside keys and values."""
@@ -172,14 +173,26 @@ class Tracer:
 
     def trace(self, setting: Setting) -> Trace:
         """The full model's chunk; of many like layers a few are run."""
-        if setting not in self._traces:
+        key = setting, *_autocast_state(self._device_type)
+        if key not in self._traces:
             if self._samples is None:
                 trace = self._run(CausalModel(self._bare), setting)[0]
             else:
-                few, more = (self._run(self._shortened(k), setting)[0] for k in self._samples)
-                trace = _extended(few, more, *self._samples, self._num_layers)
-            self._traces[setting] = trace
-        return self._traces[setting]
+                trace = self._sampled(*self._samples, setting)
+            self._traces[key] = trace
+        return self._traces[key]
+
+    def _sampled(self, few: int, more: int, setting: Setting) -> Trace:
+        """From runs of the first layers alone.
+
+        The last of them run where all others have kept what they keep: that peak grows with the
+        number of layers. What comes behind, to the embedding's gradient, has sums alone to grow by.
+        """
+        own, steps = more - few, (self._num_layers - more) / (more - few)
+        a, b = (self._run(self._shortened(k), setting, border=k - own) for k in (few, more))
+        sums = _grown(a[0].sum_bytes, b[0].sum_bytes, steps) - b[0].sum_bytes
+        peak = max(_grown(a[2][0], b[2][0], steps), b[2][1] + sums)
+        return replace(_extended(a[0], b[0], steps), sweep_peak_bytes=peak)
 
     def _last_filled(self, causal: CausalModel) -> int:
         """Layer where a fill ends: those behind it read keys and values of earlier ones."""
@@ -209,8 +222,9 @@ class Tracer:
         return CausalModel(short)
 
     def _run(
-        self, causal: CausalModel, setting: Setting, sweeps: bool = True
-    ) -> tuple[Trace, TracedAttention]:
+        self, causal: CausalModel, setting: Setting, sweeps: bool = True, border: int = -1
+    ) -> tuple[Trace, TracedAttention, tuple[int, int]]:
+        """The chunk, its attention, and the sweep's peaks until layer ``border`` is done and on."""
         causal.capability = self._capability
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
@@ -229,6 +243,7 @@ class Tracer:
             self._last_filled(causal), setting.waves, self._capability, setting.expanded, meter
         )
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
+        runner = TracedRunner(setting.recompute, meter, border)
         loss = TracedLoss(
             head=causal.head,
             inputs=inputs,
@@ -248,7 +263,7 @@ class Tracer:
             inputs,
             chunks,
             attention,
-            LayerRunner(recompute=setting.recompute, seed=None),
+            runner,
             loss,
             "model",
             None,
@@ -270,7 +285,7 @@ class Tracer:
                     loop.fill(1)
                 fill_peak = meter.peak_bytes
                 if sweeps:
-                    loop.sweep([1], 1.0)
+                    grads.begin(parameters)
                     with meter.stretch() as sweep:
                         loop.sweep([0], 1.0)
             except UnsupportedModelError:  # cannot be run either
@@ -279,15 +294,17 @@ class Tracer:
                 raise UnsupportedModelError(
                     f"{type(causal.causal).__name__}: cannot be planned without running it: {error}"
                 ) from error
-            sums = [s for s in map(grads.get, parameters) if s is not None]
+            sums, unreached = (grads.of(parameters, reached=r) for r in (True, False))
+            last = meter.peak_bytes - _bytes(unreached)
+            peaks = runner.peak_bytes - _bytes(unreached) if runner.peak_bytes else last, last
             trace = Trace(
                 fill_peak_bytes=fill_peak,
-                sweep_peak_bytes=meter.peak_bytes,
+                sweep_peak_bytes=max(peaks),
                 sum_bytes=_bytes(sums),
                 fill=fill,
                 sweep=sweep,
             )
-        return trace, attention
+        return trace, attention, peaks
 
 
 def _with_blocks(
@@ -328,35 +345,21 @@ def _layer_list(decoder: nn.Module) -> str:
     )
 
 
-def _sample_sizes(causal: CausalModel) -> tuple[int, int] | None:
-    """Numbers of layers to run where layers are alike, or a few kinds take turns; None: all."""
-    kinds = [
-        (type(layer), tuple((n, p.shape, p.requires_grad) for n, p in layer.named_parameters()))
-        for layer in causal.layers
-    ]
-    layers = len(kinds)
-    if len(set(kinds)) == 1:
-        return (3, 4) if layers > 6 else None
-    turns = range(2, layers // 3 + 1)
-    found = (n for n in turns if layers % n == 0 and kinds == kinds[:n] * (layers // n))
-    period = next(found, None)
-    return None if period is None else (period, 2 * period)
+def _grown(a: float, b: float, steps: float) -> int:
+    return round(b + steps * (b - a))
 
 
-def _extended(few: Trace, more: Trace, few_layers: int, more_layers: int, layers: int) -> Trace:
-    """The trace of ``layers`` layers: each layer adds the same."""
-    steps = (layers - more_layers) / (more_layers - few_layers)
-
-    def grown(a: float, b: float) -> int:
-        return round(b + steps * (b - a))
+def _extended(few: Trace, more: Trace, steps: float) -> Trace:
+    """The trace where ``steps`` times as many layers come as ``more`` has beyond ``few``."""
 
     def work(a: Work, b: Work) -> Work:
-        return Work(*(grown(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
+        pairs = zip(vars(a).values(), vars(b).values(), strict=True)
+        return Work(*(_grown(x, y, steps) for x, y in pairs))
 
     return Trace(
-        fill_peak_bytes=grown(few.fill_peak_bytes, more.fill_peak_bytes),
-        sweep_peak_bytes=grown(few.sweep_peak_bytes, more.sweep_peak_bytes),
-        sum_bytes=grown(few.sum_bytes, more.sum_bytes),
+        fill_peak_bytes=_grown(few.fill_peak_bytes, more.fill_peak_bytes, steps),
+        sweep_peak_bytes=_grown(few.sweep_peak_bytes, more.sweep_peak_bytes, steps),
+        sum_bytes=_grown(few.sum_bytes, more.sum_bytes, steps),
         fill=work(few.fill, more.fill),
         sweep=work(few.sweep, more.sweep),
     )
@@ -385,5 +388,9 @@ def _fake_inputs(batch: int, tokens: int) -> CallInputs:
 
 def _autocast_of_device(device_type: str) -> torch.autocast:
     """The caller's autocast state, on the tensors that stand for the device's."""
-    enabled = torch.is_autocast_enabled(device_type)
-    return torch.autocast("cpu", torch.get_autocast_dtype(device_type), enabled=enabled)
+    enabled, dtype = _autocast_state(device_type)
+    return torch.autocast("cpu", dtype, enabled=enabled)
+
+
+def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

@@ -106,6 +106,63 @@ def test_extrapolation_over_layers() -> None:
         assert vars(some.trace(setting)) == vars(whole.trace(setting))
 
 
+def latent(**settings: Any) -> Any:
+    """Twelve layers; the first is dense, the others have experts."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "vocab_size": 97,
+        "pad_token_id": 0,
+        **settings,
+    }
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+
+
+@pytest.mark.parametrize("inner", [48, 16384])
+def test_layers_behind_another_kind_are_extrapolated(inner: int) -> None:
+    """Also where the peak is at that kind."""
+    model = latent(intermediate_size=inner)
+    whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
+    whole._samples = None
+    assert some._samples == (4, 5)
+    found, true = (dict(vars(t.trace(Setting(64, 1, True, True)))) for t in (some, whole))
+    peak = true.pop("sweep_peak_bytes")
+    assert found.pop("sweep_peak_bytes") == pytest.approx(peak, rel=1e-5)
+    assert found == true
+
+
+@pytest.mark.parametrize("layers", [9, 40])
+def test_a_peak_that_more_layers_move_is_extrapolated(layers: int) -> None:
+    """Of a few it is at the embedding's gradient, of many at the last layer."""
+    model = make("llama", torch.bfloat16, num_hidden_layers=layers, vocab_size=8192)
+    whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
+    whole._samples = None
+    setting = Setting(32, 1, False, False, "bfloat16")
+    assert vars(some.trace(setting)) == vars(whole.trace(setting))
+
+
+def test_an_unreached_parameter_has_no_sum() -> None:
+    model: Any = make("llama", torch.float32)
+    setting = Setting(16, 1, False, False)
+    reached = Tracer(model, "cpu", False).trace(setting)
+    model.model.layers[0].register_parameter("unused", torch.nn.Parameter(torch.empty(10**6)))
+    assert vars(Tracer(model, "cpu", False).trace(setting)) == vars(reached)
+
+
 def test_fused_kernels_keep_less() -> None:
     setting = Setting(1024, 1, False, False)
     plain, fused = (Tracer(bare_model("qwen2.5-1.5b"), "cuda", f).trace(setting) for f in (0, 1))
