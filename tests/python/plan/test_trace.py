@@ -15,6 +15,7 @@ from oomb.core import pools
 from oomb.engine import call, needs
 from oomb.engine.needs import counted_tokens
 from oomb.errors import UnsupportedModelError
+from oomb.model import causal
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
 from oomb.trace.shapes import SHAPES
@@ -66,6 +67,29 @@ def test_memory_of_a_call(name: str) -> None:
     made = predicted.call_bytes - batch * (tokens - 1) * 3 * 8  # ids, labels, mask are there
     made += predicted.list_bytes  # on a CPU in the same memory
     assert made == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_memory_of_lora_without_casts(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; PEFT's own forward, with its casts to fp32, would keep a half more."""
+    model: Any = make("llama", torch.bfloat16, max_position_embeddings=8192, hidden_size=96)
+    model = get_peft_model(model, LORA)
+    config = oomb.Config(chunk_size=256, page_size=32, recompute=recompute)
+    ids = torch.randint(97, (2, 1025))
+
+    def predicted() -> int:
+        planner = Planner(model, Machine.here("cpu"))
+        call = planner.predict(1025, config, batch_size=2, optimizer=None, timed=False)
+        return call.call_bytes - 2 * 1024 * 3 * 8  # ids, labels, mask are there
+
+    with_casts = predicted()
+    monkeypatch.setattr(causal, "device_multiplies_wide", lambda _: True)
+    monkeypatch.setattr(causal, "wide_product", lambda left, right: (left @ right).float())
+    with oomb.Engine(model, config) as engine:
+        measured = peak_allocated(lambda: engine.forward_backward(ids, ids))
+    assert predicted() == pytest.approx(measured, rel=0.05)
+    if recompute == "none":
+        assert with_casts > 1.3 * measured
 
 
 def test_the_model_is_left_alone() -> None:
