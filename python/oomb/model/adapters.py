@@ -26,6 +26,9 @@ from oomb.model.linear import runs_as_is
 # [rows, columns] in fp32 of two matrices in bf16.
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+# PEFT's, whose forward adds an adapter's product and does nothing more.
+_LAYERS = ("Linear", "Linear4bit", "TorchaoLoraLinear")
+
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``left @ right`` in fp32, of factors in bf16."""
@@ -49,7 +52,7 @@ def adapter_forwards(decoder: nn.Module, product: Product) -> dict[nn.Module, Ca
     return {
         module: _AdaptedForward(module, product)
         for module in decoder.modules()
-        if type(module).__name__ in ("Linear", "Linear4bit") and _is_lora(module, kinds)
+        if type(module).__name__ in _LAYERS and _is_lora(module, kinds)
     }
 
 

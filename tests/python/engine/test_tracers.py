@@ -15,9 +15,10 @@ from torch import nn
 
 import oomb
 from oomb.engine import tracers
-from oomb.engine.needs import counted
+from oomb.engine.needs import activations_of
 from oomb.engine.tracers import tracer_of
 from oomb.model.causal import CausalModel
+from oomb.trace.trace import Setting
 
 from .models import make
 
@@ -26,7 +27,7 @@ IDS = torch.randint(1, 97, (1, 65), generator=torch.Generator().manual_seed(0))
 
 
 def count(model: nn.Module) -> int:
-    return counted(CausalModel(model), CONFIG, 1, 16, False)
+    return activations_of(tracer_of(CausalModel(model)).trace(Setting(16, 1, False, True)))
 
 
 def with_adapters(model: nn.Module) -> Any:

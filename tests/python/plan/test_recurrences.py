@@ -28,7 +28,7 @@ def test_a_few_turns_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -
     )
     setting = Setting(64, 1, True, False)
     sampled = Tracer(model, "cpu", False).trace(setting)
-    monkeypatch.setattr(trace, "_sample_sizes", lambda _: None)
+    monkeypatch.setattr(trace, "sample_sizes", lambda _: None)
     whole = Tracer(model, "cpu", False).trace(setting)
     assert sampled.sweep_peak_bytes == pytest.approx(whole.sweep_peak_bytes, rel=0.02)
     assert sampled.sweep.flops == pytest.approx(whole.sweep.flops, rel=0.02)
