@@ -1,9 +1,8 @@
 """LoRA in fp32 beside layers in bf16, without casting activations to fp32.
 
 PEFT keeps adapters in fp32, casts every input of an adapted layer to fp32, multiplies there, adds,
-and casts back: a third of a step of Gemma 3 12B. Here an adapter is split into two parts in bf16,
-A = A1 + A2, and so is what passes between A and B. All products then take factors in bf16 and add
-up in fp32:
+and casts back. Here an adapter is split into two parts in bf16, A = A1 + A2, and so is what passes
+between A and B. All products then take factors in bf16 and add up in fp32:
 
     u  = s x A^T        x [A1 A2]^T, the two halves added
     y += u B^T          [u1 u1 u2] [B1 B2 B1]^T, added to y within the product
