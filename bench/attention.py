@@ -5,6 +5,7 @@
     python bench/attention.py --path sm80           # the path for other GPUs
     python bench/attention.py --wide                # 16 query and 4 key/value heads of 256
     python bench/attention.py --wide 512            # 32 and 4 of 512, Gemma 4's global layers
+    python bench/attention.py --wide --softcap 50   # scores under a soft cap, as Gemma 2 has them
     python bench/attention.py --grid                # chunks, pasts, budgets, groups, head dims
     python bench/attention.py --json -              # attention-<pass>-<device>-<date>.json
     python bench/attention.py --plot                # docs/images/attention.png from both grids

@@ -39,6 +39,7 @@ class Shape:
     kv_heads: int = 4
     head_dim: int = 128
     page_size: int = 128
+    softcap: float = 0.0  # of the scores; 0: none
 
     @property
     def flops(self) -> float:
@@ -59,6 +60,7 @@ class Shape:
         return (
             f"{what}, chunk {self.chunk}, past {self.past}, {self.query_heads}/{self.kv_heads} "
             f"heads of {self.head_dim}, pages of {self.page_size}"
+            + (f", capped at {self.softcap:g}" if self.softcap else "")
         )
 
 
@@ -128,7 +130,7 @@ class Inputs:
     def past_arguments(self) -> dict[str, Any]:
         s = self.shape
         return {
-            "chunk": _C.Chunk(q=self.q, k=self.k, v=self.v, scale=s.head_dim**-0.5),
+            "chunk": _C.Chunk(q=self.q, k=self.k, v=self.v, scale=s.head_dim**-0.5, cap=s.softcap),
             "past": _C.PastPages(
                 page_size=s.page_size,
                 pool=pool_of(self.pool),
@@ -195,10 +197,21 @@ def flex(inputs: Inputs) -> Callable[[], Tensor]:
         mask_mod=causal,
         seq_lengths=(s.chunk, s.past + s.chunk),
     )
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return s.softcap * torch.tanh(score / s.softcap)
+
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Tensor:
-        o = compiled(inputs.q, inputs.all_k, inputs.all_v, block_mask=mask, enable_gqa=True)
+        o = compiled(
+            inputs.q,
+            inputs.all_k,
+            inputs.all_v,
+            score_mod=capped if s.softcap else None,
+            block_mask=mask,
+            enable_gqa=True,
+        )
         assert isinstance(o, Tensor)
         return o
 
@@ -210,11 +223,13 @@ def alternatives(
 ) -> dict[str, Callable[[], Tensor]]:
     """Their forwards by name; FlashAttention-2 alone beside the path for other GPUs.
 
-    cuDNN and FlashAttention-2 take heads up to 256.
+    cuDNN and FlashAttention-2 take heads up to 256, and SDPA has no soft caps.
 
     Not everything: without the one that is never the best, and FlexAttention, which compiles every
     shape anew, only for the heads and pages in the middle of the grid.
     """
+    if inputs.shape.softcap:
+        return {"flex": flex(inputs)}
     if inputs.shape.head_dim > 256:
         efficient = {"efficient": sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION)}
         return {"flex": flex(inputs)} | (efficient if inputs.selection is None else {})
@@ -297,6 +312,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
         help="16 and 4 heads of 256, or 32 and 4 of 512",
     )
     result.add_argument(
+        "--softcap", type=float, default=0.0, help="of the scores, beside FlexAttention alone"
+    )
+    result.add_argument(
         "--path", choices=["sm80", "plain"], help="force the path for other GPUs, or the slow one"
     )
     result.add_argument("--repetitions", type=int, default=7)
@@ -318,6 +336,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         f"matrix product {ceiling:.0f} TFLOP/s"
     )
     shapes = grid() if options.grid else headline(options.path, options.wide)
+    shapes = [dataclasses.replace(shape, softcap=options.softcap) for shape in shapes]
     rows = []
     for index, shape in enumerate(shapes):
         seconds = time.monotonic() - begin
@@ -332,7 +351,8 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         print(f"{kind} {shape}: " + "  ".join(figures + ratios + errors), flush=True)
         torch.cuda.empty_cache()
     wide = {None: [], 256: ["wide"]}.get(options.wide, [f"wide-{options.wide}"])
-    variant = (["grid"] if options.grid else []) + wide
+    capped = ["capped"] if options.softcap else []
+    variant = (["grid"] if options.grid else []) + wide + capped
     name = "-".join(["attention", kind, *variant, options.path or ""])
     write_json(
         options.json,

@@ -15,6 +15,7 @@
 #include "attention/sm80/key_block.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/query_steps.cuh"
+#include "attention/sm80/soft_cap.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
   }
 
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
-  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const float scale = exponent_scale(p);
   for (int index = 0; steps.ring[index % steps.kRing].rows > 0; ++index) {
     device::wait_copies<0>();
     __syncthreads();
@@ -123,6 +124,8 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
         device::multiply<T>(dp[0], values[i], b[0], b[1]);
         device::multiply<T>(dp[1], values[i], b[2], b[3]);
       }
+      cap_scores(p, s);
+      cap_by_column(p, s, dp, shared + offset + Pass::kDelta + (part * 16 + (lane % 4) * 2) * 4);
       if (steps.ring[index % steps.kRing].masked) {
         const int key = steps.key_first + warp * 16 + lane / 4;
         const int query = steps.ring[index % steps.kRing].first + part * 16 + (lane % 4) * 2;

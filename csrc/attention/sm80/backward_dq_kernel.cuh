@@ -23,6 +23,7 @@
 #include "attention/sm80/column_parts.cuh"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
+#include "attention/sm80/soft_cap.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
     }
   }
 
-  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const float scale = exponent_scale(p);
   for (int index = 0; tiles.ring[index % 4].rows > 0; ++index) {
     device::wait_copies<0>();
     __syncthreads();
@@ -200,6 +201,11 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
         exchange.meet();
         exchange.add(s[0]);
         exchange.add(dp[0], kPart / 8);
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        cap_scores(p, s[m]);
+        cap_by_row(p, s[m], dp[m], delta[m]);
       }
       if (tiles.ring[index % 4].masked) {
         const KeyTile& tile = tiles.ring[index % 4];

@@ -28,6 +28,7 @@
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/one_pass.h"
 #include "attention/sm80/query_steps.cuh"
+#include "attention/sm80/soft_cap.cuh"
 #include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
   device::commit_copies();
 
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
-  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const float scale = exponent_scale(p);
   int index = 0;
   for (; step_at(index).rows > 0; ++index) {
     device::wait_copies<0>();
@@ -200,6 +201,7 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
         device::multiply<T>(s[2 * n + 1], a, b[2], b[3]);
       }
     }
+    cap_scores(p, s);
     if (step_at(index).masked) {
       const int key = steps.key_first + warp * 16 + lane / 4;
       const int query = step_at(index).first + (lane % 4) * 2;
@@ -233,6 +235,7 @@ __global__ void __launch_bounds__(OnePass<kDim>::kThreads, 1)
         device::multiply<T>(dp[2 * n + 1], a, b[2], b[3]);
       }
     }
+    cap_by_column(p, s, dp, stage + Pass::kDelta + (lane % 4) * 8);
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
       // The pair of queries that this lane's columns belong to.

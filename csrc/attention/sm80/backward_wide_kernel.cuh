@@ -20,6 +20,7 @@
 #include "attention/sm80/key_block.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/query_steps.cuh"
+#include "attention/sm80/soft_cap.cuh"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
   device::commit_copies();
 
   float sum[kColumns / 8][4] = {};
-  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const float scale = exponent_scale(p);
   const uint32_t key_base =
       (shared + Tile::block_a(lane) + warp * 16 * Tile::kRowBytes) ^ part * Parts::kPartBytes;
   for (int index = 0; steps.ring[index / kStagesOfStep % steps.kRing].rows > 0; ++index) {
@@ -158,6 +159,8 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
       exchange.add(s);
       if (!is_value) exchange.add(dp, kRows / 8);
     }
+    cap_scores(p, s);
+    if (!is_value) cap_by_column(p, s, dp, shared + offset + Pass::kDelta + (lane % 4) * 8);
     if (step.masked) {
       const int key = steps.key_first + warp * 16 + lane / 4;
       const int query = step.first + in_step * kRows + (lane % 4) * 2;

@@ -20,6 +20,7 @@
 #include "attention/sm80/forward_unit.cuh"
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
+#include "attention/sm80/soft_cap.cuh"
 #include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
     }
   }
 
-  const float scale = static_cast<float>(p.scale) * kLog2E;
+  const float scale = exponent_scale(p);
   const auto start_copies = [&](int index) {
     const KeyTile& tile = tiles.ring[index % 4];
     if (tile.rows == 0) return;
@@ -176,6 +177,9 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
       exchange.meet();
       exchange.add(scores[0]);
     }
+
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) cap_scores(p, scores[m]);
 
     // What a row must not see. Most tiles need nothing.
     if (tiles.ring[index % 4].masked) {

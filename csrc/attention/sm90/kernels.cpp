@@ -17,7 +17,7 @@ constinit const Kernels kKernels = {
     .name = "sm90",
     .key_tile = 128,  // two pages of 64
     .fast_for =
-        "bfloat16, head dim 64, 128 or 256, pages of 64 or 128 tokens, on "
+        "bfloat16, head dim 64, 128 or 256, no soft cap, pages of 64 or 128 tokens, on "
         "compute capability 9.x",
     .page_sizes = kPageSizes,
     .fast_head_dim =

@@ -48,13 +48,13 @@ def kernel_head_dim(call: AttentionCall, capability: int | None) -> int:
 
     That is the larger of those of keys and values. On a GPU it is the next one for which there are
     fast kernels: 192 and 128 of latent attention become 256. Weights in fp32 may be called under
-    autocast, whose heads are those of its dtype; no kernel is fast in fp64 or under a soft cap.
+    autocast, whose heads are those of its dtype; no kernel is fast in fp64.
 
     Args:
         capability: of the GPU, 90 for 9.0; None: a CPU.
     """
     widest = max(call.k.shape[3], call.v.shape[3])
-    if capability is None or call.softcap or call.k.dtype == torch.float64:
+    if capability is None or call.k.dtype == torch.float64:
         return widest
     return _C.attention_head_dim(widest, capability)
 

@@ -98,9 +98,12 @@ def test_what_kernels_are_given(width: int, capability: int | None, expected: in
     assert kernel_head_dim(call(width), capability) == expected
 
 
-def test_no_kernel_is_fast_in_fp64_or_under_a_cap() -> None:
+def test_no_kernel_is_fast_in_fp64() -> None:
     assert kernel_head_dim(call(192, dtype=torch.float64), 90) == 192
-    assert kernel_head_dim(call(192, softcap=50.0), 90) == 192
+
+
+def test_caps_have_fast_kernels() -> None:
+    assert kernel_head_dim(call(192, softcap=50.0), 90) == 256
 
 
 def call(width: int, dtype: torch.dtype = torch.bfloat16, softcap: float = 0.0) -> AttentionCall:

@@ -152,6 +152,47 @@ def test_masks(
     )
 
 
+@on_sm80
+@in_both_orders
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+@pytest.mark.parametrize("limits", [{}, dict(documents=True, padding=True, window=250)], ids=str)
+@lists_of_pages
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), list(itertools.product([64, 96, 128, 256, 512], [64, 128]))
+)
+def test_soft_caps(
+    head_dim: int,
+    page_size: int,
+    lists: str,
+    limits: dict[str, Any],
+    softcap: float,
+    deterministic: bool,
+) -> None:
+    check(
+        Case(
+            head_dim=head_dim,
+            page_size=page_size,
+            chunk=450,
+            past=7 * page_size + 17,
+            batch=2,
+            lists=lists,
+            budget=4,
+            softcap=softcap,
+            deterministic=deterministic,
+            **limits,
+        )
+    )
+
+
+@on_sm80
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("lists", ["dense", "per_head"])
+def test_bits_of_soft_caps(lists: str, head_dim: int) -> None:
+    case = Case(head_dim=head_dim, chunk=330, past=1413, lists=lists, budget=6, softcap=5.0)
+    for tiles in [(1,), (3, 4)]:
+        check_bits(case, tiles)
+
+
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_rows_that_see_nothing(head_dim: int) -> None:
     """A sequence whose keys all end before the chunk's documents begin."""
