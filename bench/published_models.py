@@ -10,7 +10,7 @@ Random bf16 weights. MFU counts 6 FLOP per token and weight of a matrix product 
 is frozen; of experts those that a token is sent to) and three times attention's forward over the
 pairs that are seen, in heads as kernels get them; recurrences are not counted. Page lists are
 drawn, as in ``oomb bench step --selection synthetic``. The first step, on two chunks, loads and
-tunes kernels. The plan is that of an H200.
+tunes kernels. The plan is that of this GPU, or of an H200.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def main() -> None:
         main_grad_dtype=options.main_grad_dtype,
         keep_outputs=options.keep_outputs,
     )
-    machine = Machine.described(gpu="h200")
+    known = gpu_of_device(torch.cuda.get_device_name()) if options.device == "cuda" else None
+    machine = Machine.described(gpu=known.name if known else "h200")
     planner = Planner(settings, machine, dtype=torch.bfloat16, adapter=of_name.adapter)
     shapes = planner.shapes
     if options.budget:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 import oomb
 from oomb.optim import HostStates
 from oomb.plan import Machine, Planner
+from oomb.plan.gpus import gpu_of_device
 from oomb.trace.shapes import SHAPES, random_model
 from oomb.train.float8 import with_float8
 
@@ -112,8 +113,11 @@ def main() -> None:
         attention=oomb.TopKPages(budget=options.budget) if options.budget else oomb.Dense(),
         weights=options.weights,
     )
+    gpu = gpu_of_device(torch.cuda.get_device_name())
     machine = Machine.described(
-        gpu="h200", device_memory=int(options.cap * GIB) or None, host_memory="120GiB"
+        gpu=gpu.name if gpu else "h200",
+        device_memory=int(options.cap * GIB) or None,
+        host_memory="120GiB",
     )
     planner = Planner(
         options.model,
