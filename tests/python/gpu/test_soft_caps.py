@@ -25,7 +25,7 @@ def forced() -> Iterator[None]:
     _C.force_attention(None)
 
 
-@pytest.mark.parametrize("rule", ["dense", oomb.TopKPages(budget=100)], ids=["dense", "pages"])
+@pytest.mark.parametrize("rule", [oomb.Dense(), oomb.TopKPages(budget=100)], ids=["dense", "pages"])
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 def test_as_near_as_ordinary_training(name: str, head_dim: int, rule: Any) -> None:
