@@ -102,6 +102,9 @@ def plan(
         str, typer.Option(help="Base under LoRA: nf4, fp4 or int8; '': as it is.")
     ] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
+    reference: Annotated[
+        bool, typer.Option("--reference", help="A frozen copy beside it: DPO, KTO, GRPO.")
+    ] = False,
     accumulate: Annotated[bool, typer.Option(help="Several sequences per optimizer step.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
 ) -> None:
@@ -149,6 +152,11 @@ def plan(
                 "quantization: expected --lora-rank beside it, got none; quantised weights "
                 "cannot be trained themselves"
             )
+        if reference and lora_rank:
+            raise ValueError(
+                "reference: expected no --lora-rank beside it: with adapters the reference is the "
+                "model without them, which takes nothing more"
+            )
         adapter = _lora(lora_rank) if lora_rank else None
     except ValueError as error:
         refuse("plan", error)
@@ -179,6 +187,7 @@ def plan(
             optimizer=optimizer or None,
             optimizer_states=optimizer_states or "device",
             accumulates=accumulate,
+            reference=reference,
             dtype=getattr(torch, dtype) if dtype else None,
             adapter=adapter,
             quantization=quantization or None,
@@ -294,6 +303,7 @@ def _memory(prediction: Prediction) -> Table:
     config = prediction.config
     rows = (
         ("parameters", prediction.parameter_bytes, prediction.weight_host_bytes),
+        ("reference", prediction.reference_bytes, 0),
         ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
         ("kept gradients", prediction.kept_gradient_bytes, 0),
         (

@@ -88,6 +88,7 @@ class Planner:
         optimizer: str | None = "adamw_torch_fused",
         optimizer_states: str = "device",
         accumulates: bool = False,
+        reference: bool = False,
         timed: bool = True,
         dry_run: bool = True,
         step: int | None = None,
@@ -100,6 +101,8 @@ class Planner:
             optimizer: as the stock trainer's ``optim``; None: forward and backward alone.
             optimizer_states: ``"device"``, or ``"host"``: see :class:`oomb.optim.HostStates`.
             accumulates: gradients of earlier calls are kept while a call runs.
+            reference: a frozen copy of the model lies beside it, whole or shared as it is (DPO,
+                KTO, GRPO without adapters).
             timed: predict seconds too; on this machine that measures for about a second.
             dry_run: where pages move between the tiers, run the page manager on the call to see
                 the host tier's peak and the copies; False: the least that the host tier must hold.
@@ -136,7 +139,8 @@ class Planner:
         gathered = 0
         if shards is not None:
             parameters, gathered = shards.parameter_bytes, shards.gathered_bytes
-        free = self.machine.device_bytes - parameters - kept
+        of_reference = parameters if reference else 0
+        free = self.machine.device_bytes - parameters - of_reference - kept
         if self.machine.device_type == "cpu":  # one memory for both
             free -= (
                 weights.host_bytes
@@ -184,6 +188,7 @@ class Planner:
             machine=self.machine,
             optimizer=optimizer,
             parameter_bytes=parameters,
+            reference_bytes=of_reference,
             weight_host_bytes=weights.host_bytes,
             # Sharded ones stay on the devices.
             movable_bytes=0 if shards else sum(tracer.movable_bytes) - weights.host_bytes,

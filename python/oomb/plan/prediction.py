@@ -21,6 +21,7 @@ class Prediction:
         optimizer: its name, None: forward and backward only.
         parameter_bytes: the model's parameters and buffers; where the host keeps weights, those of
             them that stay, and the places that the others come to.
+        reference_bytes: those of a second model, frozen, that is asked beside it.
         weight_host_bytes: weights that the host keeps.
         movable_bytes: further ones that it could keep: frozen, in decoder layers.
         optimizer_bytes: the optimizer's state on the device.
@@ -52,6 +53,7 @@ class Prediction:
     machine: Machine
     optimizer: str | None
     parameter_bytes: int
+    reference_bytes: int
     weight_host_bytes: int
     movable_bytes: int
     optimizer_bytes: int
@@ -83,8 +85,8 @@ class Prediction:
 
     @property
     def held_bytes(self) -> int:
-        """What stays on the device between calls: parameters, optimizer, kept gradients."""
-        return self.parameter_bytes + self.optimizer_bytes + self.kept_gradient_bytes
+        """What stays on the device between calls: weights, optimizer, kept gradients."""
+        return self._resting_bytes + self.kept_gradient_bytes
 
     @property
     def torch_peak_bytes(self) -> int:
@@ -99,7 +101,11 @@ class Prediction:
 
     @property
     def _stepping_bytes(self) -> int:
-        return self.parameter_bytes + self.optimizer_bytes + self.step_bytes
+        return self._resting_bytes + self.step_bytes
+
+    @property
+    def _resting_bytes(self) -> int:
+        return self.parameter_bytes + self.reference_bytes + self.optimizer_bytes
 
     @property
     def host_bytes(self) -> int:

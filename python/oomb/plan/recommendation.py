@@ -62,6 +62,7 @@ def predict(
     optimizer: str | None = "adamw_torch_fused",
     optimizer_states: str = "device",
     accumulates: bool = False,
+    reference: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
@@ -83,6 +84,7 @@ def predict(
         optimizer=optimizer,
         optimizer_states=optimizer_states,
         accumulates=accumulates,
+        reference=reference,
         timed=timed,
     )
 
@@ -101,6 +103,7 @@ def recommend(
     optimizer: str | None = "adamw_torch_fused",
     optimizer_states: str = "device",
     accumulates: bool = False,
+    reference: bool = False,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
@@ -121,6 +124,7 @@ def recommend(
         optimizer: as the stock trainer's ``optim``.
         optimizer_states: as of ``Planner.predict``.
         accumulates: several calls per optimizer step.
+        reference: as of ``Planner.predict``.
         dtype, adapter, quantization: as of :class:`Planner`.
         timed: predict seconds, which measures this machine for about a second, and choose by them
             the chunk that ranks share.
@@ -138,6 +142,7 @@ def recommend(
         "optimizer": optimizer,
         "optimizer_states": optimizer_states,
         "accumulates": accumulates,
+        "reference": reference,
     }
 
     # What "auto" keeps is optional: it makes nothing fit or not fit, and needs no choice.

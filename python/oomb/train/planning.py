@@ -28,7 +28,7 @@ from oomb.train.errors import BadInput
 from oomb.train.image_memory import feature_bytes
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
-from oomb.train.tasks import task_of
+from oomb.train.tasks import holds_reference, task_of
 from oomb.units import bytes_text, seconds_text
 
 
@@ -53,6 +53,7 @@ def plan_run(
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
         "optimizer_states": settings.optimizer.states,
         "accumulates": settings.training.accumulation_steps > 1,
+        "reference": holds_reference(settings),
     }
     model = _without_weights(settings, config, images=most_shown is not None)
     machine = Machine.here(device_of(settings.model).type)
@@ -165,11 +166,13 @@ def _print_plan(console: Console, prediction: Prediction) -> None:
     shared = "" if held == "replicated" else f", weights shared by {held}"
     if config.main_grad_device == "host":
         shared += ", gradient sums on the host"
+    beside = prediction.reference_bytes
+    asked = f", {bytes_text(beside)} the reference" if beside else ""
     time = "" if seconds is None else f", about {seconds_text(seconds)} per call"
     console.print(
         f"Plan: {prediction.num_tokens:,} tokens in chunks of {config.chunk_size:,}: "
         f"{bytes_text(prediction.device_bytes)} on the device "
-        f"({bytes_text(prediction.device_pool_bytes)} of it pages), "
+        f"({bytes_text(prediction.device_pool_bytes)} of it pages{asked}), "
         f"{bytes_text(prediction.host_bytes)} on the host{time}{shared}",
         markup=False,
         highlight=False,
