@@ -30,7 +30,9 @@ class Prediction:
         optimizer_seconds: of its step, beside ``seconds``; None where no rates are known.
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
-            sums, logits, page summaries, inputs.
+            sums, logits, page summaries, inputs; or after them the tower of its images.
+        image_bytes: likewise before them, while features of its images are made; pages come later.
+        image_host_bytes: features of images, and their gradients.
         gathered_bytes: other ranks' weights, at most; part of ``call_bytes``.
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         sum_host_bytes: sums that the host keeps.
@@ -62,6 +64,8 @@ class Prediction:
     optimizer_seconds: float | None
     kept_gradient_bytes: int
     call_bytes: int
+    image_bytes: int
+    image_host_bytes: int
     gathered_bytes: int
     sum_bytes: int
     sum_host_bytes: int
@@ -91,13 +95,13 @@ class Prediction:
     @property
     def torch_peak_bytes(self) -> int:
         """The most that torch holds on the device."""
-        return max(self.held_bytes + self.call_bytes, self._stepping_bytes)
+        return max(self.held_bytes + max(self.call_bytes, self.image_bytes), self._stepping_bytes)
 
     @property
     def device_bytes(self) -> int:
         """Peak of the device tier with all else on the device; pools are empty between calls."""
         calling = self.held_bytes + self.call_bytes + self.device_pool_bytes
-        return max(calling, self._stepping_bytes)
+        return max(calling, self.torch_peak_bytes)
 
     @property
     def _stepping_bytes(self) -> int:
@@ -110,7 +114,7 @@ class Prediction:
     @property
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
-        lists = self.list_bytes + self.border_bytes
+        lists = self.list_bytes + self.border_bytes + self.image_host_bytes
         kept = self.optimizer_host_bytes + self.weight_host_bytes + self.sum_host_bytes
         return self.host_pool_bytes + lists + kept
 
