@@ -206,7 +206,7 @@ def build(case: Case, device: str, dtype: torch.dtype, layers: int | None = None
     return model
 
 
-def measure(case: Case, device: str) -> dict[str, Any]:
+def measure(case: Case, device: str, timed: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     config, tokens, dtype = settings(case, device)
     vocabulary = model_config(case, device).vocab_size
@@ -224,8 +224,10 @@ def measure(case: Case, device: str) -> dict[str, Any]:
             if step == 1:
                 gc.collect()  # takes 0.3 s and more where much is imported, and belongs to no step
                 memory.start_anew()
+            whole = step or timed  # for the optimizer's states two chunks will do
+            given = ids if whole else ids[:, : 2 * config.chunk_size]
             began = rates.clock()
-            result = engine.forward_backward(ids, ids, on_progress=memory.look)
+            result = engine.forward_backward(given, given, on_progress=memory.look)
             float(result.loss)  # waits for the device
             times.append(rates.clock() - began)
             optimizer.step()
@@ -304,11 +306,11 @@ def warm_up(case: Case, device: str, dtype: torch.dtype, config: oomb.Config) ->
 
 def compare(case: Case, device: str, timed: bool, flags: list[str]) -> dict[str, Any]:
     if device == "cpu":  # an allocator that gives everything back is slow
-        measured = in_child(case, device, flags, ALLOCATOR)
+        measured = in_child(case, device, ["--no-time", *flags], ALLOCATOR)
         if timed:
             measured["seconds"] = in_child(case, device, flags, {})["seconds"]
     else:  # nothing stays behind on the device, and a process takes long to start
-        measured = measure(case, device)
+        measured = measure(case, device, timed)
     prediction = predict(case, device, timed)
     row: dict[str, Any] = {"case": case_name(case), "fits": prediction.fits}
     names = ["seconds", "device_pool_bytes", "host_pool_bytes", "h2d_bytes", "d2h_bytes"]
@@ -364,6 +366,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--cases", default=",".join(CASES), help="names, with commas between")
     parser.add_argument("--no-time", action="store_true", help="memory only")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk, instead of the cases' own")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers here")
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's CPU time, for a machine that is busy"
@@ -381,13 +384,17 @@ def main() -> None:
         rates.clock = time.process_time
         torch.set_num_threads(1)
         _C.set_num_threads(1)
+    if arguments.chunk:
+        CASES.update({name: replace(case, chunk=arguments.chunk) for name, case in CASES.items()})
     if arguments.child:
-        print(json.dumps(measure(CASES[arguments.child], arguments.device)))
+        found = measure(CASES[arguments.child], arguments.device, not arguments.no_time)
+        print(json.dumps(found))
         return
     print(f"predicted | measured, MiB and seconds, on {Machine.here(arguments.device).name}")
     rows = []
     for name in arguments.cases.split(","):
         flags = ["--cpu-time"] if arguments.cpu_time else []
+        flags += ["--chunk", str(arguments.chunk)] if arguments.chunk else []
         rows.append(compare(CASES[name], arguments.device, not arguments.no_time, flags))
         show(rows[-1])
         if arguments.json:

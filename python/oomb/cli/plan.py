@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from oomb.cli.kept import KEEP_HELP, share_or_word
+from oomb.cli.plan_tables import show
 from oomb.cli.refusal import check_out, refuse
 from oomb.config import (
     AllChunks,
@@ -26,20 +26,11 @@ from oomb.nearest import nearest
 from oomb.plan.gpus import GPUS, gpu_of_figures
 from oomb.plan.optimizers import OPTIMIZERS
 from oomb.trace.shapes import SHAPES
-from oomb.units import bytes_text, count_text, parse_size, seconds_text
-
-if TYPE_CHECKING:
-    from oomb.plan import Machine, Prediction, Recommendation
-    from oomb.plan.duration import Duration
+from oomb.units import parse_size
 
 _LEAST_MEMORY = 2**20
 _DTYPES = ("bfloat16", "float32", "float16")
 _SHARDED = get_args(get_type_hints(Config)["sharded_weights"])
-_SOURCES = {
-    "measured": "rates measured here",
-    "datasheet": "from its datasheet",
-    "given": "from the figures given",
-}
 
 
 def plan(
@@ -102,6 +93,13 @@ def plan(
         str, typer.Option(help="Base under LoRA: nf4, fp4 or int8; '': as it is.")
     ] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
+    reference: Annotated[
+        bool, typer.Option("--reference", help="A frozen copy beside it: DPO, KTO, GRPO.")
+    ] = False,
+    images: Annotated[int, typer.Option(help="Images in each sequence.")] = 0,
+    image_size: Annotated[
+        str, typer.Option(help="Of each, in pixels, as the processor leaves it.")
+    ] = "1024x1024",
     accumulate: Annotated[bool, typer.Option(help="Several sequences per optimizer step.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
 ) -> None:
@@ -149,6 +147,14 @@ def plan(
                 "quantization: expected --lora-rank beside it, got none; quantised weights "
                 "cannot be trained themselves"
             )
+        if reference and lora_rank:
+            raise ValueError(
+                "reference: expected no --lora-rank beside it: with adapters the reference is the "
+                "model without them, which takes nothing more"
+            )
+        if images < 0:
+            raise ValueError(f"images: expected an int >= 0, got {images}")
+        height, width = _image_size(image_size)
         adapter = _lora(lora_rank) if lora_rank else None
     except ValueError as error:
         refuse("plan", error)
@@ -157,8 +163,10 @@ def plan(
 
     from oomb.errors import UnsupportedModelError
     from oomb.plan import Machine, recommend
+    from oomb.trace.image_sizes import tokens_of_image
 
     try:
+        image_tokens = images * tokens_of_image(model, height, width) if images else 0
         machine = Machine.described(
             gpu=gpu or None,
             device_memory=device_bytes,
@@ -179,6 +187,8 @@ def plan(
             optimizer=optimizer or None,
             optimizer_states=optimizer_states or "device",
             accumulates=accumulate,
+            reference=reference,
+            image_tokens=image_tokens,
             dtype=getattr(torch, dtype) if dtype else None,
             adapter=adapter,
             quantization=quantization or None,
@@ -199,6 +209,13 @@ def _backward(keep: float, window: int | None) -> BackwardRule:
     if keep != 1:
         raise ValueError(f"--window: expected all chunks swept beside it, got --keep {keep:g}")
     return TruncatedChunks(window=window)
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(x.isdecimal() and 0 < int(x) < 10**6 for x in parts):
+        raise ValueError(f"image_size: expected HEIGHTxWIDTH such as 1080x1920, got {text!r}")
+    return int(parts[0]), int(parts[1])
 
 
 def _whole_memory(argument: str, text: str) -> int | None:
@@ -223,164 +240,3 @@ def _lora(rank: int) -> Any:
     except ImportError as error:
         raise ValueError("lora_rank: expected peft to be installed (pip install peft)") from error
     return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def show(console: Console, model: str, result: Recommendation) -> None:
-    """Print a recommendation."""
-    prediction = result.prediction
-    verdict = "[green]fits[/green]" if result.fits else "[red]does not fit[/red]"
-    console.print(
-        f"[bold]{model}[/bold], {prediction.num_tokens:,} tokens"
-        + (f" x {prediction.batch_size}" if prediction.batch_size > 1 else "")
-        + f", on {_devices(prediction.machine)}: {verdict}"
-    )
-    console.print(_settings(prediction))
-    console.print(_memory(prediction))
-    if prediction.duration is not None:
-        console.print(_time(prediction))
-        if prediction.growth_seconds:
-            console.print(_growth(prediction))
-    elif not prediction.machine.local:
-        console.print("time: unknown; give --gpu or --gpu-tflops")
-    if prediction.duration is not None and prediction.duration.weights_hidden_from:
-        console.print(_weights(prediction.duration))
-    if prediction.duration is not None and prediction.duration.sums_hidden_from:
-        hidden = prediction.duration.sums_hidden_from
-        console.print(f"gradient sums on the host: the link hides them from chunks of {hidden:,}")
-    if prediction.kept_output_bytes:
-        console.print(_kept(prediction))
-    if prediction.machine.host_assumed:
-        host = bytes_text(prediction.machine.host_bytes)
-        console.print(f"host memory: {host} is assumed beside that GPU; --host-memory says another")
-    if result.remedies:
-        console.print(_remedies(result))
-    for sentence in result.advice:
-        console.print(f"- {sentence}", soft_wrap=True)
-
-
-def _devices(machine: Machine) -> str:
-    return machine.name if machine.ranks == 1 else f"each of {machine.ranks} x {machine.name}"
-
-
-def _settings(prediction: Prediction) -> str:
-    config = prediction.config
-    parts = [
-        f"chunk_size={config.chunk_size}",
-        f"page_size={config.page_size}",
-        f"kv_grad_dtype={config.kv_grad_dtype}",
-        f"main_grad_dtype={config.main_grad_dtype}",
-        *(["main_grad_device=host"] if config.main_grad_device == "host" else []),
-        f"recompute={config.recompute}",
-        f"keep_outputs={config.keep_outputs}",
-        f"weights={config.weights}",
-        *(
-            []
-            if prediction.machine.weights == "replicated"
-            else [f"sharded_weights={prediction.machine.weights}"]
-        ),
-        f"attention={config.attention!r}",
-        f"backward={config.backward!r}",
-        f"optimizer={prediction.optimizer}",
-        *(["optimizer_states=host"] if prediction.optimizer_states == "host" else []),
-    ]
-    return "settings: " + ", ".join(parts)
-
-
-def _memory(prediction: Prediction) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=True)
-    table.add_column("memory")
-    table.add_column("device", justify="right", min_width=12)
-    table.add_column("host", justify="right", min_width=12)
-    config = prediction.config
-    rows = (
-        ("parameters", prediction.parameter_bytes, prediction.weight_host_bytes),
-        ("optimizer", prediction.optimizer_bytes, prediction.optimizer_host_bytes),
-        ("kept gradients", prediction.kept_gradient_bytes, 0),
-        (
-            f"gradient sums ({config.main_grad_dtype})",
-            prediction.sum_bytes,
-            prediction.sum_host_bytes,
-        ),
-        ("gathered weights", prediction.gathered_bytes, 0),
-        (
-            "a chunk's activations, logits",
-            prediction.call_bytes - prediction.sum_bytes - prediction.gathered_bytes,
-            0,
-        ),
-        ("pages", prediction.device_pool_bytes, prediction.host_pool_bytes),
-        ("page lists", 0, prediction.list_bytes),
-        ("states between chunks", 0, prediction.border_bytes),
-    )
-    for name, device, host in rows:
-        if device or host:
-            table.add_row(name, bytes_text(device), bytes_text(host) if host else "")
-    machine = prediction.machine
-    table.add_row(
-        "[bold]peak[/bold]", *map(bytes_text, (prediction.device_bytes, prediction.host_bytes))
-    )
-    shared = machine.device_type == "cpu"
-    there = (
-        bytes_text(machine.device_bytes),
-        "shared" if shared else bytes_text(machine.host_bytes),
-    )
-    table.add_row("there is", *there)
-    return table
-
-
-def _weights(duration: Duration) -> str:
-    return (
-        f"weights from the host: compute waits {seconds_text(duration.weights)} for them; the link "
-        f"hides them in chunks of {duration.weights_hidden_from:,} tokens or more"
-    )
-
-
-def _kept(prediction: Prediction) -> str:
-    duration = prediction.duration
-    saved = "" if duration is None else f", spare {seconds_text(duration.spared)} of attention"
-    return (
-        f"kept outputs: {prediction.kept_output_share:.0%} of attention's, "
-        f"{bytes_text(prediction.kept_output_bytes)} of the pages' memory{saved}"
-    )
-
-
-def _remedies(result: Recommendation) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=True)
-    table.add_column("what would need less", overflow="fold")
-    for name in ("saves", "host", "seconds", "fits"):
-        table.add_column(name, justify="right")
-    for one in result.remedies:
-        seconds = "" if one.seconds is None else f"{one.seconds:+.1f}"
-        table.add_row(
-            str(one),
-            bytes_text(max(0, one.saved_bytes)),
-            f"+{bytes_text(one.host_bytes)}" if one.host_bytes > 0 else "",
-            seconds,
-            "yes" if one.fits else "no",
-        )
-    return table
-
-
-def _time(prediction: Prediction) -> str:
-    duration = prediction.duration
-    assert duration is not None
-    names = ["matrix", "attention", "elementwise", "copies", "starting"]
-    names += ["exchange"] if duration.exchange else []
-    names += ["weights"] if duration.weights_hidden_from else []
-    names += ["sums"] if duration.sums_hidden_from else []
-    parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]
-    source, step = _SOURCES[duration.basis], prediction.optimizer_seconds
-    speed = prediction.num_tokens * prediction.batch_size / duration.total
-    return (
-        f"time: {seconds_text(duration.total)} per sequence step, {count_text(speed)} tokens/s "
-        f"({', '.join(parts)}; {source})"
-        + (f"; the optimizer's step {seconds_text(step)}" if step else "")
-    )
-
-
-def _growth(prediction: Prediction) -> str:
-    assert prediction.growth_seconds is not None
-    return (
-        f"the first step: about {seconds_text(prediction.growth_seconds)} more, while "
-        f"{bytes_text(prediction.host_pool_bytes)} of the host's memory are pinned, if they are "
-        "new to the machine"
-    )

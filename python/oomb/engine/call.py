@@ -28,7 +28,7 @@ from oomb.core.router_loss import RouterLoss
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.core.weight_copies import WeightCopies
-from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes
+from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes, tower_of
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
@@ -268,7 +268,11 @@ class Calls:
         recompute = swept is not None and any(
             placement.collect(lambda: self.recomputes(config, demand, tokens))
         )
-        needs = needs_of(model, config, demand, tokens, recompute, self.weights, begun=True)
+        images = inputs.images
+        shown = 0 if images is None or images.propagate is None else len(images.rows)
+        needs = needs_of(
+            model, config, demand, tokens, recompute, self.weights, begun=True, image_tokens=shown
+        )
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
@@ -328,22 +332,27 @@ class Calls:
             self._recompute[key] = recomputes(config, kept, free_memory(self._model.device))
         return self._recompute[key]
 
-    def plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
+    def plan(
+        self, config: Config, num_tokens: int, batch: int, image_tokens: int, swept: Sequence[int]
+    ) -> Plan:
         """What a call on ``batch`` sequences of ``num_tokens`` tokens will take.
 
         Args:
+            image_tokens: of each sequence, that show images.
             swept: chunks that it draws.
         """
         with Swaps() as swaps:
             self.weights.begin(swaps.afterwards)
-            return self._plan(config, num_tokens, batch, swept)
+            return self._plan(config, num_tokens, batch, batch * image_tokens, swept)
 
     def planned_chunks(self, config: Config, num_tokens: int) -> Chunks:
         """Of a text all of whose tokens are targets: the last predicts nothing, but is routed."""
         unused = 1 if self._model.routers is None else 0
         return Chunks.of(config, max(1, num_tokens - unused))
 
-    def _plan(self, config: Config, num_tokens: int, batch: int, swept: Sequence[int]) -> Plan:
+    def _plan(
+        self, config: Config, num_tokens: int, batch: int, shown: int, swept: Sequence[int]
+    ) -> Plan:
         chunks = self.planned_chunks(config, num_tokens)
         tokens = self._counted(config, chunks.tokens)
         asks = not self.weights.is_sharded  # whose layers are not here
@@ -361,10 +370,13 @@ class Calls:
             ranks=self.placement.ranks,
         )
         recompute = self.recomputes(config, demand, tokens)
-        needs = needs_of(
-            self._model, config, demand, tokens, recompute, self.weights, begun=False, exact=True
-        )
+        of_call = self._model, config, demand, tokens, recompute, self.weights
+        needs = needs_of(*of_call, begun=False, exact=True, image_tokens=shown)
         plan = plan_call(self._model, config, self._pools, demand, needs, recompute)
+        if shown:
+            plan = plan.with_tower(
+                tower_of(self._model, config, demand, shown), free_memory(self._model.device)
+            )
         seconds, spared = self.measured.get((num_tokens, batch), (None, None))
         return replace(plan, seconds=seconds, kept_output_seconds=spared)
 

@@ -323,21 +323,24 @@ class Engine:
 
     # Around calls ---------------------------------------------------------------------------------
 
-    def plan(self, num_tokens: int, batch_size: int = 1) -> Plan:
+    def plan(self, num_tokens: int, batch_size: int = 1, *, image_tokens: int = 0) -> Plan:
         """What ``forward_backward`` on such a batch takes, and whether it fits now.
 
         Args:
             num_tokens: of the longest sequence.
             batch_size: sequences.
+            image_tokens: of each of them, that show images.
 
         Raises:
-            ValueError: one of them is no int >= 1.
+            ValueError: a number is none, or too large.
         """
         for name, value in {"num_tokens": num_tokens, "batch_size": batch_size}.items():
             expect(isinstance(value, int) and value >= 1, name, "an int >= 1", repr(value))
+        fits = isinstance(image_tokens, int) and 0 <= image_tokens <= num_tokens
+        expect(fits, "image_tokens", "an int in 0 ... num_tokens", repr(image_tokens))
         self._admission.expect_own_process()
         swept = self._training.upcoming(self._calls.planned_chunks(self.config, num_tokens).number)
-        of_call = self.config, num_tokens, batch_size, swept
+        of_call = self.config, num_tokens, batch_size, image_tokens, swept
         return as_before_afterwards(lambda: self._calls.plan(*of_call))
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:

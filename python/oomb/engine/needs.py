@@ -19,11 +19,13 @@ from oomb.engine.tracers import tracer_of
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.parallel.weights import Weights
+from oomb.trace.tower import TowerUse
 from oomb.trace.trace import Setting, Trace
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
 _HIDDEN_KEPT, _INNER_KEPT = 10, 4
+_PATCHES = 16  # of an image for a token, at most
 _SCRATCH_TIMES = 2  # of the past's keys and values: beside them what makes them of latents
 _TRIFLE = 0.02  # of free memory: activations whose exact size decides nothing
 _PLENTY = 0.8  # of what pages may take: a call below it fits, whatever a trifle comes to
@@ -33,6 +35,7 @@ _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may stil
 _ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
 
 _WHOLE = Weights()
+_NO_TOWER = TowerUse()
 
 
 def counted_tokens(config: Config, tokens: int) -> int:
@@ -44,9 +47,12 @@ def counted_tokens(config: Config, tokens: int) -> int:
     Args:
         tokens: of a sequence, without the last, which predicts nothing.
     """
-    longest = min(config.chunk_size, max(1, tokens))
-    step = 1 << max(0, longest.bit_length() - 4)
-    return min(config.chunk_size, -(-longest // step) * step)
+    return min(config.chunk_size, _rounded_up(min(config.chunk_size, max(1, tokens))))
+
+
+def _rounded_up(number: int) -> int:
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
 
 
 def recomputes(config: Config, activations: int, free: int) -> bool:
@@ -61,14 +67,20 @@ def recomputes(config: Config, activations: int, free: int) -> bool:
     return activations > _ACTIVATION_SHARE * free
 
 
-def others_of(demand: PageDemand, activations: int, gradients: int) -> int:
+def others_of(
+    demand: PageDemand, activations: int, gradients: int, tower: TowerUse = _NO_TOWER
+) -> int:
     """Bytes on the device besides pages and arguments.
 
     Mean keys and scores of pages are gone before the sums of gradients come.
+
+    Args:
+        tower: of the call's images, which runs after the chunks; its sums are among ``gradients``.
     """
     inputs = demand.batch * demand.chunks.tokens * _INPUT_BYTES
     lists = 0 if demand.list_sizes is None else demand.list_sizes.chunk_bytes
-    return inputs + lists + activations + max(gradients, demand.choosing_bytes)
+    of_chunk = lists + activations + max(gradients, demand.choosing_bytes)
+    return inputs + max(of_chunk, gradients + tower.after_bytes - tower.sum_bytes)
 
 
 def activations_of(trace: Trace) -> int:
@@ -86,6 +98,7 @@ def needs_of(
     *,
     begun: bool,
     exact: bool = False,
+    image_tokens: int = 0,
 ) -> Needs:
     """What a call needs besides its pages.
 
@@ -93,6 +106,7 @@ def needs_of(
         tokens: of a chunk, as of :func:`counted_tokens`.
         begun: the call has gathered the weights that it keeps.
         exact: counted even where a rule of thumb decides nothing.
+        image_tokens: of the call, that show images.
     """
     if demand.reach is None:
         return Needs()
@@ -102,17 +116,50 @@ def needs_of(
         gradients -= spared_bytes(layer_bytes(own, config.main_grad_dtype))
     gradients += weights.to_come(begun=begun)
     estimate = _estimated(model, demand, tokens, recompute)
+    estimate += _estimated_tower(model, image_tokens)
     others = others_of(demand, estimate, gradients)
     free = free_memory(model.device)
     room = _PLENTY * (TIER_SHARE * free - others)
     is_trifle = estimate < _TRIFLE * free and config.device_memory is None
     if exact or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
-        others = others_of(demand, counted(model, config, demand, tokens, recompute), gradients)
+        tower = tower_of(model, config, demand, image_tokens)
+        activations = counted(model, config, demand, tokens, recompute)
+        others = others_of(demand, activations, gradients, tower)
     return Needs(
         others=others,
         host_spare=spare_of(model.causal.parameters()) // weights.ranks,
         linear_flops=linear_flops(model.layers),
     )
+
+
+def tower_of(model: CausalModel, config: Config, demand: PageDemand, image_tokens: int) -> TowerUse:
+    """What a call's images take around its chunks; nothing where that cannot be told.
+
+    Both numbers of tokens are rounded up, as :func:`counted_tokens` does it.
+
+    Raises:
+        ValueError: there are some, and the model sees none.
+    """
+    shown = _rounded_up(image_tokens)
+    tokens = max(shown, _rounded_up(demand.batch * (demand.chunks.tokens + 1)))
+    try:
+        tracer = tracer_of(model)
+    except Exception:  # as of counted
+        return _NO_TOWER
+    try:
+        return tracer.tower.use(shown, tokens, config.main_grad_dtype)
+    except UnsupportedModelError:
+        return _NO_TOWER
+
+
+def _estimated_tower(model: CausalModel, image_tokens: int) -> int:
+    """At most: what autograd keeps of a tower."""
+    tower: Any = getattr(model.causal.config, "vision_config", None)
+    if not image_tokens or tower is None:
+        return 0
+    layers = tower.depth if hasattr(tower, "depth") else tower.num_hidden_layers
+    per_patch: int = (_HIDDEN_KEPT + 4 * _INNER_KEPT) * tower.hidden_size * layers
+    return image_tokens * _PATCHES * per_patch * torch.finfo(model.dtype).bits // 8
 
 
 def spare_of(parameters: Iterable[nn.Parameter]) -> int:

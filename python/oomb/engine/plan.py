@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from oomb.core.pools import Needs, Pools
 from oomb.errors import OutOfMemoryError
 from oomb.model.causal import CausalModel
 from oomb.trace.layerwise import layerwise_bytes
+from oomb.trace.tower import TowerUse
 from oomb.units import bytes_text
 
 
@@ -22,8 +23,9 @@ class Plan:
     """Memory of one call.
 
     Attributes:
-        device_bytes: device tier, a chunk's activations and the gradient sums.
-        host_bytes: host tier, page lists, and states at the borders between chunks.
+        device_bytes: device tier, a chunk's activations and the gradient sums; or what the tower
+            of images takes before, or after the chunks in their place.
+        host_bytes: host tier, page lists, states at the borders between chunks, features of images.
         seconds: predicted time; None until a call of this shape was measured.
         growth_seconds: about how much longer the call takes, at most, to pin memory of the host
             tier that earlier calls have not pinned.
@@ -44,6 +46,27 @@ class Plan:
     kept_output_bytes: int = 0
     kept_output_seconds: float | None = None
     growth_seconds: float = 0.0
+
+    def with_tower(self, tower: TowerUse, free: int) -> Plan:
+        """With features of images on the host, and where more than that, their tower's own work.
+
+        Args:
+            free: bytes of the device, which has no pages yet when the tower runs.
+        """
+        advice = self.advice
+        if tower.before_bytes > free:
+            advice = (
+                f"images: {bytes_text(tower.before_bytes)} on the device before the first chunk, "
+                f"and {bytes_text(free)} are free: show fewer in a call",
+                *advice,
+            )
+        return replace(
+            self,
+            device_bytes=max(self.device_bytes, tower.before_bytes),
+            host_bytes=self.host_bytes + tower.host_bytes(),
+            fits=self.fits and tower.before_bytes <= free,
+            advice=advice,
+        )
 
 
 def plan_call(

@@ -103,19 +103,15 @@ def images_of(
     given = dict(arguments, attention_mask=attention_mask, position_ids=position_ids)
     states = _random_states(model) if model.causal.training else None
     with torch.no_grad():
-        taken = _taken(model, input_ids, given)
+        taken = taken_by_decoder(model, input_ids, given)
     embeds, of_decoder = taken.embeds, taken.keywords
     shown = embeds[..., 0] != _mark(embeds.dtype)
-    features = [embeds[shown]]
-    deepstack = of_decoder.get("deepstack_visual_embeds")
-    if deepstack is not None:
-        where = of_decoder["visual_pos_masks"]
-        if not torch.equal(where, shown):
-            raise UnsupportedModelError(
-                f"{type(model.causal).__name__}: adds features behind its first layers at tokens "
-                "that are not those of its images"
-            )
-        features += list(deepstack)
+    features = features_of(taken, shown)
+    if len(features) > 1 and not torch.equal(of_decoder["visual_pos_masks"], shown):
+        raise UnsupportedModelError(
+            f"{type(model.causal).__name__}: adds features behind its first layers at tokens that "
+            "are not those of its images"
+        )
     positions = of_decoder.get("position_ids")
     blocks = torch.cat([m.blocks for m in taken.masks] or [torch.zeros(0, 3, dtype=torch.int64)])
     masks = of_decoder.get("attention_mask")
@@ -131,26 +127,40 @@ def images_of(
     )
     if not len(images.rows) or not trains_images(model):
         return images
-    dtype, device = embeds.dtype, model.device
-    del embeds, features, deepstack, taken, of_decoder
+    del embeds, features, taken, of_decoder
 
     def propagate(gradients: list[torch.Tensor]) -> None:
         with Swaps() as swaps:
             if states is not None:
                 swaps.also(kept_generators(model.rng_devices()))
                 _draw_from(model, states)
-            with torch.enable_grad():
-                again = _taken(model, input_ids, given)
-                made = [again.embeds[shown], *(again.keywords.get("deepstack_visual_embeds") or [])]
-            reached = [
-                (x, grad.to(device=device, dtype=dtype))
-                for x, grad in zip(made, gradients, strict=True)
-                if x.requires_grad
-            ]
-            del again, made
-            torch.autograd.backward([x for x, _ in reached], [grad for _, grad in reached])
+            propagate_features(model, input_ids, given, shown, gradients)
 
     return Images(**{**vars(images), "propagate": propagate})
+
+
+def features_of(taken: Taken, shown: torch.Tensor) -> list[torch.Tensor]:
+    """Embeddings where ``shown`` [B, T] says so, then what first layers add there (deepstack)."""
+    return [taken.embeds[shown], *(taken.keywords.get("deepstack_visual_embeds") or [])]
+
+
+def propagate_features(
+    model: CausalModel,
+    input_ids: torch.Tensor,
+    arguments: Mapping[str, Any],
+    shown: torch.Tensor,
+    gradients: list[torch.Tensor],
+) -> None:
+    """From gradients of :func:`features_of`, to what trains before the decoder."""
+    with torch.enable_grad():
+        made = features_of(taken_by_decoder(model, input_ids, arguments), shown)
+    reached = [
+        (x, grad.to(device=x.device, dtype=x.dtype))
+        for x, grad in zip(made, gradients, strict=True)
+        if x.requires_grad
+    ]
+    del made
+    torch.autograd.backward([x for x, _ in reached], [grad for _, grad in reached])
 
 
 # The model's own forward, up to its decoder -------------------------------------------------------
@@ -165,7 +175,7 @@ class _Mask:
 
 
 @dataclass(eq=False)
-class _Taken(Exception):  # no error
+class Taken(Exception):  # no error
     """The decoder was called."""
 
     keywords: dict[str, Any]
@@ -174,7 +184,9 @@ class _Taken(Exception):  # no error
     masks: list[_Mask]
 
 
-def _taken(model: CausalModel, input_ids: torch.Tensor, arguments: Mapping[str, Any]) -> _Taken:
+def taken_by_decoder(
+    model: CausalModel, input_ids: torch.Tensor, arguments: Mapping[str, Any]
+) -> Taken:
     """What the decoder gets, where the embedding gives marks."""
     seen: list[torch.Tensor] = []
     masks: list[_Mask] = []
@@ -194,7 +206,7 @@ def _taken(model: CausalModel, input_ids: torch.Tensor, arguments: Mapping[str, 
                 )
         if args or keywords.get("inputs_embeds") is None:
             raise UnsupportedModelError(f"{name}: does not give its decoder embeddings of tokens")
-        raise _Taken(keywords, keywords["inputs_embeds"], seen[0], masks)
+        raise Taken(keywords, keywords["inputs_embeds"], seen[0], masks)
 
     def mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> torch.Tensor:
         stand_in = torch.zeros(1, 1, 1, 1, device=model.device)
@@ -204,7 +216,7 @@ def _taken(model: CausalModel, input_ids: torch.Tensor, arguments: Mapping[str, 
     with _standing_still(model, embed, decoder, mask):
         try:
             model.causal(input_ids=input_ids, use_cache=False, **arguments)
-        except _Taken as taken:
+        except Taken as taken:
             return taken.with_traceback(None)  # whose frames hold a tower's activations
     raise UnsupportedModelError(f"{name}: does not call its decoder on images and tokens")
 

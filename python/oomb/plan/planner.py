@@ -29,6 +29,7 @@ from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
 from oomb.plan.host_sums import HostSumsUse, with_sums
 from oomb.plan.host_weights import HostWeightsUse, with_weights
+from oomb.plan.images import ImagesUse
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
 from oomb.plan.pages import PageCall
@@ -56,6 +57,7 @@ class Planner:
         adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.
         quantization: ``"nf4"``, ``"fp4"`` or ``"int8"``: the base in 4 or 8 bits under the
             adapter.
+        images: with the tower that sees them, where the model is given by name or config.
 
     Raises:
         ValueError: no such model.
@@ -70,10 +72,13 @@ class Planner:
         dtype: torch.dtype | None = None,
         adapter: Any = None,
         quantization: str | None = None,
+        images: bool = False,
     ) -> None:
         self.machine = Machine.here() if machine is None else machine
         ranks = self.machine.ranks
-        bare = bare_model(model, dtype=dtype, adapter=adapter, quantization=quantization)
+        bare = bare_model(
+            model, dtype=dtype, adapter=adapter, quantization=quantization, images=images
+        )
         self.tracer = Tracer(
             bare, self.machine.device_type, self.machine.fused, self.machine.capability
         )
@@ -88,6 +93,8 @@ class Planner:
         optimizer: str | None = "adamw_torch_fused",
         optimizer_states: str = "device",
         accumulates: bool = False,
+        reference: bool = False,
+        image_tokens: int = 0,
         timed: bool = True,
         dry_run: bool = True,
         step: int | None = None,
@@ -100,6 +107,9 @@ class Planner:
             optimizer: as the stock trainer's ``optim``; None: forward and backward alone.
             optimizer_states: ``"device"``, or ``"host"``: see :class:`oomb.optim.HostStates`.
             accumulates: gradients of earlier calls are kept while a call runs.
+            reference: a frozen copy of the model lies beside it, whole or shared as it is (DPO,
+                KTO, GRPO without adapters).
+            image_tokens: of each sequence, that show images.
             timed: predict seconds too; on this machine that measures for about a second.
             dry_run: where pages move between the tiers, run the page manager on the call to see
                 the host tier's peak and the copies; False: the least that the host tier must hold.
@@ -136,7 +146,8 @@ class Planner:
         gathered = 0
         if shards is not None:
             parameters, gathered = shards.parameter_bytes, shards.gathered_bytes
-        free = self.machine.device_bytes - parameters - kept
+        of_reference = parameters if reference else 0
+        free = self.machine.device_bytes - parameters - of_reference - kept
         if self.machine.device_type == "cpu":  # one memory for both
             free -= (
                 weights.host_bytes
@@ -144,11 +155,14 @@ class Planner:
                 + (use.host_bytes if optimizer_states == "host" else 0)
             )
         call = self.pages(num_tokens, config, batch_size, step, choices)
-        free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES
+        images = ImagesUse.of(tracer, config, call, image_tokens)
+        free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES + images.tower.pixel_bytes
         recompute = self._recompute(config, call, free - gathered)
 
         shortage, spills = "", False
-        room = self._room(config, call, recompute, free, use, weights, sums, shards, accumulates)
+        room = self._room(
+            config, call, recompute, free, use, weights, sums, shards, images, accumulates
+        )
         try:
             found = fit(call, config.keep_outputs, room, linear_flops=tracer.linear_flops)
             call = replace(call, outputs=found.outputs)
@@ -184,6 +198,7 @@ class Planner:
             machine=self.machine,
             optimizer=optimizer,
             parameter_bytes=parameters,
+            reference_bytes=of_reference,
             weight_host_bytes=weights.host_bytes,
             # Sharded ones stay on the devices.
             movable_bytes=0 if shards else sum(tracer.movable_bytes) - weights.host_bytes,
@@ -195,7 +210,9 @@ class Planner:
             optimizer_seconds=stepping,
             growth_seconds=growing,
             kept_gradient_bytes=gradients if accumulates else 0,
-            call_bytes=_call_bytes(call, trace, sums.spared_bytes, shards),
+            call_bytes=_call_bytes(call, trace, sums.spared_bytes, shards, images),
+            image_bytes=images.before_bytes(_input_bytes(call, images) + gathered),
+            image_host_bytes=images.host_bytes,
             gathered_bytes=gathered,
             step_bytes=gradients + use.step_bytes,
             device_pool_bytes=pools.device_peak_bytes,
@@ -278,6 +295,7 @@ class Planner:
         weights: HostWeightsUse,
         sums: HostSumsUse,
         shards: ShardedWeightsUse | None,
+        images: ImagesUse,
         accumulates: bool,
     ) -> Room:
         """Memory that the call may have, as the engine will find it.
@@ -301,10 +319,13 @@ class Planner:
             host_free=free if on_cpu else machine.host_bytes,
             device_cap=config.device_memory,
             host_cap=None if cap is None else max(1, cap // machine.neighbours),
-            others=others_of(call, self._activations(config, call, recompute), gradients),
+            others=others_of(
+                call, self._activations(config, call, recompute), gradients, images.tower
+            ),
             host_others=call.list_bytes
             + call.border_bytes
             + use.host_bytes
+            + images.host_bytes
             + (0 if on_cpu else weights.host_bytes + sums.host_bytes),
             host_spare=spare,
             stepping=own + use.step_bytes - kept,
@@ -331,19 +352,27 @@ class Planner:
         )
 
 
-def _call_bytes(call: PageCall, trace: Trace, spared: int, shards: ShardedWeightsUse | None) -> int:
-    """The most that a call takes of torch's memory on the device, with its arguments.
+def _call_bytes(
+    call: PageCall, trace: Trace, spared: int, shards: ShardedWeightsUse | None, images: ImagesUse
+) -> int:
+    """The most that a call takes of torch's memory beside its pages, with its arguments.
 
     Mean keys are there until the sweep has begun; the sums of gradients grow with it, but for
-    ``spared`` bytes of those that the host keeps.
+    ``spared`` bytes of those that the host keeps. The tower of images has its own after it.
     """
-    inputs = call.batch * call.chunks.tokens * _INPUT_BYTES
     lists = 0 if call.list_sizes is None else call.list_sizes.chunk_bytes
     fill = trace.fill_peak_bytes + call.choosing_bytes
-    if shards is None:
-        return inputs + lists + max(fill, trace.sweep_peak_bytes - spared)
-    sweep = trace.sweep_peak_bytes + shards.sum_bytes - trace.sum_bytes
-    return inputs + lists + shards.gathered_bytes + max(fill, sweep)
+    gathered, sums, after = 0, trace.sum_bytes - spared, images.tower.after_bytes
+    if shards is not None:
+        gathered, sums = shards.gathered_bytes, shards.sum_bytes
+        after -= min(after, images.tower.sum_bytes)  # among those of the rank
+    sweep = trace.sweep_peak_bytes - trace.sum_bytes + sums
+    most = max(lists + images.chunk_bytes + max(fill, sweep), sums + after if after else 0)
+    return _input_bytes(call, images) + gathered + most
+
+
+def _input_bytes(call: PageCall, images: ImagesUse) -> int:
+    return call.batch * call.chunks.tokens * _INPUT_BYTES + images.tower.pixel_bytes
 
 
 def _swept(config: Config, num_chunks: int, step: int | None) -> tuple[int, ...]:

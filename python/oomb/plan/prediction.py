@@ -21,6 +21,7 @@ class Prediction:
         optimizer: its name, None: forward and backward only.
         parameter_bytes: the model's parameters and buffers; where the host keeps weights, those of
             them that stay, and the places that the others come to.
+        reference_bytes: those of a second model, frozen, that is asked beside it.
         weight_host_bytes: weights that the host keeps.
         movable_bytes: further ones that it could keep: frozen, in decoder layers.
         optimizer_bytes: the optimizer's state on the device.
@@ -29,7 +30,9 @@ class Prediction:
         optimizer_seconds: of its step, beside ``seconds``; None where no rates are known.
         kept_gradient_bytes: gradients of earlier calls, where they accumulate.
         call_bytes: the most that a call takes of torch's memory: activations of a chunk, gradient
-            sums, logits, page summaries, inputs.
+            sums, logits, page summaries, inputs; or after them the tower of its images.
+        image_bytes: likewise before them, while features of its images are made; pages come later.
+        image_host_bytes: features of images, and their gradients.
         gathered_bytes: other ranks' weights, at most; part of ``call_bytes``.
         sum_bytes: sums of gradients over chunks, fp32; part of ``call_bytes``.
         sum_host_bytes: sums that the host keeps.
@@ -52,6 +55,7 @@ class Prediction:
     machine: Machine
     optimizer: str | None
     parameter_bytes: int
+    reference_bytes: int
     weight_host_bytes: int
     movable_bytes: int
     optimizer_bytes: int
@@ -60,6 +64,8 @@ class Prediction:
     optimizer_seconds: float | None
     kept_gradient_bytes: int
     call_bytes: int
+    image_bytes: int
+    image_host_bytes: int
     gathered_bytes: int
     sum_bytes: int
     sum_host_bytes: int
@@ -83,28 +89,32 @@ class Prediction:
 
     @property
     def held_bytes(self) -> int:
-        """What stays on the device between calls: parameters, optimizer, kept gradients."""
-        return self.parameter_bytes + self.optimizer_bytes + self.kept_gradient_bytes
+        """What stays on the device between calls: weights, optimizer, kept gradients."""
+        return self._resting_bytes + self.kept_gradient_bytes
 
     @property
     def torch_peak_bytes(self) -> int:
         """The most that torch holds on the device."""
-        return max(self.held_bytes + self.call_bytes, self._stepping_bytes)
+        return max(self.held_bytes + max(self.call_bytes, self.image_bytes), self._stepping_bytes)
 
     @property
     def device_bytes(self) -> int:
         """Peak of the device tier with all else on the device; pools are empty between calls."""
         calling = self.held_bytes + self.call_bytes + self.device_pool_bytes
-        return max(calling, self._stepping_bytes)
+        return max(calling, self.torch_peak_bytes)
 
     @property
     def _stepping_bytes(self) -> int:
-        return self.parameter_bytes + self.optimizer_bytes + self.step_bytes
+        return self._resting_bytes + self.step_bytes
+
+    @property
+    def _resting_bytes(self) -> int:
+        return self.parameter_bytes + self.reference_bytes + self.optimizer_bytes
 
     @property
     def host_bytes(self) -> int:
         """Peak of the host tier, and of what else lies in host memory."""
-        lists = self.list_bytes + self.border_bytes
+        lists = self.list_bytes + self.border_bytes + self.image_host_bytes
         kept = self.optimizer_host_bytes + self.weight_host_bytes + self.sum_host_bytes
         return self.host_pool_bytes + lists + kept
 

@@ -62,6 +62,8 @@ def predict(
     optimizer: str | None = "adamw_torch_fused",
     optimizer_states: str = "device",
     accumulates: bool = False,
+    reference: bool = False,
+    image_tokens: int = 0,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
@@ -75,7 +77,8 @@ def predict(
         ValueError: an argument does not fit, or no such model.
         UnsupportedModelError: the model cannot be planned without running it.
     """
-    planner = Planner(model, machine, dtype=dtype, adapter=adapter, quantization=quantization)
+    made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
+    planner = Planner(model, machine, images=image_tokens > 0, **made)
     return planner.predict(
         num_tokens,
         config,
@@ -83,6 +86,8 @@ def predict(
         optimizer=optimizer,
         optimizer_states=optimizer_states,
         accumulates=accumulates,
+        reference=reference,
+        image_tokens=image_tokens,
         timed=timed,
     )
 
@@ -101,6 +106,8 @@ def recommend(
     optimizer: str | None = "adamw_torch_fused",
     optimizer_states: str = "device",
     accumulates: bool = False,
+    reference: bool = False,
+    image_tokens: int = 0,
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
@@ -121,6 +128,7 @@ def recommend(
         optimizer: as the stock trainer's ``optim``.
         optimizer_states: as of ``Planner.predict``.
         accumulates: several calls per optimizer step.
+        reference, image_tokens: as of ``Planner.predict``.
         dtype, adapter, quantization: as of :class:`Planner`.
         timed: predict seconds, which measures this machine for about a second, and choose by them
             the chunk that ranks share.
@@ -131,13 +139,16 @@ def recommend(
     """
     if machine is None:
         machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
-    planner = Planner(model, machine, dtype=dtype, adapter=adapter, quantization=quantization)
+    made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
+    planner = Planner(model, machine, images=image_tokens > 0, **made)
     base = config or Config()
     asked: dict[str, Any] = {
         "batch_size": batch_size,
         "optimizer": optimizer,
         "optimizer_states": optimizer_states,
         "accumulates": accumulates,
+        "reference": reference,
+        "image_tokens": image_tokens,
     }
 
     # What "auto" keeps is optional: it makes nothing fit or not fit, and needs no choice.

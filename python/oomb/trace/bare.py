@@ -62,7 +62,7 @@ def bare_model(
         shape, kind = SHAPES[str(model).lower()], dtype or torch.bfloat16
         bare = random_model(shape, device="meta", dtype=kind, positions=2**17)
     else:
-        bare = _without_weights(_config_of(str(model)), dtype, str(model), images=images)
+        bare = _without_weights(config_of(str(model)), dtype, str(model), images=images)
     if quantization is not None:
         pack_linears(bare, quantization)
     if adapter is None:
@@ -88,7 +88,7 @@ def _check_quantization(quantization: str | None, adapter: Any) -> None:
         )
 
 
-def _config_of(name: str) -> PretrainedConfig:
+def config_of(name: str) -> PretrainedConfig:
     """The config of a folder, a published model or a hub name.
 
     Runs no code but transformers', and asks nobody.

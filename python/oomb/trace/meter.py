@@ -69,7 +69,7 @@ class Meter(TorchDispatchMode):
         for tensor in given:
             self._keep(tensor.untyped_storage(), counted=False)  # made elsewhere
         out = func(*args, **kwargs)
-        results = list(_tensors_of(out))
+        results = list(tensors_of(out))
         made = [self._keep(x.untyped_storage(), counted=True) for x in results]
         in_place = any(x is y for x in results for y in given)
         if any(made) or in_place:
@@ -98,7 +98,7 @@ class Meter(TorchDispatchMode):
 
     def _given(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """The tensors that an operation takes."""
-        return [*_tensors_of(args), *_tensors_of(kwargs)]
+        return [*tensors_of(args), *tensors_of(kwargs)]
 
     def _keep(self, storage: torch.UntypedStorage, *, counted: bool) -> bool:
         """Follow a storage until it is freed; returns whether it is new."""
@@ -142,13 +142,13 @@ class Meter(TorchDispatchMode):
         self.work.moved_bytes += moved
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Those in what an operation takes or gives; torch's own pytrees take four times as long."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_of(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors_of(item)
+            yield from tensors_of(item)

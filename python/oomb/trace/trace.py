@@ -27,6 +27,7 @@ from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
 from oomb.model.swap import entered
+from oomb.trace.autocast import autocast_of_device, autocast_state
 from oomb.trace.bare import shapes_only
 from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
@@ -44,6 +45,7 @@ from oomb.trace.stand_ins import (
     TracedSums,
     traced_placement,
 )
+from oomb.trace.tower import Tower
 
 _TRACED = 2  # chunks: the first one is traced, and there is one behind it
 # What a forward raises that looks at values, or was made from a config that fits no model.
@@ -117,6 +119,7 @@ class Tracer:
         largest_product: (in, out) sizes of the largest matrix of a layer.
         linear_flops: of a layer's matrix products per token, forward, at least.
         parameters: all, without values, and those of each decoder layer as ``layers``.
+        tower: of a model that sees images.
         movable_bytes: of each layer, frozen weights that the host could keep.
     """
 
@@ -130,6 +133,7 @@ class Tracer:
         # Parameters without memory are of another type.
         self._head_is_plain = CausalModel(model).head.plain_weight() is not None
         self._device_type = device_type
+        self.tower = Tower(self._bare, self._mode, device_type)
         self._fused, self._capability = fused, capability
         self._traces: dict[tuple[Setting, bool, torch.dtype], Trace] = {}
         causal = CausalModel(self._bare)
@@ -173,7 +177,7 @@ class Tracer:
 
     def trace(self, setting: Setting) -> Trace:
         """The full model's chunk; of many like layers a few are run."""
-        key = setting, *_autocast_state(self._device_type)
+        key = setting, *autocast_state(self._device_type)
         if key not in self._traces:
             if self._samples is None:
                 trace = self._run(CausalModel(self._bare), setting)[0]
@@ -274,7 +278,7 @@ class Tracer:
             torch.random.fork_rng(devices=[]),
             experts_of_any_dtype(),
             recurrences_on_shapes(causal.decoder),
-            _autocast_of_device(self._device_type),
+            autocast_of_device(self._device_type),
             self._mode,
             grads.collecting(parameters),
             meter,
@@ -384,13 +388,3 @@ def _fake_inputs(batch: int, tokens: int) -> CallInputs:
         largest_position=tokens,
         num_given=tokens,
     )
-
-
-def _autocast_of_device(device_type: str) -> torch.autocast:
-    """The caller's autocast state, on the tensors that stand for the device's."""
-    enabled, dtype = _autocast_state(device_type)
-    return torch.autocast("cpu", dtype, enabled=enabled)
-
-
-def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,14 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig
 
+from oomb.errors import UnsupportedModelError
+from oomb.model.causal import CausalModel
 from oomb.parallel.job import ranks_of_host
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
 from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
+from oomb.trace.tower import ShownImages
 from oomb.train.arguments import (
     decided,
     engine_config,
@@ -25,10 +27,9 @@ from oomb.train.arguments import (
     sharing_ranks,
 )
 from oomb.train.errors import BadInput
-from oomb.train.image_memory import feature_bytes
 from oomb.train.model import device_of, with_adapters
 from oomb.train.settings import RunSettings
-from oomb.train.tasks import task_of
+from oomb.train.tasks import holds_reference, task_of
 from oomb.units import bytes_text, seconds_text
 
 
@@ -53,12 +54,12 @@ def plan_run(
         "optimizer": settings.optimizer.name if settings.optimizer.name in OPTIMIZERS else None,
         "optimizer_states": settings.optimizer.states,
         "accumulates": settings.training.accumulation_steps > 1,
+        "reference": holds_reference(settings),
     }
     model = _without_weights(settings, config, images=most_shown is not None)
-    machine = Machine.here(device_of(settings.model).type)
     if most_shown is not None:
-        shown = most_shown * settings.training.batch_size
-        machine = _without_features(model, shown, machine, console)
+        asked["image_tokens"] = _planned(model, most_shown, console)
+    machine = Machine.here(device_of(settings.model).type)
     sharing = sharing_ranks(settings)
     here = machine
     for holding in holdings_to_try(settings):
@@ -69,6 +70,14 @@ def plan_run(
         if prediction.fits:
             break
     _print_plan(console, prediction)
+    if most_shown is not None and prediction.image_bytes:
+        told = most_shown * settings.training.batch_size
+        before, beside = map(bytes_text, (prediction.image_bytes, prediction.image_host_bytes))
+        _print(
+            console,
+            f"Images: {told:,} tokens of a call at most: {before} on the device before its chunks, "
+            f"{beside} of features on the host",
+        )
     if not prediction.fits:
         nearest = recommend(model, num_tokens, machine=here, config=engine, timed=False, **asked)
         raise BadInput(_refusal(prediction, nearest.fits, nearest.config, nearest.advice))
@@ -114,25 +123,14 @@ def _sequences_per_example(settings: RunSettings) -> int:
     return 1 if task is None else task.rows_per_example
 
 
-def _without_features(
-    model: nn.Module, num_shown: int, machine: Machine, console: Console
-) -> Machine:
-    """The machine with what it has left beside features of images, which are printed.
-
-    Each process of a host has those of its own sequences.
-    """
-    num_bytes = feature_bytes(model, num_shown)
-    console.print(
-        f"Images: {num_shown:,} tokens of a call at most, {bytes_text(num_bytes)} of features on "
-        "the host; the tower's own work is not planned",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    left = max(0, machine.host_bytes - num_bytes * ranks_of_host())
-    if machine.device_type == "cpu":  # one memory for both
-        return replace(machine, host_bytes=left, device_bytes=min(left, machine.device_bytes))
-    return replace(machine, host_bytes=left)
+def _planned(model: nn.Module, most_shown: int, console: Console) -> int:
+    """Tokens that show images, where their tower can be planned; else 0, which is told."""
+    try:
+        ShownImages.on(CausalModel(model), most_shown, most_shown)
+    except UnsupportedModelError as error:
+        _print(console, f"Images: not planned: {error}")
+        return 0
+    return most_shown
 
 
 def _without_weights(settings: RunSettings, config: PreTrainedConfig, *, images: bool) -> nn.Module:
@@ -165,16 +163,20 @@ def _print_plan(console: Console, prediction: Prediction) -> None:
     shared = "" if held == "replicated" else f", weights shared by {held}"
     if config.main_grad_device == "host":
         shared += ", gradient sums on the host"
+    beside = prediction.reference_bytes
+    asked = f", {bytes_text(beside)} the reference" if beside else ""
     time = "" if seconds is None else f", about {seconds_text(seconds)} per call"
-    console.print(
+    _print(
+        console,
         f"Plan: {prediction.num_tokens:,} tokens in chunks of {config.chunk_size:,}: "
         f"{bytes_text(prediction.device_bytes)} on the device "
-        f"({bytes_text(prediction.device_pool_bytes)} of it pages), "
+        f"({bytes_text(prediction.device_pool_bytes)} of it pages{asked}), "
         f"{bytes_text(prediction.host_bytes)} on the host{time}{shared}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _refusal(prediction: Prediction, fits: bool, config: Any, advice: tuple[str, ...]) -> str:

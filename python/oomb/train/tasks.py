@@ -27,7 +27,7 @@ class Task:
         prompt: whether rows may go without a prompt, which then is what the answers share.
         rows_per_example: sequences that a call of the engine has for each example of a batch.
         generates: the model writes the completions itself, and functions judge them.
-        reference: a second model is asked, where there are no adapters to switch off.
+        reference: the trainer is given a reference, where it holds one.
     """
 
     trainer: str
@@ -128,15 +128,28 @@ def checked_options(settings: RunSettings, task: Task) -> dict[str, Any]:
         except ValidationError as error:
             said = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadInput(f"{place}: expected {said}, got {value!r}") from error
-    if task.generates and settings.lora is None:
+    if task.generates and holds_reference(settings):
         _expect_loadable_reference(settings, found.get("beta", kind.beta))
     return found
+
+
+def holds_reference(settings: RunSettings) -> bool:
+    """Whether a run has a second model beside the trained one, to ask it for log-probabilities.
+
+    None where adapters are switched off instead, answers are computed ahead, or nothing asks.
+    """
+    task = task_of(settings)
+    if task is None or settings.lora is not None:
+        return False
+    if task.generates:  # TRL loads it
+        return bool(settings.trl.get("beta", _of_trl(task.arguments).beta) != 0)
+    return task.reference and not settings.trl.get("precompute_ref_log_probs")
 
 
 def _expect_loadable_reference(settings: RunSettings, beta: float) -> None:
     """TRL loads the reference by itself where there is one, and knows nothing of these fields."""
     for name in ("rope", "revision", "max_position_embeddings"):
-        if beta != 0 and getattr(settings.model, name) is not None:
+        if getattr(settings.model, name) is not None:
             raise BadInput(
                 f"model.{name}: expected null for task {settings.task} without lora and with a "
                 f"reference (trl.beta is {beta}), which TRL loads as it was saved"

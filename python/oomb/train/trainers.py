@@ -30,7 +30,7 @@ from oomb.train.image_sequences import ImageSequences, collate_images
 from oomb.train.model import load_by_first, load_model
 from oomb.train.sequences import collate
 from oomb.train.settings import RunSettings
-from oomb.train.tasks import Task, reward_functions, task_of
+from oomb.train.tasks import Task, holds_reference, reward_functions, task_of
 
 
 def build_trainer(
@@ -99,8 +99,7 @@ def _of_task(
         given[name] = part.dataset if isinstance(part, Examples) else None
     if task.generates:
         given["reward_funcs"] = reward_functions(settings)
-    computed_ahead = settings.trl.get("precompute_ref_log_probs")
-    if task.reference and settings.lora is None and not computed_ahead:
+    if task.reference and holds_reference(settings):
         if shards_weights(settings):
             given["ref_model"] = load_by_first(settings.model, None, config, job)
         else:

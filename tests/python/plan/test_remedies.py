@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from oomb.cli.plan import show
+from oomb.cli.plan_tables import show
 from oomb.plan import Recommendation, recommend
 
 ASKED: dict[str, Any] = {"gpu": "h100", "host_bytes": 256 * 2**30}

@@ -23,12 +23,12 @@ from images_for_tests import (
 )
 
 import oomb
+from oomb.trace.trace import Tracer
 from oomb.train import image_examples
 from oomb.train.data import Data, find_data, prepare_data, tokenising_rule
 from oomb.train.errors import BadInput
 from oomb.train.image_examples import ImageRule, grown
 from oomb.train.image_files import decoded, measured
-from oomb.train.image_memory import feature_bytes
 from oomb.train.image_sequences import ImageSequences, collate_images
 from oomb.train.processor import Processing
 from oomb.train.reading import read_settings
@@ -157,7 +157,8 @@ def test_features_take_what_is_foretold(tmp_path: Path, family: str, frozen: boo
     shown = int((batch["input_ids"] == IMAGE).sum())
     with oomb.Engine(model, oomb.Config(chunk_size=64, page_size=16)) as engine:
         taken = engine.forward_backward(**batch).stats.image_feature_bytes
-    assert taken == feature_bytes(model, shown) > 0
+    foretold = Tracer(model, "cpu", False).tower.use(shown, 2 * shown, "float32")
+    assert taken == foretold.feature_bytes * (1 if frozen else 2) > 0
     assert isinstance(data.train, ImageSequences) and shown <= data.train.most_shown
 
 

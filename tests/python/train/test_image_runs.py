@@ -18,14 +18,11 @@ from images_for_tests import (
     qwen_model,
     write_chats,
 )
-from rich.console import Console
 from tiny_runs import TEXT, run, save_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import oomb.train.arguments
 import oomb.train.image_files
-from oomb.plan import Machine
-from oomb.train import planning
 
 
 def losses(folder: Path) -> list[float]:
@@ -136,18 +133,6 @@ def test_a_dry_run_reads_the_first_images_and_writes_nothing(tmp_path: Path) -> 
         assert result.exit_code == 2 and "expected an image, got" in result.output
         assert "row 1 of" in result.output
         assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_each_process_of_a_host_has_features_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, machine = gemma_model(), Machine.described(gpu="h100", host_memory="100GiB")
-
-    def left(processes: int) -> int:
-        monkeypatch.setattr(planning, "ranks_of_host", lambda: processes)
-        return planning._without_features(model, 1000, machine, Console(quiet=True)).host_bytes
-
-    features = machine.host_bytes - left(1)
-    assert features > 0
-    assert machine.host_bytes - left(4) == 4 * features
 
 
 def user(*parts: Any) -> list[Any]:
