@@ -18,6 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, operations, recursively_apply
 from transformers import set_seed
 
+from oomb.engine.lent import on_first
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.ranks import RanksTrainer
 from oomb.parallel.group import PATIENCE
@@ -123,7 +124,7 @@ class GeneratesOnce(RanksTrainer):
     def _generate(self, *args: Any, **keywords: Any) -> Any:
         """TRL's own, with tools and rollouts, on the first process of each group."""
         stock: Any = super()
-        return self._by_first(lambda: stock._generate(*args, **keywords))
+        return self._by_first(lambda: stock._generate(*args, **keywords), runs_model=True)
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Any:
         """TRL's own, on the first process of each group; [completions of all, functions]."""
@@ -133,9 +134,13 @@ class GeneratesOnce(RanksTrainer):
         )
         return found.to(self.args.device)
 
-    def _by_first(self, work: Callable[[], T]) -> T:
+    def _by_first(self, work: Callable[[], T], *, runs_model: bool = False) -> T:
         """What ``work`` returned on the first process of the group, which alone does it; its error
-        is raised by all."""
+        is raised by all.
+
+        Args:
+            runs_model: the others lend it their shards.
+        """
         trainer: Any = self
 
         def noted() -> tuple[T, dict[str, Any], int, dict[str, Any]]:
@@ -144,7 +149,12 @@ class GeneratesOnce(RanksTrainer):
             seen = trainer.state.num_input_tokens_seen
             return found, notes, seen, random_state(trainer.args.device)
 
-        found, notes, seen, random = self.replicas.by_first(noted)
+        told: Callable[[], Any] = noted
+        if runs_model and trainer._has_shards:
+            done = on_first(trainer.engine, self.replicas.sharers, noted)
+            told = lambda: done  # noqa: E731
+        found: T
+        found, notes, seen, random = self.replicas.by_first(told)
         if self.replicas.place > 0:
             vars(trainer).update(notes)
             trainer.state.num_input_tokens_seen = seen

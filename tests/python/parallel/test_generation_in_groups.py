@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from trainer.runs import CONFIG, prompts, tokenizer
 from trainer.two_pass_runs import Gradients, model, settings, write_log_softmax_out, written
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
+from .test_generation_over_ranks import whole
 from .world import World, as_started
 
 RANKS = 4
@@ -78,8 +80,12 @@ def judge(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> 
 def made(
     rank: int, name: str, folder: Path, groups: int, stock: bool = False, **others: Any
 ) -> tuple[Any, Gradients]:
-    """A trainer in ``groups`` groups; ``rank`` -1: the stock one, which accumulates instead."""
+    """A trainer in ``groups`` groups; ``rank`` -1: the stock one, which accumulates instead.
+
+    Those of a group share weights by a ``policy``, where there is one.
+    """
     kind, own = CASES[name]
+    policy = others.pop("policy", "")
     size: dict[str, Any] = {"num_generations": 4, **GENERATION, **own}
     given: dict[str, Any] = {"reward_funcs": judge, **others.pop("given", {})}
     size |= others
@@ -89,6 +95,9 @@ def made(
     elif not stock:
         size["parallelism_config"] = ParallelismConfig(dp_shard_size=groups)
         given["oomb_config"] = CONFIG
+        if policy:
+            given["oomb_config"] = replace(CONFIG, sharded_weights=policy)
+            given["shard_weights"] = True
     data = questions()
     seen = Gradients()
     trainer = getattr(oomb.hf if rank >= 0 and not stock else trl, f"{kind}Trainer")(
@@ -124,8 +133,8 @@ def found_of(trainer: Any, seen: Gradients) -> Found:
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     logs = trainer._logs
     return Found(
-        [{key.removeprefix("module."): x for key, x in step.items()} for step in seen.steps],
-        {name: x.detach().clone() for name, x in named},
+        [whole({key.removeprefix("module."): x for key, x in step.items()}) for step in seen.steps],
+        whole({name: x.detach() for name, x in named}),
         trainer.state.log_history,
         {
             **{name: list(logs[name]) for name in ("prompt", "completion", "advantages")},
@@ -170,13 +179,14 @@ def assert_same(found: Found, expected: Found, kept: tuple[str, ...] = ()) -> No
         pytest.param("rloo", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("policy", ["", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_pairs_as_the_stock_trainer_in_one_process(
-    world: World, tmp_path: Path, name: str, of_prompt: int
+    world: World, tmp_path: Path, name: str, of_prompt: int, policy: str
 ) -> None:
     """Two pairs take in two micro-batches what it takes in four; of 8 completions of a prompt each
     pair has a half. Metrics that it weighs by micro-batch are left out."""
     others = {"num_generations": of_prompt}
-    world.start(run_of, name, tmp_path / "ranks", 2, others)
+    world.start(run_of, name, tmp_path / "ranks", 2, others | {"policy": policy})
     expected = run(-1, name, tmp_path / "stock", 2, **others)
     kept = ("reward", "judged", "completions/", "num_tokens", "grad_norm")
     for found in world.answers():
@@ -203,7 +213,9 @@ class Drawn(NamedTuple):
     judged: int
 
 
-def draw(rank: int, folder: Path, groups: int, steps: int, resume: bool = False) -> Drawn:
+def draw(
+    rank: int, folder: Path, groups: int, steps: int, resume: bool = False, policy: str = ""
+) -> Drawn:
     """Steps with completions that the model draws; a step's checkpoint is kept."""
     calls = 0
 
@@ -220,6 +232,7 @@ def draw(rank: int, folder: Path, groups: int, steps: int, resume: bool = False)
             "max_steps": steps,
             "save_strategy": "steps",
             "save_steps": 1,
+            "policy": policy,
             "given": {"reward_funcs": judge_by_chance},
         }
         trainer, seen = made(rank, "grpo", folder, groups, **others)
@@ -243,10 +256,11 @@ def test_groups_draw_completions_of_their_own(world: World, tmp_path: Path, grou
             assert torch.equal(answer.found.weights[name], weight)
 
 
-def test_a_resumed_run_draws_as_the_unbroken_one(world: World, tmp_path: Path) -> None:
-    unbroken = world.run(draw, tmp_path / "unbroken", 2, 2)
-    first = world.run(draw, tmp_path / "resumed", 2, 1)
-    second = world.run(draw, tmp_path / "resumed", 2, 2, True)
+@pytest.mark.parametrize("policy", ["zero3", pytest.param("", marks=pytest.mark.slow)])
+def test_a_resumed_run_draws_as_the_unbroken_one(world: World, tmp_path: Path, policy: str) -> None:
+    unbroken = world.run(draw, tmp_path / "unbroken", 2, 2, False, policy)
+    first = world.run(draw, tmp_path / "resumed", 2, 1, False, policy)
+    second = world.run(draw, tmp_path / "resumed", 2, 2, True, policy)
     for mine, begun, theirs in zip(second, first, unbroken, strict=True):
         assert begun.found.table["completion"] != theirs.found.table["completion"]
         assert mine.found.table == theirs.found.table
