@@ -11,16 +11,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, operations, recursively_apply
 from transformers import set_seed
+from trl.trainer.utils import RepeatSampler
 
 from oomb.engine.lent import on_first
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.ranks import RanksTrainer
+from oomb.hf.step_layout import StepLayout
 from oomb.parallel.group import PATIENCE
 from oomb.parallel.replicas import Replicas
 
@@ -64,6 +67,17 @@ def _groups_as_processes(replicas: Replicas) -> Iterator[None]:
         state.update(counted_before)
 
 
+class _PromptsOfEpoch(RepeatSampler):
+    """TRL's order of prompts, found again: it draws one epoch's after another from one seed."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.shuffle:
+            assert self.seed is not None
+            self.generator.manual_seed(self.seed)
+            for _ in range(epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+
+
 class GeneratesOnce(RanksTrainer):
     """Put before a trainer of TRL that generates: the processes of one sequence count as one."""
 
@@ -86,6 +100,20 @@ class GeneratesOnce(RanksTrainer):
                 "steps_per_generation or per_device_train_batch_size for more",
                 stacklevel=2,
             )
+
+    def _layout(self) -> StepLayout:
+        stock: Any = super()
+        args: Any = self.args
+        divided: StepLayout = stock._layout()
+        return replace(divided, completions=args.generation_batch_size)
+
+    def _get_train_sampler(self, *args: Any, **keywords: Any) -> Any:
+        """TRL's own; a resumed run has the order of its epoch."""
+        stock: Any = super()
+        sampler = stock._get_train_sampler(*args, **keywords)
+        if type(sampler) is RepeatSampler:
+            sampler.__class__ = _PromptsOfEpoch
+        return sampler
 
     def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """TRL's own. A resumed run is where it was within a generation, which is sampled again."""

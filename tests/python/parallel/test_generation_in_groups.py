@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +19,18 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer.utils import RepeatSampler
 
 import oomb
 import oomb.hf
 from engine.reference import EXACT, relative_error
+from oomb.checkpoint import CheckpointError
 from trainer.runs import CONFIG, prompts, tokenizer
 from trainer.two_pass_runs import Gradients, model, settings, write_log_softmax_out, written
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
 from .test_generation_over_ranks import whole
+from .test_trainer_over_ranks import SavesAndStops
 from .world import World, as_started
 
 RANKS = 4
@@ -93,7 +98,8 @@ def made(
         size["gradient_accumulation_steps"] = 2 * groups
         size["per_device_eval_batch_size"] *= groups
     elif not stock:
-        size["parallelism_config"] = ParallelismConfig(dp_shard_size=groups)
+        if groups > 1:
+            size["parallelism_config"] = ParallelismConfig(dp_shard_size=groups)
         given["oomb_config"] = CONFIG
         if policy:
             given["oomb_config"] = replace(CONFIG, sharded_weights=policy)
@@ -116,17 +122,23 @@ def run(
     rank: int, name: str, folder: Path, groups: int, stock: bool = False, **others: Any
 ) -> Found:
     """Three steps and an evaluation, with completions that are not drawn nor shuffled."""
-    with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
+    with as_started(rank, RANKS), written_completions() as patch:
         if stock:
             write_log_softmax_out(patch)
-        for module in (grpo_trainer, rloo_trainer):
-            patch.setattr(module, "shuffle_sequence_dict", lambda given: given)
-        patch.setattr(trl.GRPOTrainer, "_generate_single_turn", lambda *x: (written(*x), None))
-        patch.setattr(trl.RLOOTrainer, "_generate_single_turn", written)
         trainer, seen = made(rank, name, folder, groups, stock, **others)
         trainer.train()
         trainer.evaluate()
     return found_of(trainer, seen)
+
+
+@contextmanager
+def written_completions() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (grpo_trainer, rloo_trainer):
+            patch.setattr(module, "shuffle_sequence_dict", lambda given: given)
+        patch.setattr(trl.GRPOTrainer, "_generate_single_turn", lambda *x: (written(*x), None))
+        patch.setattr(trl.RLOOTrainer, "_generate_single_turn", written)
+        yield patch
 
 
 def found_of(trainer: Any, seen: Gradients) -> Found:
@@ -266,6 +278,78 @@ def test_a_resumed_run_draws_as_the_unbroken_one(world: World, tmp_path: Path, p
         assert mine.found.table == theirs.found.table
         for name, weight in theirs.found.weights.items():
             assert torch.equal(mine.found.weights[name], weight)
+
+
+def test_an_epoch_has_the_order_that_trl_draws() -> None:
+    """One after another; here each is asked for by its number."""
+    of_prompts = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 5}
+    sampler = RepeatSampler(range(20), **of_prompts)
+    expected = [list(sampler) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl.GRPOTrainer, "_get_train_sampler", lambda _: sampler)
+        found = oomb.hf.GRPOTrainer._get_train_sampler(object.__new__(oomb.hf.GRPOTrainer))
+    for epoch in (2, 0, 1, 2):
+        found.set_epoch(epoch)
+        assert list(found) == expected[epoch]
+
+
+DIVIDED = [  # groups, batch size, accumulation, policy, last step; an epoch has three
+    (2, 2, 2, "zero3", 1),
+    (1, 2, 4, "", 2),
+    (4, 2, 1, "", 4),
+    (1, 4, 2, "zero2", 6),
+]
+
+
+def refused(rank: int, folder: Path) -> str:
+    """What a run says that would generate four completions at a time, and no longer eight."""
+    with pytest.raises(CheckpointError) as found:
+        divided(rank, folder, (1, 4, 2, "", 6), True, steps_per_generation=1)
+    return str(found.value)
+
+
+def divided(
+    rank: int, folder: Path, division: tuple[Any, ...], resume: bool, **others: Any
+) -> Found:
+    """A part of a run of eight completions a step, of two prompts; ``rank`` -1: the stock one."""
+    groups, batch, accumulation, policy, last = division
+    with as_started(rank, RANKS), written_completions():
+        others |= {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "num_iterations": 1,
+            "max_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 6,
+            "policy": policy,
+        }
+        trainer, seen = made(rank, "grpo", folder, groups, **others)
+        trainer.add_callback(SavesAndStops(last))
+        trainer.train(resume_from_checkpoint=resume)
+    return found_of(trainer, seen)
+
+
+@pytest.mark.slow
+def test_goes_on_in_other_groups(world: World, tmp_path: Path) -> None:
+    """Each step takes the prompts that it has in the stock trainer's run without a break, also in
+    the second epoch."""
+    expected = divided(-1, tmp_path / "stock", (2, 2, 4, "", 6), False)
+    gradients = []
+    for part, division in enumerate(DIVIDED):
+        if division is DIVIDED[-1]:
+            for text in world.run(refused, tmp_path / "run"):
+                assert text.startswith(
+                    "steps_per_generation: expected one that makes 8 completions"
+                )
+        found = world.run(divided, tmp_path / "run", division, part > 0)
+        gradients += found[-1].gradients
+    norms = [[float(grad.norm()) for grad in step.values()] for step in gradients]
+    theirs = [[float(grad.norm()) for grad in step.values()] for step in expected.gradients]
+    assert len(norms) == 6 and norms == [pytest.approx(step, rel=1e-9) for step in theirs]
+    for one in found:
+        assert one.table["prompt"] == expected.table["prompt"][-8:]
+        for name, weight in expected.weights.items():
+            assert relative_error(one.weights[name], weight) < 1e-10
 
 
 def failed(rank: int, folder: Path, failing: int) -> str:
