@@ -68,10 +68,13 @@ def tokens_here(tokens: int, ranks: int, *, recurrent: bool) -> int:
 def shard_model(model: Any, mesh: Any) -> None:
     """Shard a causal model over the ranks of a sequence: each decoder layer, then the rest.
 
+    A head that classifies sequences stays whole: it runs in the caller's graph, outside calls.
+
     Raises:
         UnsupportedModelError: it is none, or its layers are not found.
     """
-    shard(model, CausalModel(model).layers, mesh)
+    causal = CausalModel(model)
+    shard(model, causal.layers, mesh, () if causal.head.gives_logits else causal.head.own_weights())
 
 
 def gathering(placement: Placement, weights: Weights, work: Callable[[], T]) -> T:

@@ -227,8 +227,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         causal, apart = self._model.causal, set()
         if self._wanted.hidden:
             head = causal.get_output_embeddings()
-            apart = {id(p) for p in causal.parameters()}
-            apart -= {id(p) for p in self._model.decoder.parameters()}
+            apart = {id(p) for p in self._model.head.own_weights()}
             apart |= {id(p) for p in head.parameters()} if head is not None else set()
         for name, parameter in causal.named_parameters():
             if parameter.requires_grad and id(parameter) not in apart:

@@ -14,6 +14,7 @@ from oomb.core.loss import ChunkLoss
 from oomb.core.token_values import STATISTICS, TokenValues
 from oomb.engine.router_loss import expect_no_router_loss
 from oomb.model.causal import CausalModel
+from oomb.parallel.whole import has_shards
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,15 @@ class Wanted:
         return Wanted(logprobs, entropies, hidden, float(temperature), tuple(statistics))
 
     def expect_given_by(self, model: CausalModel) -> None:
-        """Raise an error where a head that classifies sequences has no such values, or where the
-        model adds a loss of its own to any of them."""
+        """Raise an error where a head that classifies sequences has no such values, or is sharded,
+        or where the model adds a loss of its own to any of them."""
         expect_no_router_loss(model, "two_pass")
+        if not model.head.gives_logits and has_shards(model.head.own_weights()):
+            raise ValueError(
+                "model: expected a whole head beside sharded weights, got shards of it, and it "
+                "runs outside the engine's calls: leave it out by fully_shard(…, "
+                "ignored_params=set(model.score.parameters()))"
+            )
         if self.logprobs or self.entropies or self.statistics:
             model.expect_logits("logprobs, entropies and statistics")
 

@@ -11,15 +11,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, operations, recursively_apply
 from transformers import set_seed
+from trl.trainer.utils import RepeatSampler
 
+from oomb.engine.lent import on_first
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.ranks import RanksTrainer
+from oomb.hf.step_layout import StepLayout
 from oomb.parallel.group import PATIENCE
 from oomb.parallel.replicas import Replicas
 
@@ -63,6 +67,17 @@ def _groups_as_processes(replicas: Replicas) -> Iterator[None]:
         state.update(counted_before)
 
 
+class _PromptsOfEpoch(RepeatSampler):
+    """TRL's order of prompts, found again: it draws one epoch's after another from one seed."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.shuffle:
+            assert self.seed is not None
+            self.generator.manual_seed(self.seed)
+            for _ in range(epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+
+
 class GeneratesOnce(RanksTrainer):
     """Put before a trainer of TRL that generates: the processes of one sequence count as one."""
 
@@ -85,6 +100,20 @@ class GeneratesOnce(RanksTrainer):
                 "steps_per_generation or per_device_train_batch_size for more",
                 stacklevel=2,
             )
+
+    def _layout(self) -> StepLayout:
+        stock: Any = super()
+        args: Any = self.args
+        divided: StepLayout = stock._layout()
+        return replace(divided, completions=args.generation_batch_size)
+
+    def _get_train_sampler(self, *args: Any, **keywords: Any) -> Any:
+        """TRL's own; a resumed run has the order of its epoch."""
+        stock: Any = super()
+        sampler = stock._get_train_sampler(*args, **keywords)
+        if type(sampler) is RepeatSampler:
+            sampler.__class__ = _PromptsOfEpoch
+        return sampler
 
     def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
         """TRL's own. A resumed run is where it was within a generation, which is sampled again."""
@@ -123,7 +152,7 @@ class GeneratesOnce(RanksTrainer):
     def _generate(self, *args: Any, **keywords: Any) -> Any:
         """TRL's own, with tools and rollouts, on the first process of each group."""
         stock: Any = super()
-        return self._by_first(lambda: stock._generate(*args, **keywords))
+        return self._by_first(lambda: stock._generate(*args, **keywords), runs_model=True)
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Any:
         """TRL's own, on the first process of each group; [completions of all, functions]."""
@@ -133,9 +162,13 @@ class GeneratesOnce(RanksTrainer):
         )
         return found.to(self.args.device)
 
-    def _by_first(self, work: Callable[[], T]) -> T:
+    def _by_first(self, work: Callable[[], T], *, runs_model: bool = False) -> T:
         """What ``work`` returned on the first process of the group, which alone does it; its error
-        is raised by all."""
+        is raised by all.
+
+        Args:
+            runs_model: the others lend it their shards.
+        """
         trainer: Any = self
 
         def noted() -> tuple[T, dict[str, Any], int, dict[str, Any]]:
@@ -144,7 +177,12 @@ class GeneratesOnce(RanksTrainer):
             seen = trainer.state.num_input_tokens_seen
             return found, notes, seen, random_state(trainer.args.device)
 
-        found, notes, seen, random = self.replicas.by_first(noted)
+        told: Callable[[], Any] = noted
+        if runs_model and trainer._has_shards:
+            done = on_first(trainer.engine, self.replicas.sharers, noted)
+            told = lambda: done  # noqa: E731
+        found: T
+        found, notes, seen, random = self.replicas.by_first(told)
         if self.replicas.place > 0:
             vars(trainer).update(notes)
             trainer.state.num_input_tokens_seen = seen

@@ -23,11 +23,13 @@ class StepLayout:
         batch_size: sequences of a call.
         accumulation_steps: calls of a group.
         groups: of ranks that share sequences.
+        completions: that all groups generate at a time; 0: none do.
     """
 
     batch_size: int
     accumulation_steps: int
     groups: int
+    completions: int = 0
 
     @property
     def sequences(self) -> int:
@@ -46,6 +48,7 @@ class StepLayout:
             "batch_size": self.batch_size,
             "calls_per_step": self.accumulation_steps * self.groups,
             "replicas": self.groups,
+            "completions": self.completions,
         }
 
     def before(self, state: Mapping[str, Any]) -> StepLayout:
@@ -55,6 +58,7 @@ class StepLayout:
             batch_size=state.get("batch_size", self.batch_size),
             accumulation_steps=state.get("calls_per_step", self.accumulation_steps) // groups,
             groups=groups,
+            completions=state.get("completions", self.completions),
         )
 
     def expect_as_many(self, before: StepLayout, name: str) -> None:
@@ -89,7 +93,10 @@ def expect_same_order(trainer: Any, now: StepLayout, before: StepLayout) -> None
     regrouped = now.groups != before.groups
     strategy = settings.train_sampling_strategy
     wrong = None
-    if strategy not in ("random", "sequential"):
+    if now.completions != before.completions:
+        wanted = f"one that makes {before.completions} completions of a generation, as before,"
+        wrong = "steps_per_generation", wanted, f"{now.completions} completions"
+    elif strategy not in ("random", "sequential"):
         wrong = "train_sampling_strategy", "'random' or 'sequential'", repr(strategy)
     elif settings.dataloader_drop_last:
         wrong = "dataloader_drop_last", "False", "True"

@@ -40,11 +40,20 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
     _reference: Engine | None = None
 
     def _shard(self) -> None:
-        if self._will_shard or self._has_shards:
+        """The reference too, which like the model may be on the meta device on later ranks."""
+        shares = self._will_shard or self._has_shards
+        if shares and getattr(self.args, "sync_ref_model", False):
             raise ValueError(
-                "shard_weights: expected False and a whole model, got sharded weights: "
-                f"{type(self).__name__} may run the model past the engine, which gathers them"
+                "sync_ref_model: expected False beside sharded weights, got True: checkpoints "
+                "keep a reference that moves, whole"
             )
+        super()._shard()
+        reference = self.ref_model
+        if reference is None or not self._will_shard or is_sharded(reference):
+            return
+        reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
+        with from_first(reference, self.job, self.args.device):
+            shard_model(reference, self.replicas.mesh)
 
     def _refuse_loss(self) -> None:
         refuse_of_two_passes(self)
@@ -138,23 +147,10 @@ class _ReferenceFirst(TwoPassTrainerMixin):
     _reference_columns: tuple[str, str]
 
     def _shard(self) -> None:
-        """The reference too, which like the model may be on the meta device on later ranks."""
-        EngineTrainerMixin._shard(self)
-        if not self._has_shards:
-            return
-        if getattr(self.args, "sync_ref_model", False):
-            raise ValueError(
-                "sync_ref_model: expected False beside sharded weights, got True: checkpoints "
-                "keep a reference that moves, whole"
-            )
-        if self.compute_metrics is not None:
+        shares = self._will_shard or self._has_shards
+        if shares and self.compute_metrics is not None:
             raise ValueError(f"compute_metrics: expected None {_NO_LOGITS}, got one")
-        reference = self.ref_model
-        if reference is None or not self._will_shard or is_sharded(reference):
-            return
-        reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False)
-        with from_first(reference, self.job, self.args.device):
-            shard_model(reference, self.replicas.mesh)
+        super()._shard()
 
     def prediction_step(
         self,
@@ -243,6 +239,17 @@ class KTOTrainer(_ReferenceFirst, StockKTOTrainer):
 
 
 class _Generates(GeneratesOnce, TwoPassTrainerMixin):
+    def _shard(self) -> None:
+        kind = getattr(self.args, "cache_implementation", None)
+        shares = self._will_shard or self._has_shards
+        if shares and kind is not None and self.oomb_config.sharded_weights == "zero3":
+            raise ValueError(
+                f"cache_implementation: expected None beside sharded_weights='zero3', got {kind!r}:"
+                " transformers may compile what it generates with, whose layers are gathered one "
+                "by one; take 'zero2'"
+            )
+        super()._shard()
+
     def _refuse_ranks(self, named: Mapping[str, Any]) -> None:
         refuse_generation(named)
 

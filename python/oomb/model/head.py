@@ -62,6 +62,11 @@ class Head:
         dtype: torch.dtype = next(self._causal.parameters()).dtype
         return dtype
 
+    def own_weights(self) -> list[nn.Parameter]:
+        """Those of the causal model that are not its decoder's."""
+        inside = set(self._decoder.parameters())
+        return [p for p in self._causal.parameters() if p not in inside]
+
     def plain_weight(self) -> nn.Parameter | None:
         """Weight of a head whose logits are ``hidden @ weight.T`` and nothing more; else None.
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 Afterwards = Callable[[Callable[[], object]], None]
 
+_MARK = "_is_fsdp_managed_module"
+
 
 def hide(module: FSDPModule, afterwards: Afterwards) -> None:
     """Give a module the class that it had, and hooks without FSDP2's.
@@ -23,6 +25,19 @@ def hide(module: FSDPModule, afterwards: Afterwards) -> None:
     afterwards(partial(setattr, module, "__class__", kind))
     module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
     _hide_hooks(module, afterwards)
+
+
+def hide_marks(model: nn.Module, afterwards: Afterwards) -> None:
+    """Take away by which transformers' ``generate`` knows FSDP2 and waits for all ranks.
+
+    Args:
+        afterwards: takes what undoes it.
+    """
+    for module in model.modules():
+        items = vars(module)
+        if items.get(_MARK):
+            afterwards(partial(items.__setitem__, _MARK, True))
+            items[_MARK] = False
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from oomb.errors import Error
 from oomb.held_signals import with_signals_held
+from oomb.parallel.arrival import connected
 from oomb.parallel.failure import Alarm, Failure, RankLostError
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the slowest rank may be pinning its memory
 PATIENCE = timedelta(hours=12)  # a rank may be tokenising, uploading or generating alone
+_CONNECTS = timedelta(minutes=2)  # once all ranks are there
 _LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
 _NOTE_BYTES = 4096  # of an agreement's first message
 
@@ -129,8 +132,9 @@ class Ranks:
         if lost is not None:  # it would be waited for until the store gives up
             raise lost.error()
         name = f"{self._name}/{self._generation}"
-        store = c10d.PrefixStore(f"{name}/notes", c10d._get_default_store())
-        notes = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        store, own = c10d._get_default_store(), self.members[self.rank]
+        connect = partial(_gloo, store, name, self.rank, self.size, self._timeout)
+        notes = connected(connect, store, name, own, self.members, self._timeout)
         if self._device.type == "cuda":
             self._tensors = self._on_gpus(f"{name}/tensors")
             self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
@@ -331,6 +335,18 @@ class Ranks:
                     f"{self.members[rank]} with one GPU of {place[0]}: start as many processes as "
                     "there are GPUs, and load the model with device_map={'': LOCAL_RANK}"
                 )
+
+
+def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group whose ranks are there: to connect takes them no longer than that."""
+    notes = c10d.PrefixStore(f"{name}/notes", store)
+    group = dist.ProcessGroupGloo(notes, rank, size, min(timeout, _CONNECTS))
+    try:
+        group._set_default_timeout(timeout)
+    except (AttributeError, RuntimeError):  # older torch
+        again = c10d.PrefixStore(f"{name}/again", store)
+        group = dist.ProcessGroupGloo(again, rank, size, timeout)
+    return group
 
 
 def _options(options: Any, on_gpu: bool) -> Any:

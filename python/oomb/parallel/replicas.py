@@ -103,13 +103,18 @@ class Replicas:
         """
         if self.sharing == 1:
             return work()
+        is_first = self.place == 0
+        found: list[T | None] = self.sharers.collect(lambda: work() if is_first else None)
+        return found[0]  # type: ignore[return-value]
+
+    @property
+    def sharers(self) -> Ranks:
+        """Those that share this rank's sequence, on the host, who wait long."""
         if self._sharers is None:
             first = self.own * self.sharing
             members = list(range(first, first + self.sharing))
             self._sharers = Ranks(members, torch.device("cpu"), PATIENCE)
-        is_first = self.place == 0
-        found: list[T | None] = self._sharers.collect(lambda: work() if is_first else None)
-        return found[0]  # type: ignore[return-value]
+        return self._sharers
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """[replicas * n, …]: rows [n, …] of each replica in turn; a number becomes a row.

@@ -25,7 +25,7 @@ from oomb.errors import UnsupportedModelError
 from oomb.parallel.fsdp_hooks import Afterwards, hide
 from oomb.parallel.group import Ranks
 from oomb.parallel.shards import scattered
-from oomb.parallel.weights import OnDone, Weights
+from oomb.parallel.weights import OnDone, OnUse, Weights
 
 _AT_A_TIME = 3  # layers that are gathered together: one runs, one comes, one goes
 
@@ -58,6 +58,7 @@ class ShardedWeights(Weights):
         self._owners: dict[nn.Parameter, nn.Parameter] = {}
         self._active: list[_Group] = []  # whose backward is under way
         self._on_done: OnDone | None = None
+        self._on_use: OnUse | None = None
 
     def _found(self, model: nn.Module) -> list[_Group]:
         entries = [
@@ -99,13 +100,15 @@ class ShardedWeights(Weights):
         for module in self._modules:
             hide(module, afterwards)
 
-    def gather(self, afterwards: Afterwards, on_done: OnDone | None = None) -> None:
+    def gather(
+        self, afterwards: Afterwards, on_done: OnDone | None = None, on_use: OnUse | None = None
+    ) -> None:
         self.begin(afterwards)
         afterwards(self._end)
         self._transport.begin()
         self.scattered_bytes = 0
-        self._on_done = on_done
         one_by_one = self._layers if self._policy == "zero3" else []
+        self._on_done, self._on_use = on_done, on_use if one_by_one else None
         for group in self._layers if self._policy != "zero1" else []:
             for module in group.modules:
                 before = module.register_forward_pre_hook(partial(self._before, group))
@@ -120,7 +123,7 @@ class ShardedWeights(Weights):
     def _end(self) -> None:
         self._transport.end()
         self._active.clear()
-        self._on_done = None
+        self._on_done = self._on_use = None
         for group in self._groups:
             group.users = 0
             group.release()
@@ -161,7 +164,13 @@ class ShardedWeights(Weights):
                     self._on_done(group.trained)
                 self._leave(group, keep=group is self._layers[0])  # where the next chunk begins
 
+    def pass_by(self, layer: int) -> None:
+        self._use(self._layers[layer], following=layer + 1)
+        self._leave(self._layers[layer], keep=False)
+
     def _use(self, group: _Group, following: int) -> None:
+        if self._on_use is not None:
+            self._on_use(group.place)
         group.users += 1
         group.gather()
         if 0 <= following < len(self._layers):

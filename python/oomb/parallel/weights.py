@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 OnDone = Callable[[list[nn.Parameter]], object]
+OnUse = Callable[[int], object]
 
 
 class Weights:
@@ -31,14 +32,21 @@ class Weights:
         """
 
     def gather(
-        self, afterwards: Callable[[Callable[[], object]], None], on_done: OnDone | None = None
+        self,
+        afterwards: Callable[[Callable[[], object]], None],
+        on_done: OnDone | None = None,
+        on_use: OnUse | None = None,
     ) -> None:
         """As :meth:`begin`, and weights are there when a module runs.
 
         Args:
             on_done: told the parameters of a layer when a backward is done with it, where their
                 sums shall not wait for the call's end.
+            on_use: told which layer is gathered, before it is; the others then :meth:`pass_by`.
         """
+
+    def pass_by(self, layer: int) -> None:
+        """Gather and release a layer that another rank runs, inside :meth:`gather`."""
 
     def know_layers(self, layers: Sequence[nn.Module]) -> None:
         """Which modules run one after the other; before any :meth:`gather`."""

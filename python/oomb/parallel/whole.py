@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank has a part of some of a model's weights."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return has_shards(model.parameters())
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def has_shards(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether each rank has a part of some of these."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    apart: Collection[nn.Parameter] = (),
+) -> None:
     """Shard a model over ranks: each layer, then the rest; what is left goes to the mesh's device.
 
     A layer goes to the device as a whole and leaves its rows there, so no rank's device ever holds
@@ -28,13 +38,14 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> No
     Args:
         model: on the CPU, or on the mesh's device.
         mesh: one dimension.
+        apart: parameters outside the layers that stay whole.
     """
     from torch.distributed.fsdp import fully_shard  # FSDP2 is for those who use it
 
     groups = [list(layer.parameters()) for layer in layers]
-    inside = {p for group in groups for p in group}
+    inside = {p for group in groups for p in group}.union(apart)
     groups.append([p for p in model.parameters() if p not in inside])
-    whole = {p for group in groups for p in of_other_dtypes(group)}
+    whole = {p for group in groups for p in of_other_dtypes(group)}.union(apart)
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=whole)
     fully_shard(model, mesh=mesh, ignored_params=whole)

@@ -24,8 +24,6 @@ from oomb.train.tasks import Task, arguments_kind, checked_options, task_of
 
 # Transformers saves nothing, not even on a signal, where saving is off altogether.
 _NEVER = 1 << 40
-# Their trainers run models through the engine alone.
-_TASKS_OF_SHARDS = ("sft", "dpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,6 @@ def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
     engine, optimizer = settings.engine.made(), settings.optimizer.name
     if optimizer not in ELEMENTWISE:
         return "optimizer.name", f"one of {', '.join(ELEMENTWISE)}", repr(optimizer)
-    if settings.task not in _TASKS_OF_SHARDS:
-        return "task", f"one of {', '.join(_TASKS_OF_SHARDS)}", repr(settings.task)
     for name, value, expected in (
         ("engine.weights", engine.weights, "device"),
         ("engine.main_grad_device", engine.main_grad_device, "device"),

@@ -206,6 +206,7 @@ def load_by_first(
     job: Job,
     *,
     copied: bool = False,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """A model that the ranks of a job will shard: rank 0 has its weights, on the CPU.
 
@@ -214,6 +215,7 @@ def load_by_first(
 
     Args:
         copied: values of the model will be copied before, so all read it.
+        scores: as of :func:`load_model`.
 
     Raises:
         BadInput: as :func:`load_model`, on all ranks.
@@ -221,10 +223,15 @@ def load_by_first(
 
     def own() -> PreTrainedModel:
         if job.is_first or copied or settings.trust_remote_code or settings.float8 is not None:
-            return load_model(settings, lora, config, "host")
+            return load_model(settings, lora, config, "host", scores=scores)
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        bare: Any = bare_model(config, dtype=dtype).eval()  # as from_pretrained leaves it
-        return bare if lora is None else with_adapters(bare, lora)
+        if scores:  # rank 0 says which dtype its file has
+            with torch.device("meta"):
+                bare: Any = AutoModelForSequenceClassification.from_config(with_one_label(config))
+        else:
+            bare = bare_model(config, dtype=dtype)
+        bare.eval()  # as from_pretrained leaves it
+        return bare if lora is None else with_adapters(bare, lora, scores=scores)
 
     return job.together(own)
 

@@ -208,14 +208,15 @@ def _carry_out(
     set_seed(settings.training.seed)
     chosen = Holding(prediction.machine.weights, prediction.config.main_grad_device)
     placed = decided(settings, chosen)
+    lora, scores = settings.lora, settings.task == "reward"
     if shards_weights(placed):
-        lora = settings.lora
-        copied = lora is not None and settings.task != "sft"  # TRL keeps an adapter's beginning
-        model = load_by_first(settings.model, lora, ready.config, job, copied=copied)
+        # TRL keeps an adapter's beginning.
+        copied = lora is not None and settings.task not in ("sft", "reward")
+        model = load_by_first(settings.model, lora, ready.config, job, copied=copied, scores=scores)
     else:
-        weights, scores = settings.engine.made().weights, settings.task == "reward"
+        weights = settings.engine.made().weights
         model = load_model(
-            settings.model, settings.lora, ready.config, weights, scores=scores, images=bool(images)
+            settings.model, lora, ready.config, weights, scores=scores, images=bool(images)
         )
     arguments = training_arguments(settings, device_of(settings.model), data.eval is not None)
     told = use_one_gpu(arguments)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +19,18 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer.utils import RepeatSampler
 
 import oomb
 import oomb.hf
 from engine.reference import EXACT, relative_error
+from oomb.checkpoint import CheckpointError
 from trainer.runs import CONFIG, prompts, tokenizer
 from trainer.two_pass_runs import Gradients, model, settings, write_log_softmax_out, written
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
+from .test_generation_over_ranks import whole
+from .test_trainer_over_ranks import SavesAndStops
 from .world import World, as_started
 
 RANKS = 4
@@ -78,8 +85,12 @@ def judge(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> 
 def made(
     rank: int, name: str, folder: Path, groups: int, stock: bool = False, **others: Any
 ) -> tuple[Any, Gradients]:
-    """A trainer in ``groups`` groups; ``rank`` -1: the stock one, which accumulates instead."""
+    """A trainer in ``groups`` groups; ``rank`` -1: the stock one, which accumulates instead.
+
+    Those of a group share weights by a ``policy``, where there is one.
+    """
     kind, own = CASES[name]
+    policy = others.pop("policy", "")
     size: dict[str, Any] = {"num_generations": 4, **GENERATION, **own}
     given: dict[str, Any] = {"reward_funcs": judge, **others.pop("given", {})}
     size |= others
@@ -87,8 +98,12 @@ def made(
         size["gradient_accumulation_steps"] = 2 * groups
         size["per_device_eval_batch_size"] *= groups
     elif not stock:
-        size["parallelism_config"] = ParallelismConfig(dp_shard_size=groups)
+        if groups > 1:
+            size["parallelism_config"] = ParallelismConfig(dp_shard_size=groups)
         given["oomb_config"] = CONFIG
+        if policy:
+            given["oomb_config"] = replace(CONFIG, sharded_weights=policy)
+            given["shard_weights"] = True
     data = questions()
     seen = Gradients()
     trainer = getattr(oomb.hf if rank >= 0 and not stock else trl, f"{kind}Trainer")(
@@ -107,25 +122,31 @@ def run(
     rank: int, name: str, folder: Path, groups: int, stock: bool = False, **others: Any
 ) -> Found:
     """Three steps and an evaluation, with completions that are not drawn nor shuffled."""
-    with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
+    with as_started(rank, RANKS), written_completions() as patch:
         if stock:
             write_log_softmax_out(patch)
-        for module in (grpo_trainer, rloo_trainer):
-            patch.setattr(module, "shuffle_sequence_dict", lambda given: given)
-        patch.setattr(trl.GRPOTrainer, "_generate_single_turn", lambda *x: (written(*x), None))
-        patch.setattr(trl.RLOOTrainer, "_generate_single_turn", written)
         trainer, seen = made(rank, name, folder, groups, stock, **others)
         trainer.train()
         trainer.evaluate()
     return found_of(trainer, seen)
 
 
+@contextmanager
+def written_completions() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (grpo_trainer, rloo_trainer):
+            patch.setattr(module, "shuffle_sequence_dict", lambda given: given)
+        patch.setattr(trl.GRPOTrainer, "_generate_single_turn", lambda *x: (written(*x), None))
+        patch.setattr(trl.RLOOTrainer, "_generate_single_turn", written)
+        yield patch
+
+
 def found_of(trainer: Any, seen: Gradients) -> Found:
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     logs = trainer._logs
     return Found(
-        [{key.removeprefix("module."): x for key, x in step.items()} for step in seen.steps],
-        {name: x.detach().clone() for name, x in named},
+        [whole({key.removeprefix("module."): x for key, x in step.items()}) for step in seen.steps],
+        whole({name: x.detach() for name, x in named}),
         trainer.state.log_history,
         {
             **{name: list(logs[name]) for name in ("prompt", "completion", "advantages")},
@@ -170,13 +191,14 @@ def assert_same(found: Found, expected: Found, kept: tuple[str, ...] = ()) -> No
         pytest.param("rloo", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("policy", ["", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_pairs_as_the_stock_trainer_in_one_process(
-    world: World, tmp_path: Path, name: str, of_prompt: int
+    world: World, tmp_path: Path, name: str, of_prompt: int, policy: str
 ) -> None:
     """Two pairs take in two micro-batches what it takes in four; of 8 completions of a prompt each
     pair has a half. Metrics that it weighs by micro-batch are left out."""
     others = {"num_generations": of_prompt}
-    world.start(run_of, name, tmp_path / "ranks", 2, others)
+    world.start(run_of, name, tmp_path / "ranks", 2, others | {"policy": policy})
     expected = run(-1, name, tmp_path / "stock", 2, **others)
     kept = ("reward", "judged", "completions/", "num_tokens", "grad_norm")
     for found in world.answers():
@@ -203,7 +225,9 @@ class Drawn(NamedTuple):
     judged: int
 
 
-def draw(rank: int, folder: Path, groups: int, steps: int, resume: bool = False) -> Drawn:
+def draw(
+    rank: int, folder: Path, groups: int, steps: int, resume: bool = False, policy: str = ""
+) -> Drawn:
     """Steps with completions that the model draws; a step's checkpoint is kept."""
     calls = 0
 
@@ -220,6 +244,7 @@ def draw(rank: int, folder: Path, groups: int, steps: int, resume: bool = False)
             "max_steps": steps,
             "save_strategy": "steps",
             "save_steps": 1,
+            "policy": policy,
             "given": {"reward_funcs": judge_by_chance},
         }
         trainer, seen = made(rank, "grpo", folder, groups, **others)
@@ -243,15 +268,88 @@ def test_groups_draw_completions_of_their_own(world: World, tmp_path: Path, grou
             assert torch.equal(answer.found.weights[name], weight)
 
 
-def test_a_resumed_run_draws_as_the_unbroken_one(world: World, tmp_path: Path) -> None:
-    unbroken = world.run(draw, tmp_path / "unbroken", 2, 2)
-    first = world.run(draw, tmp_path / "resumed", 2, 1)
-    second = world.run(draw, tmp_path / "resumed", 2, 2, True)
+@pytest.mark.parametrize("policy", ["zero3", pytest.param("", marks=pytest.mark.slow)])
+def test_a_resumed_run_draws_as_the_unbroken_one(world: World, tmp_path: Path, policy: str) -> None:
+    unbroken = world.run(draw, tmp_path / "unbroken", 2, 2, False, policy)
+    first = world.run(draw, tmp_path / "resumed", 2, 1, False, policy)
+    second = world.run(draw, tmp_path / "resumed", 2, 2, True, policy)
     for mine, begun, theirs in zip(second, first, unbroken, strict=True):
         assert begun.found.table["completion"] != theirs.found.table["completion"]
         assert mine.found.table == theirs.found.table
         for name, weight in theirs.found.weights.items():
             assert torch.equal(mine.found.weights[name], weight)
+
+
+def test_an_epoch_has_the_order_that_trl_draws() -> None:
+    """One after another; here each is asked for by its number."""
+    of_prompts = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 5}
+    sampler = RepeatSampler(range(20), **of_prompts)
+    expected = [list(sampler) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl.GRPOTrainer, "_get_train_sampler", lambda _: sampler)
+        found = oomb.hf.GRPOTrainer._get_train_sampler(object.__new__(oomb.hf.GRPOTrainer))
+    for epoch in (2, 0, 1, 2):
+        found.set_epoch(epoch)
+        assert list(found) == expected[epoch]
+
+
+DIVIDED = [  # groups, batch size, accumulation, policy, last step; an epoch has three
+    (2, 2, 2, "zero3", 1),
+    (1, 2, 4, "", 2),
+    (4, 2, 1, "", 4),
+    (1, 4, 2, "zero2", 6),
+]
+
+
+def refused(rank: int, folder: Path) -> str:
+    """What a run says that would generate four completions at a time, and no longer eight."""
+    with pytest.raises(CheckpointError) as found:
+        divided(rank, folder, (1, 4, 2, "", 6), True, steps_per_generation=1)
+    return str(found.value)
+
+
+def divided(
+    rank: int, folder: Path, division: tuple[Any, ...], resume: bool, **others: Any
+) -> Found:
+    """A part of a run of eight completions a step, of two prompts; ``rank`` -1: the stock one."""
+    groups, batch, accumulation, policy, last = division
+    with as_started(rank, RANKS), written_completions():
+        others |= {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "num_iterations": 1,
+            "max_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 6,
+            "policy": policy,
+        }
+        trainer, seen = made(rank, "grpo", folder, groups, **others)
+        trainer.add_callback(SavesAndStops(last))
+        trainer.train(resume_from_checkpoint=resume)
+    return found_of(trainer, seen)
+
+
+@pytest.mark.slow
+def test_goes_on_in_other_groups(world: World, tmp_path: Path) -> None:
+    """Each step takes the prompts that it has in the stock trainer's run without a break, also in
+    the second epoch."""
+    expected = divided(-1, tmp_path / "stock", (2, 2, 4, "", 6), False)
+    gradients = []
+    for part, division in enumerate(DIVIDED):
+        if division is DIVIDED[-1]:
+            for text in world.run(refused, tmp_path / "run"):
+                assert text.startswith(
+                    "steps_per_generation: expected one that makes 8 completions"
+                )
+        found = world.run(divided, tmp_path / "run", division, part > 0)
+        gradients += found[-1].gradients
+    norms = [[float(grad.norm()) for grad in step.values()] for step in gradients]
+    theirs = [[float(grad.norm()) for grad in step.values()] for step in expected.gradients]
+    assert len(norms) == 6 and norms == [pytest.approx(step, rel=1e-9) for step in theirs]
+    for one in found:
+        assert one.table["prompt"] == expected.table["prompt"][-8:]
+        for name, weight in expected.weights.items():
+            assert relative_error(one.weights[name], weight) < 1e-10
 
 
 def failed(rank: int, folder: Path, failing: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ import torch
 import trl
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+from trl.trainer import grpo_trainer
 
 import oomb.hf
 from engine.reference import EXACT, relative_error
+from oomb.parallel.whole import is_sharded
 from trainer.runs import CONFIG, prompts, tokenizer
-from trainer.two_pass_runs import Gradients, model, settings
+from trainer.two_pass_runs import Gradients, model, reference, settings
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
 from .world import World, as_started
@@ -34,9 +38,10 @@ GENERATION: dict[str, Any] = {
     "learning_rate": 0.3,
     "log_completions": True,
 }
-# Trainer; its arguments.
+# Trainer; its arguments. Without an adapter there is a reference.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("GRPO", {"loss_type": "dapo", "beta": 0.04, "top_entropy_quantile": 0.5}),
+    "grpo, whole": ("GRPO", {"beta": 0.04, "learning_rate": 1e-2}),
     "rloo": ("RLOO", {"beta": 0.05, "normalize_advantages": True}),
 }
 
@@ -61,10 +66,11 @@ def judge(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> 
     return gather_object(own)  # type: ignore[no-any-return]
 
 
-def run(rank: int, name: str, folder: Path) -> Found:
+def run(rank: int, name: str, folder: Path, policy: str = "") -> Found:
     """Two steps and an evaluation; ``rank`` -1: of the stock trainer.
 
     Sampling and shuffling draw as seeded at their beginning: the engine draws a number of its own.
+    Where processes share whole weights by a ``policy``, those but the first begin without any.
     """
     kind, own = CASES[name]
     stock = getattr(trl, f"{kind}Trainer")
@@ -85,13 +91,19 @@ def run(rank: int, name: str, folder: Path) -> Found:
     with as_started(rank, RANKS), pytest.MonkeyPatch.context() as patch:
         patch.setattr(stock, "_generate", generated)
         patch.setattr(stock, "_calculate_rewards", judged)
-        others = {"oomb_config": CONFIG} if rank >= 0 else {}
+        patch.setattr(grpo_trainer, "create_model_from_path", lambda *_, **__: reference())
+        others: dict[str, Any] = {"oomb_config": CONFIG} if rank >= 0 else {}
+        trained = model("whole" not in name)
+        if policy and rank >= 0:
+            others = {"oomb_config": replace(CONFIG, sharded_weights=policy), "shard_weights": True}
+            if rank > 0 and "whole" in name:  # TRL copies an adapter
+                trained = trained.to("meta")
         data = prompts(6).select_columns(["prompt"])
         seen = Gradients()
         trainer = (stock if rank < 0 else getattr(oomb.hf, f"{kind}Trainer"))(
-            model=model(True),
+            model=trained,
             reward_funcs=judge,
-            args=getattr(trl, f"{kind}Config")(**settings(folder, **GENERATION, **own)),
+            args=getattr(trl, f"{kind}Config")(**settings(folder, **{**GENERATION, **own})),
             train_dataset=data,
             eval_dataset=data.select(range(2)),
             processing_class=tokenizer(),
@@ -106,13 +118,35 @@ def run(rank: int, name: str, folder: Path) -> Found:
             "advantages": list(trainer._logs["advantages"]),
             "drawn": list(trainer._logs["extra"]["drawn"]),
         }
-        weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
-    return Found(seen.steps, weights, trainer.state.log_history, table, len(generations))
+        assert is_sharded(trainer.model) == bool(policy and rank >= 0)
+        weights = whole({name: x.detach() for name, x in trainer.model.named_parameters()})
+        gradients = [whole(step) for step in seen.steps]
+    return Found(gradients, weights, trainer.state.log_history, table, len(generations))
 
 
-@pytest.mark.parametrize("name", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
-def test_as_the_stock_trainer_in_one_process(world: World, tmp_path: Path, name: str) -> None:
-    world.start(run, name, tmp_path / "ranks")
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: x.full_tensor() if isinstance(x, DTensor) else x.clone()
+        for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("grpo", ""),
+        ("grpo, whole", "zero3"),
+        pytest.param("grpo", "zero1", marks=pytest.mark.slow),
+        pytest.param("grpo", "zero3", marks=pytest.mark.slow),
+        pytest.param("grpo, whole", "zero2", marks=pytest.mark.slow),
+        pytest.param("rloo", "", marks=pytest.mark.slow),
+        pytest.param("rloo", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_as_the_stock_trainer_in_one_process(
+    world: World, tmp_path: Path, name: str, policy: str
+) -> None:
+    world.start(run, name, tmp_path / "ranks", policy)
     expected = run(-1, name, tmp_path / "stock")
     answers = world.answers()
     assert [found.generations for found in answers] == [expected.generations, 0, 0, 0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import oomb
@@ -29,7 +30,7 @@ from trainer.two_pass_runs import (
 )
 from trainer.two_pass_runs import plain_log_softmax as plain_log_softmax
 
-from .world import World, as_started
+from .world import World, as_started, meshes
 
 RANKS = 4
 
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
         "Reward",
         {"center_rewards_coefficient": 0.1, "max_length": 64},
         preferences,
-        {"make_model": classifier},
+        {"make_model": lambda adapted: two_pass_runs.classifier(adapted)},
     ),
 }
 
@@ -152,6 +153,9 @@ def assert_same(
         pytest.param("dpo, adapter", 1, "zero3", marks=pytest.mark.slow),
         pytest.param("kto", 1, "zero3", marks=pytest.mark.slow),
         pytest.param("kto", 1, "zero1", marks=pytest.mark.slow),
+        ("reward", 1, "zero3"),
+        pytest.param("reward", 2, "zero1", marks=pytest.mark.slow),
+        pytest.param("reward", 1, "zero2", marks=pytest.mark.slow),
     ],
 )
 def test_shards_as_the_stock_trainer_in_one_process(
@@ -177,7 +181,7 @@ def with_shards(rank: int, name: str, folder: Path, groups: int, policy: str) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "train", looked_at)
-        for made in ("model", "reference"):
+        for made in ("model", "reference", "classifier"):
             if rank > 0 and "adapter" not in name:  # which TRL copies
                 make = getattr(two_pass_runs, made)
                 patch.setattr(two_pass_runs, made, lambda *x, make=make: make(*x).to("meta"))
@@ -190,30 +194,38 @@ def with_shards(rank: int, name: str, folder: Path, groups: int, policy: str) ->
     return whole, log
 
 
-def shards_of(rank: int, folder: Path, steps: int, resume: bool) -> dict[str, torch.Tensor]:
+def shards_of(
+    rank: int, kind: str, folder: Path, steps: int, resume: bool
+) -> dict[str, torch.Tensor]:
     """Whole weights after steps of sharded ones, each of which leaves a checkpoint."""
     with as_started(rank, RANKS):
-        own = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
-        trainer = oomb.hf.DPOTrainer(
-            model=two_pass_runs.model(False),
-            ref_model=two_pass_runs.reference(),
-            args=trl.DPOConfig(**settings(folder, **own, optim="adamw_torch", max_length=64)),
+        own: dict[str, Any] = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        own |= {"optim": "adamw_torch", "max_length": 64}
+        scores = kind == "Reward"
+        reference = {} if scores else {"ref_model": two_pass_runs.reference()}
+        trainer = getattr(oomb.hf, f"{kind}Trainer")(
+            model=classifier(False) if scores else two_pass_runs.model(False),
+            **reference,
+            args=getattr(trl, f"{kind}Config")(**settings(folder, **own)),
             train_dataset=preferences(),
             processing_class=tokenizer(),
             oomb_config=replace(CONFIG, sharded_weights="zero3"),
             shard_weights=True,
         )
         trainer.train(resume_from_checkpoint=resume)
-        with pytest.raises(ValueError, match="^prediction_loss_only: expected True beside sharded"):
-            trainer.predict(trainer.train_dataset)
-    return {name: x.full_tensor() for name, x in trainer.model.named_parameters()}
+        if not scores:
+            with pytest.raises(ValueError, match="^prediction_loss_only: expected True beside sh"):
+                trainer.predict(trainer.train_dataset)
+    named = dict(trainer.model.named_parameters())
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
 
 
 @pytest.mark.slow
-def test_shards_go_on_from_a_checkpoint(world: World, tmp_path: Path) -> None:
-    expected = world.run(shards_of, tmp_path / "unbroken", 2, False)[0]
-    begun = world.run(shards_of, tmp_path / "resumed", 1, False)[0]
-    found = world.run(shards_of, tmp_path / "resumed", 2, True)[0]
+@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+def test_shards_go_on_from_a_checkpoint(world: World, tmp_path: Path, kind: str) -> None:
+    expected = world.run(shards_of, kind, tmp_path / "unbroken", 2, False)[0]
+    begun = world.run(shards_of, kind, tmp_path / "resumed", 1, False)[0]
+    found = world.run(shards_of, kind, tmp_path / "resumed", 2, True)[0]
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
     assert not all(torch.equal(begun[name], weight) for name, weight in expected.items())
@@ -240,6 +252,13 @@ def test_a_failure_in_one_group_ends_all(world: World, tmp_path: Path) -> None:
     assert all("no room" in text for text in world.run(failed, tmp_path))
 
 
+def sharded_classifier(_: bool) -> Any:
+    model = classifier(False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=meshes[RANKS])
+    return fully_shard(model, mesh=meshes[RANKS])
+
+
 def no_metrics(_: Any) -> dict[str, float]:
     return {}
 
@@ -248,16 +267,13 @@ def refused(rank: int, folder: Path, kind: str, own: dict[str, Any]) -> str:
     """What a trainer says; whole models are those that are given."""
     with as_started(rank, RANKS):
         own = dict(own)
-        others: dict[str, Any] = {"make_model": classifier} if kind == "Reward" else {}
-        others |= own.pop("others", {})
-        if kind == "GRPO":
-            others["reward_funcs"] = reward
-        else:
+        others: dict[str, Any] = own.pop("others", {})
+        if kind != "GRPO":
             own["parallelism_config"] = ParallelismConfig(cp_size=RANKS)
         args = getattr(trl, f"{kind}Config")(**settings(folder), **own)
         trainer = getattr(oomb.hf, f"{kind}Trainer")
         with pytest.raises(ValueError) as found:
-            trained(trainer, kind != "DPO", args, preferences(), oomb_config=CONFIG, **others)
+            trained(trainer, False, args, preferences(), oomb_config=CONFIG, **others)
     return str(found.value)
 
 
@@ -278,11 +294,15 @@ SHARDS = {"shard_weights": True}
             {"others": SHARDS | {"with_reference": True, "compute_metrics": no_metrics}},
             "compute_metrics: expected None beside sharded weights",
         ),
-        ("Reward", {"others": SHARDS}, "shard_weights: expected False and a whole model"),
         (
             "GRPO",
-            {"others": SHARDS, "num_generations": 2, "per_device_train_batch_size": 2},
-            "shard_weights: expected False and a whole model",
+            {"others": SHARDS | {"reward_funcs": reward}, "cache_implementation": "static"},
+            "cache_implementation: expected None beside sharded_weights='zero3', got 'static'",
+        ),
+        (
+            "Reward",
+            {"others": {"make_model": sharded_classifier}},
+            "model: expected a whole head beside sharded weights",
         ),
     ],
 )

@@ -248,7 +248,6 @@ MISTAKES: list[tuple[str, list[str], str]] = [
         "model.revision: expected null for task grpo",
     ),
     ("grpo", ["trl.num_generations=5"], "training: expected settings that TRL takes"),
-    ("grpo", ["parallel.weights=zero1"], "task: expected one of sft, dpo, kto beside"),
 ]
 
 
