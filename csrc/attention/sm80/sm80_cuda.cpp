@@ -17,10 +17,9 @@ template <typename Params>
 bool supported(const Params& p) {
   const bool type = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
   const int64_t dim = p.shape.head_dim, page = p.shape.page_size;
-  return type && takes_head_dim(dim) && (page == 64 || page == 128) &&
-         aligned(p.q, p.q_strides) && aligned(p.k, p.k_strides) && aligned(p.v, p.v_strides) &&
-         aligned(p.o, p.o_strides) && reinterpret_cast<uintptr_t>(p.past.kv_pool) % 16 == 0 &&
-         p.past.kv_slot_bytes % 16 == 0;
+  return type && takes_head_dim(dim) && (page == 64 || page == 128) && aligned(p.q, p.q_strides) &&
+         aligned(p.k, p.k_strides) && aligned(p.v, p.v_strides) && aligned(p.o, p.o_strides) &&
+         reinterpret_cast<uintptr_t>(p.past.kv_pool) % 16 == 0 && p.past.kv_slot_bytes % 16 == 0;
 }
 
 }  // namespace
