@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from oomb.checkpoint.manifest import CheckpointError
 from oomb.checkpoint.state_tree import packed, pieces, unpacked
+from oomb.checkpoint.store import ByFirst
 
 _dcp: Any = checkpoint
 _FILES = "shard-*.safetensors"  # torch's names
@@ -42,7 +43,7 @@ def has_rows(folder: Path) -> bool:
 
 
 def save_rows(
-    folder: Path, name: str, state: Any, *, is_first: bool, file_bytes: int = 1 << 29
+    folder: Path, name: str, state: Any, *, by_first: ByFirst, file_bytes: int = 1 << 29
 ) -> None:
     """As :func:`save_state`, called by all ranks: each writes its rows of a DTensor.
 
@@ -51,17 +52,16 @@ def save_rows(
 
     Args:
         folder: the same on all ranks; it is there and holds nothing else.
-        is_first: whether this is rank 0.
+        by_first: as of :meth:`CheckpointStore.save`.
         file_bytes: of tensors in one file: host memory that writing takes, about twice over.
 
     Raises:
-        CheckpointError: a rank could not write, or this torch is too old.
+        CheckpointError: on all ranks: one could not write, or this torch is too old.
     """
     expect_rows()
     tensors: dict[str, torch.Tensor] = {}
     tree = packed(state, name, tensors)
-    if is_first:
-        (folder / f"{name}.json").write_text(json.dumps(tree))
+    by_first(lambda: (folder / f"{name}.json").write_text(json.dumps(tree)))
     own = {key: x.to_local() if isinstance(x, DTensor) else x for key, x in tensors.items()}
     files = enumerate(pieces(own, file_bytes), start=1)
     file_of = {key: number for number, keys in files for key in keys}

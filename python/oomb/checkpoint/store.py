@@ -24,7 +24,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"  # being written, or being deleted: never a checkpoint
 
 Rejected = list[tuple[Path, str]]
-ByFirst = Callable[[Callable[[], None]], Any]
+ByFirst = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class OptimizerFiles:
             job.by_first(lambda: save_state(folder, _OPTIMIZER, state))
             return
         job.together(lambda: _expect_seen(folder))
-        job.together(lambda: save_rows(folder, _OPTIMIZER, state, is_first=job.is_first))
+        save_rows(folder, _OPTIMIZER, state, by_first=job.by_first)
 
     def load(self, checkpoint: Path, *, copy: bool) -> dict[str, Any]:
         """What this rank's optimizer loads, whatever number of ranks wrote it.
