@@ -53,7 +53,7 @@ class OptimizerFiles:
         Args:
             copy: as of :func:`load_state`.
         """
-        return self._job.together(lambda: self._by_number(self._read(checkpoint, copy)))
+        return self._job.together(lambda: self._read(checkpoint, copy))
 
     def _read(self, checkpoint: Path, copy: bool) -> dict[str, Any]:
         folder, name, place, keys = checkpoint / _OPTIMIZER, _OPTIMIZER, _OPTIMIZER, self._names
@@ -71,22 +71,16 @@ class OptimizerFiles:
         return found
 
     def _by_name(self, state: dict[str, Any]) -> dict[str, Any]:
-        return _renamed(state, dict(enumerate(self._names)))
-
-    def _by_number(self, state: dict[str, Any]) -> dict[str, Any]:
-        return _renamed(state, {name: number for number, name in enumerate(self._names)})
-
-
-def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
-    """A state with other keys for its parameters."""
-    if not {"state", "param_groups"} <= state.keys():  # an optimizer's own, which nobody cuts
-        return state
-    groups = [
-        {**group, "params": [names.get(key, key) for key in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    values = {names.get(key, key): value for key, value in state["state"].items()}
-    return {**state, "state": values, "param_groups": groups}
+        """Loading needs no numbers again: it goes by the order in groups."""
+        if not {"state", "param_groups"} <= state.keys():  # an optimizer's own, which nobody cuts
+            return state
+        names: dict[Any, str] = dict(enumerate(self._names))
+        groups = [
+            {**group, "params": [names.get(key, key) for key in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        values = {names.get(key, key): value for key, value in state["state"].items()}
+        return {**state, "state": values, "param_groups": groups}
 
 
 def _expect_seen(folder: Path) -> None:
