@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ def save_state(folder: Path, name: str, state: Any, *, shard_bytes: int = 2 << 3
         CheckpointError: the state holds something else; the message says where.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = _packed(state, name, tensors)
+    tree = packed(state, name, tensors)
     (folder / f"{name}.json").write_text(json.dumps(tree))
-    for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
+    for number, names in enumerate(pieces(tensors, shard_bytes), start=1):
         shard = {key: _own_copy(tensors[key]) for key in names}
         save_file(shard, folder / f"{name}-{number:05d}.safetensors")
 
@@ -55,10 +55,10 @@ def load_state(folder: Path, name: str, *, copy: bool = True) -> Any:
         tensors.update(load_file(path))
     if copy:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    return _unpacked(json.loads((folder / f"{name}.json").read_text()), tensors)
+    return unpacked(json.loads((folder / f"{name}.json").read_text()), tensors)
 
 
-def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
+def pieces(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, as many at a time as fit; at least one."""
     names: list[str] = []
     total = 0
@@ -77,7 +77,8 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A state as JSON has it; its tensors are put into ``tensors``, by their place in it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.dtype):
@@ -87,16 +88,16 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         names, attributes = value.__tensor_flatten__()
         parts = {name: getattr(value, name) for name in names}
         whole = [kind.__name__, list(value.shape), list(attributes), parts]
-        return {_PARTS: _packed(whole, where, tensors)}
+        return {_PARTS: packed(whole, where, tensors)}
     if isinstance(value, torch.Tensor):
         tensors[where] = value
         return {_TENSOR: where}
     if isinstance(value, (list, tuple)):
-        items = [_packed(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        items = [packed(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
         items = [
-            [_packed(key, f"{where} key", tensors), _packed(item, f"{where}.{key}", tensors)]
+            [packed(key, f"{where} key", tensors), packed(item, f"{where}.{key}", tensors)]
             for key, item in value.items()
         ]
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
@@ -106,9 +107,10 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _unpacked(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def unpacked(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state that :func:`packed` made a tree and tensors of."""
     if isinstance(tree, list):
-        return [_unpacked(item, tensors) for item in tree]
+        return [unpacked(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if _TENSOR in tree:
@@ -116,12 +118,12 @@ def _unpacked(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if _DTYPE in tree:
         return getattr(torch, tree[_DTYPE])
     if _PARTS in tree:
-        return _of_parts(*_unpacked(tree[_PARTS], tensors))
+        return _of_parts(*unpacked(tree[_PARTS], tensors))
     if _TUPLE in tree:
-        return tuple(_unpacked(item, tensors) for item in tree[_TUPLE])
+        return tuple(unpacked(item, tensors) for item in tree[_TUPLE])
     if _PAIRS in tree:
-        return {_key(key): _unpacked(item, tensors) for key, item in tree[_PAIRS]}
-    return {key: _unpacked(item, tensors) for key, item in tree.items()}
+        return {_key(key): unpacked(item, tensors) for key, item in tree[_PAIRS]}
+    return {key: unpacked(item, tensors) for key, item in tree.items()}
 
 
 def _of_parts(
@@ -142,4 +144,4 @@ def _of_parts(
 
 
 def _key(key: Any) -> Any:
-    return _unpacked(key, {})
+    return unpacked(key, {})

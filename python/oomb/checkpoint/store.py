@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from oomb.checkpoint.durable import folders_below, sync
 from oomb.checkpoint.manifest import (
@@ -23,6 +24,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"  # being written, or being deleted: never a checkpoint
 
 Rejected = list[tuple[Path, str]]
+ByFirst = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class CheckpointStore:
         *,
         identity: Mapping[str, str] | None = None,
         keep: Collection[Path] = (),
+        by_first: ByFirst = lambda work: work(),
     ) -> Path:
         """Save what ``write`` puts into the folder it is given; all of it or nothing.
 
@@ -81,6 +84,8 @@ class CheckpointStore:
             step: optimizer steps done.
             identity: of the model: what a load must match, see :func:`model_identity`.
             keep: checkpoints that must not be deleted for ``keep_last``.
+            by_first: where several ranks save together: has its argument called by one of them and
+                returns its result, or raises its error, on all; every rank calls ``write``.
 
         Returns:
             The checkpoint's folder.
@@ -88,25 +93,25 @@ class CheckpointStore:
         Raises:
             CheckpointError: writing failed (a full disk, a pickle); nothing is left of it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
         final = self.path_of(step)
         temporary = self.folder / f"{_UNFINISHED}{final.name}"
-        try:
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._clean()
+            begun = True
             temporary.mkdir()
+
+        try:
+            by_first(begin)
             write(temporary)
-            write_manifest(temporary, step, identity or {})
-            for folder in folders_below(temporary):
-                sync(folder)
-            if final.exists():
-                self._discard(final)
-            temporary.rename(final)
-            sync(self.folder)
-            write_marker(final)
-            sync(final)
+            by_first(lambda: self._finish(temporary, final, step, identity or {}))
         except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if final.exists() and not (final / MARKER).exists():
+            if begun:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if begun and final.exists() and not (final / MARKER).exists():
                 shutil.rmtree(final, ignore_errors=True)
             if isinstance(error, (OSError, CheckpointError)) or _is_disk_error(error):
                 raise CheckpointError(
@@ -114,8 +119,20 @@ class CheckpointStore:
                     "those before it are as they were"
                 ) from error
             raise
-        self._prune({final, *keep})
+        by_first(lambda: self._prune({final, *keep}))
         return final
+
+    def _finish(self, temporary: Path, final: Path, step: int, identity: Mapping[str, str]) -> None:
+        """What was written becomes the checkpoint."""
+        write_manifest(temporary, step, identity)
+        for folder in folders_below(temporary):
+            sync(folder)
+        if final.exists():
+            self._discard(final)
+        temporary.rename(final)
+        sync(self.folder)
+        write_marker(final)
+        sync(final)
 
     def newest_intact(self, expected: Mapping[str, str] | None = None) -> Checkpoint | None:
         """The checkpoint with most steps whose every file is as it was saved; None: there is none.

@@ -25,6 +25,7 @@ from oomb.checkpoint import (
 from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
 from oomb.hf.converted import load_converted
 from oomb.hf.interrupt import Interrupted, SignalWatch
+from oomb.hf.optimizer_files import OptimizerFiles
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
 from oomb.hf.sharded import ShardedTrainer
@@ -33,7 +34,7 @@ from oomb.hf.step_layout import StepLayout, expect_same_order
 _log = transformers.logging.get_logger("oomb.hf")
 CHECKPOINTS = "checkpoints"  # below output_dir
 _TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
-_TRAINING = "training"  # optimizer, schedule, random generators, engine
+_TRAINING = "training"  # schedule, random generators, engine
 _REFERENCE = "reference"  # weights of TRL's reference model, where it follows the trained one
 
 
@@ -177,7 +178,7 @@ class ResumableTrainer(ShardedTrainer):
         on_cpu = self.args.device.type == "cpu"
         self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
         self._check_layout(self._resumed)
-        self._resumed["optimizer"] = self._optimizer_state_here(self._resumed["optimizer"])
+        self._resumed["optimizer"] = self._optimizer_files().load(Path(checkpoint), copy=on_cpu)
         changed = ChangedSettings(Path(checkpoint), self.args)
         changed.load(self.optimizer, self.lr_scheduler, self._resumed)
         del self._resumed["optimizer"]
@@ -185,6 +186,10 @@ class ResumableTrainer(ShardedTrainer):
             _log.warning(f"resumed with {changed}")
         self._load_engine_state(self._resumed["engine"])
         self._load_reference(Path(checkpoint))
+
+    def _optimizer_files(self) -> OptimizerFiles:
+        model = self.accelerator.unwrap_model(self.model)
+        return OptimizerFiles(self.optimizer, model, self.job)
 
     @property
     def _moving_reference(self) -> nn.Module | None:
@@ -316,42 +321,45 @@ class ResumableTrainer(ShardedTrainer):
             return path
         began = time.perf_counter()
         self.store_flos()
-        best, identity = self.state.best_global_step, model_identity(self.model)
-        optimizer = None if self.args.save_only_model else self._optimizer_state()
-
-        def write() -> int:
-            if best and (best == step or store.path_of(best).exists()):
-                self.state.best_model_checkpoint = str(store.path_of(best))
-            store.save(
-                step,
-                lambda folder: self._write_checkpoint(folder, optimizer),
-                identity=identity,
-                keep=[store.path_of(best)] if best else [],
+        best = self.state.best_global_step
+        store.save(
+            step,
+            lambda folder: self._write_checkpoint(folder, store),
+            identity=model_identity(self.model),
+            keep=[store.path_of(best)] if best else [],
+            by_first=self.job.by_first,
+        )
+        num_bytes, self.state.best_model_checkpoint = self.job.by_first(
+            lambda: (
+                sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+                self.state.best_model_checkpoint,
             )
-            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-        with self.whole_weights():
-            num_bytes, of_best = self.job.by_first(
-                lambda: (write(), self.state.best_model_checkpoint)
-            )
-        self.state.best_model_checkpoint = of_best
+        )
         self._saved_step = step
         self._checkpoint_saved(path, time.perf_counter() - began, num_bytes)
         return path
 
-    def _write_checkpoint(self, folder: Path, optimizer: dict[str, Any] | None) -> None:
+    def _write_checkpoint(self, folder: Path, store: CheckpointStore) -> None:
+        if not self.args.save_only_model:
+            self._optimizer_files().save(folder)
+        with self.whole_weights():
+            self.job.by_first(lambda: self._write_by_first(folder, store))
+
+    def _write_by_first(self, folder: Path, store: CheckpointStore) -> None:
+        best = self.state.best_global_step
+        if best and (best == self.state.global_step or store.path_of(best).exists()):
+            self.state.best_model_checkpoint = str(store.path_of(best))
         self.save_model(str(folder), _internal_call=True)
         stateful: Any = self.state.stateful_callbacks
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 stateful[type(callback).__name__] = callback.state()
         self.state.save_to_json(str(folder / _TRAINER_STATE))
-        if optimizer is None:
+        if self.args.save_only_model:
             return
         assert self._finished is not None
         scaler = getattr(self.accelerator, "scaler", None)
         state = {
-            "optimizer": optimizer,
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": self._finished.random,

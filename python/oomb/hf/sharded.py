@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from oomb.checkpoint.rows import expect_rows
 from oomb.engine.ranks import shard_model
 from oomb.hf.ranks import RanksTrainer
 from oomb.parallel.handed_out import from_first
-from oomb.parallel.whole import gathered, is_sharded, loading_whole, optimizer_shards
+from oomb.parallel.whole import gathered, is_sharded, loading_whole
 
 # Their update of a value looks at that value's gradient and states alone.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "nadam")
@@ -18,7 +19,8 @@ ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", 
 class ShardedTrainer(RanksTrainer):
     """A RanksTrainer that can shard its model, and takes one that is sharded.
 
-    Files hold whole tensors, as without shards: a run goes on with another number of ranks.
+    Weights are whole in files, and each rank writes its rows of the optimizer's state: a run goes
+    on with another number of ranks.
 
     Attributes:
         shard_weights: whether the ranks of a sequence share the weights.
@@ -47,9 +49,11 @@ class ShardedTrainer(RanksTrainer):
 
         Raises:
             ValueError: settings that shards do not allow.
+            CheckpointError: this torch cannot save their optimizer's state.
         """
         if not (self._will_shard or self._has_shards):
             return
+        expect_rows()
         if getattr(self, "optimizer_states", "device") == "host":
             raise ValueError(
                 "optimizer_states: expected 'device' beside sharded weights, got 'host'"
@@ -104,20 +108,9 @@ class ShardedTrainer(RanksTrainer):
         with self.whole_weights():
             super().save_model(*args, **keywords)
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Whole on rank 0; every rank calls it where weights are sharded."""
-        optimizer: Any = self.optimizer
-        state: dict[str, Any] = optimizer.state_dict()
-        return self._gathered(state) if self._has_shards else state
-
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole on rank 0; an error there is raised by all."""
         return self.job.together(lambda: gathered(state, keep=self.job.is_first))
-
-    def _optimizer_state_here(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of a whole state what this rank's optimizer loads."""
-        optimizer: Any = self.optimizer
-        return optimizer_shards(state, optimizer.param_groups) if self._has_shards else state
 
     def _load_from_checkpoint(self, *args: Any, **keywords: Any) -> None:
         with loading_whole(self.model):

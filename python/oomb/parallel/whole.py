@@ -159,33 +159,6 @@ def loading_whole(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def optimizer_shards(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's whole state, as ``load_state_dict`` of one over shards takes it.
-
-    Args:
-        state: of ``state_dict()``.
-        groups: ``param_groups`` of the optimizer.
-    """
-    of_number = {
-        number: parameter
-        for saved, group in zip(state["param_groups"], groups, strict=True)
-        for number, parameter in zip(saved["params"], group["params"], strict=True)
-    }
-
-    def cut(number: int, value: Any) -> Any:
-        parameter = of_number[number]
-        fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        if not isinstance(parameter, DTensor) or not fits or value.ndim == 0:
-            return value
-        return sharded_like(parameter, value)
-
-    values = {
-        number: {name: cut(number, value) for name, value in of.items()}
-        for number, of in state["state"].items()
-    }
-    return {**state, "state": values}
-
-
 # Gradients ----------------------------------------------------------------------------------------
 
 

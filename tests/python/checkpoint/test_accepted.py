@@ -32,10 +32,15 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "optimizer",
         "trainer_state.json",
         "training-00001.safetensors",
         "training.json",
         "training_args.json",
+    ]
+    assert sorted(file.name for file in (path / "optimizer").iterdir()) == [
+        "optimizer-00001.safetensors",
+        "optimizer.json",
     ]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for mine, theirs in zip(full.model.parameters(), loaded.parameters(), strict=True):
