@@ -10,7 +10,7 @@ from oomb.checkpoint.rows import expect_rows
 from oomb.engine.ranks import shard_model
 from oomb.hf.ranks import RanksTrainer
 from oomb.parallel.handed_out import from_first
-from oomb.parallel.whole import gathered, is_sharded, loading_whole
+from oomb.parallel.whole import expect_room, gathered, is_sharded, loading_whole
 
 # Their update of a value looks at that value's gradient and states alone.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "nadam")
@@ -109,7 +109,8 @@ class ShardedTrainer(RanksTrainer):
             super().save_model(*args, **keywords)
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Whole on rank 0; an error there is raised by all."""
+        """Whole on rank 0; an error of one is raised by all."""
+        self.job.together(lambda: expect_room(state))
         return self.job.together(lambda: gathered(state, keep=self.job.is_first))
 
     def _load_from_checkpoint(self, *args: Any, **keywords: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,21 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # To whole tensors ---------------------------------------------------------------------------------
+
+
+def expect_room(state: Mapping[str, Any]) -> None:
+    """Take for a moment the memory in which the largest shards of a state become whole.
+
+    Before a collective an error can be told to all; within it the others would wait for this rank.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room.
+    """
+    shards = [value for value in state.values() if isinstance(value, DTensor)]
+    if shards:
+        largest = max(shards, key=lambda value: value.numel() * value.element_size())
+        own = largest.to_local()
+        own.new_empty(largest.numel() + own.numel())
 
 
 def gathered(state: Any, *, keep: bool) -> Any:

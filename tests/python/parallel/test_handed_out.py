@@ -131,3 +131,32 @@ def short_of_memory(rank: int, folder: Path) -> str:
 def test_a_rank_without_memory_is_told_to_all(world: World, tmp_path: Path) -> None:
     for text in world.run(short_of_memory, tmp_path):
         assert "no room for shards" in text
+
+
+def short_while_saving(rank: int, folder: Path) -> str:
+    """What ranks say where rank 2 has no memory to gather whole weights; then it has."""
+    model: Any = make("qwen3-tied", torch.float32, **HEADS)
+    with as_started(rank, RANKS):
+        trainer = trainer_of(model, folder)
+        plain, asked = torch.Tensor.new_empty, list[object]()
+
+        def new_empty(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            asked.append(arguments)
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError("no room to gather")
+            return plain(*arguments, **keywords)
+
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == 2:
+                patched.setattr(torch.Tensor, "new_empty", new_empty)
+            with pytest.raises(Exception) as error, trainer.whole_weights():
+                pass
+            with trainer.whole_weights():
+                whole = trainer._whole_weights
+    assert whole is not None and (rank != 0) == (whole["lm_head.weight"] is None)
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_a_rank_without_memory_to_gather_is_told_to_all(world: World, tmp_path: Path) -> None:
+    for text in world.run(short_while_saving, tmp_path):
+        assert "[rank 2] no room to gather" in text
