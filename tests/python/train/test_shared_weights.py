@@ -97,12 +97,17 @@ def test_the_first_that_fits(
     assert chosen(weights, fitting, monkeypatch) == expected
 
 
+@pytest.mark.parametrize("task", ["reward", "grpo"])
+def test_other_tasks_share_too(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"rewards": ["think_format_reward"]} if task == "grpo" else {}
+    assert chosen("auto", {"zero1"}, monkeypatch, task=task, **given) == "zero1"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"optimizer": {"states": "host"}},
         {"engine": {"weights": "host"}},
-        {"task": "reward"},
         {"optimizer": {"name": "adafactor"}},  # looks at more than a rank's rows
         {"parallel": {"weights": "auto", "cp": 1}},  # groups of one
     ],

@@ -75,7 +75,8 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
     )
     (saved,) = recorder.of("on_save")[0]
     assert saved["step"] == 3 and Path(saved["path"]).is_dir()
-    assert saved["bytes"] == sum(f.stat().st_size for f in Path(saved["path"]).iterdir())
+    files = [f for f in Path(saved["path"]).rglob("*") if f.is_file()]
+    assert saved["bytes"] == sum(f.stat().st_size for f in files)
     (end,) = recorder.of("on_end")[0]
     assert end["reason"] == "done"
     json.dumps([info, *steps, evaluated, saved, end])
