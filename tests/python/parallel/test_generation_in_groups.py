@@ -183,15 +183,14 @@ def assert_same(found: Found, expected: Found, kept: tuple[str, ...] = ()) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "of_prompt"),
+    ("name", "of_prompt", "policy"),
     [
-        ("grpo", 8),
-        pytest.param("grpo", 4, marks=pytest.mark.slow),
-        pytest.param("rloo", 8, marks=pytest.mark.slow),
-        pytest.param("rloo", 4, marks=pytest.mark.slow),
+        ("grpo", 8, ""),
+        pytest.param("grpo", 4, "zero2", marks=pytest.mark.slow),
+        pytest.param("rloo", 4, "", marks=pytest.mark.slow),
+        pytest.param("rloo", 8, "zero2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("policy", ["", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_pairs_as_the_stock_trainer_in_one_process(
     world: World, tmp_path: Path, name: str, of_prompt: int, policy: str
 ) -> None:

@@ -150,12 +150,9 @@ def assert_same(
         ("dpo", 2, "zero3"),
         pytest.param("dpo", 1, "zero2", marks=pytest.mark.slow),
         pytest.param("dpo, adapter", 2, "zero1", marks=pytest.mark.slow),
-        pytest.param("dpo, adapter", 1, "zero3", marks=pytest.mark.slow),
         pytest.param("kto", 1, "zero3", marks=pytest.mark.slow),
-        pytest.param("kto", 1, "zero1", marks=pytest.mark.slow),
         ("reward", 1, "zero3"),
         pytest.param("reward", 2, "zero1", marks=pytest.mark.slow),
-        pytest.param("reward", 1, "zero2", marks=pytest.mark.slow),
     ],
 )
 def test_shards_as_the_stock_trainer_in_one_process(
