@@ -86,19 +86,19 @@ def expect_room(state: Mapping[str, Any]) -> None:
         own.new_empty(largest.numel() + own.numel())
 
 
-def gathered(state: Any, *, keep: bool) -> Any:
-    """A nested state in which shards are whole tensors on the CPU; every rank calls it.
+def gathered(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """A state in which shards are whole tensors on the CPU; every rank calls it.
 
     One tensor at a time is whole on the device. Tensors that share memory do so afterwards. Where
     the host's memory does not suffice, the error comes after the last tensor, so that this rank has
     helped the others to theirs.
 
     Args:
-        state: dicts, lists and tuples of tensors and other values.
+        state: of a model.
         keep: False: this rank only helps, and gets None where others get whole tensors.
     """
     copies = _Copies(keep)
-    found = copies.of(state)
+    found = {name: copies.of(value) for name, value in state.items()}
     if copies.error is not None:
         raise copies.error
     return found
@@ -112,15 +112,10 @@ class _Copies:
         self._keep = keep
         self._known: dict[object, torch.Tensor] = {}
 
-    def of(self, state: Any) -> Any:
-        if isinstance(state, DTensor):
-            # A rank without rows cannot tell which are shared, so all ranks gather each.
-            return self._of_shards(state, state.full_tensor())
-        if isinstance(state, dict):
-            return {name: self.of(value) for name, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return type(state)(self.of(value) for value in state)
-        return state
+    def of(self, value: Any) -> Any:
+        # A rank without rows cannot tell which are shared, so all ranks gather each.
+        is_cut = isinstance(value, DTensor)
+        return self._of_shards(value, value.full_tensor()) if is_cut else value
 
     def _of_shards(self, shards: DTensor, whole: torch.Tensor) -> torch.Tensor | None:
         if not self._keep or self.error is not None:
