@@ -49,7 +49,8 @@ test-cpp: dev ## GoogleTest
 # Tests of tiny models use one core each, so a process for each core of four at most takes a share of
 # them, and helps another out when it is done. WORKERS=0 runs them in one process.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+  --durations 40 --durations-min 10
 
 test-py: dev ## pytest
 	$(PYTEST) -m "not slow and not gpu"

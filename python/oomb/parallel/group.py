@@ -29,6 +29,7 @@ TIMEOUT = timedelta(minutes=30)  # of one collective: the slowest rank may be pi
 PATIENCE = timedelta(hours=12)  # a rank may be tokenising, uploading or generating alone
 _CONNECTS = timedelta(minutes=2)  # once all ranks are there
 _LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
+_ENDS = timedelta(minutes=1)  # a work whose future is done
 _NOTE_BYTES = 4096  # of an agreement's first message
 
 _engines: Counter[tuple[int, ...]] = Counter()
@@ -287,22 +288,25 @@ class Ranks:
             self._alarm.expect_none()
 
     def _wait_on_host(self, work: Any) -> None:
-        """Short waits, since a rank that waits in gloo cannot be freed by anybody."""
-        alarm = self._alarm
+        """Short waits, since a rank that waits in gloo cannot be freed by anybody.
+
+        The future is asked whether it is over, not the work: that takes the work's lock with
+        Python's held, and what ends the work under torch's profiler takes them the other way round.
+        """
+        alarm, over = self._alarm, work.get_future()
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            # Asked before the wait: a collective may end just after a wait for it has run out.
-            is_over = work.is_completed()
-            try:
+        while not over.done():
+            with suppress(RuntimeError):  # not yet, or an error, which the last wait raises
                 work.wait(_LOOK)
-                break
-            except RuntimeError as error:
-                if is_over:
-                    self._explain(error)
+                return
             if alarm is not None:
                 alarm.expect_none()
             if time.monotonic() > deadline:
                 self._explain(TimeoutError(f"no answer within {self._timeout}"))
+        try:
+            work.wait(_ENDS)
+        except RuntimeError as error:
+            self._explain(error)
 
     def _explain(self, error: BaseException) -> None:
         rank = self.members[self.rank]

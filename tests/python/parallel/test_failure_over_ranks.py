@@ -33,6 +33,7 @@ from .world import Died, World, meshes
 
 LAYERS, CHUNKS = 2, 3
 TOKENS = 16 * CHUNKS
+SUMS = 2000
 LONGEST_SECONDS = 25.0  # far more than it takes on a busy machine, far less than a timeout
 LONGEST = timedelta(seconds=LONGEST_SECONDS)
 
@@ -272,7 +273,10 @@ class EndsAfterTheWait:
     def __init__(self, work: Any) -> None:
         self.work, self.has_ended = work, False
 
-    def is_completed(self) -> bool:
+    def get_future(self) -> EndsAfterTheWait:
+        return self
+
+    def done(self) -> bool:
         return self.has_ended
 
     def wait(self, timeout: timedelta) -> None:
@@ -299,6 +303,23 @@ def with_waits_that_run_out(rank: int) -> bool:
 
 def test_a_wait_that_runs_out_is_no_failure(pair: World) -> None:
     assert pair.run(with_waits_that_run_out) == [True, True]
+
+
+def sums_under_a_profile(rank: int) -> float:
+    ranks, total = Ranks([0, 1], torch.device("cpu")), 0.0
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with pytest.MonkeyPatch.context() as patch, torch.profiler.profile(), hooks:
+        patch.setattr("oomb.parallel.group._LOOK", timedelta(milliseconds=1))
+        for _ in range(SUMS):
+            total += float(ranks.sum(torch.ones(1)))
+    ranks.close()
+    return total
+
+
+def test_a_profile_with_hooks_of_saved_tensors_stops_no_rank(pair: World) -> None:
+    """What ends a collective then takes Python's lock while it holds the collective's."""
+    pair.start(sums_under_a_profile)
+    assert pair.answers(seconds=LONGEST_SECONDS) == [2.0 * SUMS] * 2
 
 
 def test_only_processes_of_this_host_are_seen_to_end(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,10 +43,14 @@ class World:
 
     Args:
         size: number of ranks.
+
+    Attributes:
+        is_clean: every rank has answered what it was sent; what follows meets nothing of it.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.is_clean = True
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         port = _free_port()
@@ -59,6 +66,7 @@ class World:
 
     def start(self, work: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> None:
         """Have ``work(rank, *arguments)`` run on the first ``ranks``; all of them by default."""
+        self.is_clean = False
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(pickle.dumps((work, arguments)))
 
@@ -66,14 +74,24 @@ class World:
         """What each returned; for a process that died, an instance of :class:`Died`."""
         results: list[Any] = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            assert pipe.poll(seconds), f"rank {rank} has not answered within {seconds} s: a hang"
+            if not pipe.poll(seconds):
+                self._tell_where()
+                raise AssertionError(f"rank {rank} has not answered within {seconds} s: a hang")
             try:
                 worked, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 worked, value = True, Died(f"rank {rank}")
             assert worked, f"rank {rank}:\n{value}"
             results.append(value)
+        self.is_clean = not any(isinstance(value, Died) for value in results)
         return results
+
+    def _tell_where(self) -> None:
+        """Each rank writes the stacks of its threads to stderr."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def run(self, work: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
         """:meth:`start`, then :meth:`answers`."""
@@ -110,6 +128,7 @@ meshes: dict[int, DeviceMesh] = {}  # of this process, by the number of ranks th
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; accelerate warns where it lacks
