@@ -179,7 +179,8 @@ class GeneratesOnce(RanksTrainer):
 
         told: Callable[[], Any] = noted
         if runs_model and trainer._has_shards:
-            done = on_first(trainer.engine, self.replicas.sharers, noted)
+            at_once = trainer.args.ds3_gather_for_generation  # TRL's name for the same choice
+            done = on_first(trainer.engine, self.replicas.sharers, noted, at_once=at_once)
             told = lambda: done  # noqa: E731
         found: T
         found, notes, seen, random = self.replicas.by_first(told)

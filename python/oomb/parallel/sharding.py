@@ -77,6 +77,10 @@ class ShardedWeights(Weights):
             self._transport.end()
 
     @property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        return sum(group.num_bytes for group in self._groups)
+
+    @property
     def gathered_bytes(self) -> int:  # type: ignore[override]
         return self._transport.gathered_bytes
 
@@ -101,13 +105,18 @@ class ShardedWeights(Weights):
             hide(module, afterwards)
 
     def gather(
-        self, afterwards: Afterwards, on_done: OnDone | None = None, on_use: OnUse | None = None
+        self,
+        afterwards: Afterwards,
+        on_done: OnDone | None = None,
+        on_use: OnUse | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         self.begin(afterwards)
         afterwards(self._end)
         self._transport.begin()
         self.scattered_bytes = 0
-        one_by_one = self._layers if self._policy == "zero3" else []
+        one_by_one = self._layers if self._policy == "zero3" and not at_once else []
         self._on_done, self._on_use = on_done, on_use if one_by_one else None
         for group in self._layers if self._policy != "zero1" else []:
             for module in group.modules:
@@ -229,7 +238,7 @@ class ShardedWeights(Weights):
 
     def to_come(self, *, begun: bool) -> int:
         layers = sorted((group.num_bytes for group in self._layers), reverse=True)
-        others = sum(group.num_bytes for group in self._groups) - sum(layers)
+        others = self.num_bytes - sum(layers)
         if self._policy != "zero3":
             return 0 if begun else sum(layers) + others
         return sum(layers[:_AT_A_TIME]) + (0 if begun else others)

@@ -18,9 +18,11 @@ class Weights:
         ranks: that share a parameter.
         gathered_bytes: of weights that the call under way, or the last, received from other ranks.
         scattered_bytes: of sums of gradients, likewise.
+        num_bytes: of all that is shards, when it is whole.
     """
 
     is_sharded = False
+    num_bytes = 0
     ranks = 1
     gathered_bytes = 0
     scattered_bytes = 0
@@ -36,6 +38,8 @@ class Weights:
         afterwards: Callable[[Callable[[], object]], None],
         on_done: OnDone | None = None,
         on_use: OnUse | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """As :meth:`begin`, and weights are there when a module runs.
 
@@ -43,6 +47,7 @@ class Weights:
             on_done: told the parameters of a layer when a backward is done with it, where their
                 sums shall not wait for the call's end.
             on_use: told which layer is gathered, before it is; the others then :meth:`pass_by`.
+            at_once: layers too are whole from here on, under any policy.
         """
 
     def pass_by(self, layer: int) -> None:

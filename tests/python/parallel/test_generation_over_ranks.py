@@ -40,7 +40,15 @@ GENERATION: dict[str, Any] = {
 }
 # Trainer; its arguments. Without an adapter there is a reference.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("GRPO", {"loss_type": "dapo", "beta": 0.04, "top_entropy_quantile": 0.5}),
+    "grpo": (
+        "GRPO",
+        {
+            "loss_type": "dapo",
+            "beta": 0.04,
+            "top_entropy_quantile": 0.5,
+            "ds3_gather_for_generation": False,  # layers of zero3 one by one
+        },
+    ),
     "grpo, whole": ("GRPO", {"beta": 0.04, "learning_rate": 1e-2}),
     "rloo": ("RLOO", {"beta": 0.05, "normalize_advantages": True}),
 }
