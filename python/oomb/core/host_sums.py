@@ -1,5 +1,8 @@
 """Sums of the gradients of decoder layers in host memory, on the device while their layer adds.
 
+Where ranks share weights a rank keeps its shards of the sums so. Whole sums of a layer are made on
+the device for each chunk, and what the ranks scatter of them is what is added.
+
     compute   backward of  [ layer 5 ][ layer 4 ][ layer 3 ] …
     load                   [   4     ][   3     ][   2     ]
     store                  [   6     ][   5     ][   4     ]
@@ -25,11 +28,13 @@ from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.host_memory import host_block
+from oomb.model.swap import Swaps
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 from oomb.units import bytes_text
 
 PLACES = 3
+WHOLE_SUMS = "sharded_weights='zero1', whose sums are whole until a call ends (take 'zero2')"
 _ALIGNMENT = 256  # bytes, of a sum in its layer's block
 
 
@@ -114,6 +119,7 @@ class HostSums:
         layers: of each layer the parameters whose sums are kept on the host.
         main_grad_dtype: as in :class:`oomb.Config`.
         device: of the parameters.
+        weights: which of them stand for shards, whose sums are then shards too.
         neighbours: processes that share the host's memory, each with such sums.
 
     Attributes:
@@ -130,18 +136,21 @@ class HostSums:
         layers: Sequence[list[nn.Parameter]],
         main_grad_dtype: str,
         device: torch.device,
+        weights: Weights,
         neighbours: int = 1,
     ) -> None:
         self._device = device
+        self._shards = {p for own in layers for p in own if weights.is_shard(p)}
         self._places_of = {p: layer for layer, own in enumerate(layers) for p in own}
-        self._parts: dict[nn.Parameter, tuple[int, int, torch.dtype]] = {}
+        self._parts: dict[nn.Parameter, tuple[int, int, torch.dtype, torch.Size]] = {}
         sizes = []
         for own in layers:
             begin = 0
             for parameter in own:
                 dtype = sum_dtype(parameter, main_grad_dtype)
-                num_bytes = parameter.numel() * dtype.itemsize
-                self._parts[parameter] = begin, begin + num_bytes, dtype
+                shape = weights.sum_shape(parameter)
+                num_bytes = shape.numel() * dtype.itemsize
+                self._parts[parameter] = begin, begin + num_bytes, dtype, shape
                 begin += _padded(num_bytes)
             sizes.append(begin)
         self.host_bytes, self._largest = sum(sizes), max(sizes, default=0)
@@ -166,6 +175,14 @@ class HostSums:
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._parts
+
+    def has_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's whole sum is kept here."""
+        return parameter in self._parts and parameter not in self._shards
+
+    def has_shard(self, parameter: nn.Parameter) -> bool:
+        """Whether a rank's shard of a parameter's sum is kept here."""
+        return parameter in self._shards
 
     def begin(self) -> None:
         """A call begins, without sums."""
@@ -222,8 +239,8 @@ class HostSums:
         self._begun.discard(parameter)
 
     def _view(self, block: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-        begin, end, dtype = self._parts[parameter]
-        return block[begin:end].view(dtype).view(parameter.shape)
+        begin, end, dtype, shape = self._parts[parameter]
+        return block[begin:end].view(dtype).view(shape)
 
     def _bring(self, layer: int) -> torch.Tensor:
         """The place with a layer's sums."""
@@ -265,14 +282,17 @@ def host_sums_of(
     """Sums as ``config`` places them; None: all on the device.
 
     Raises:
-        ValueError: on the host, and ranks have shards of the weights.
+        ValueError: on the host, and ranks have shards of the weights, but whole sums.
         OutOfMemoryError: the host has no room for them.
     """
     if config.main_grad_device == "device":
         return None
-    expect(not weights.is_sharded, "main_grad_device", "'device' for sharded weights", "'host'")
-    own = own_parameters(layers)
-    return HostSums(own, config.main_grad_dtype, device, placement.neighbours)
+    is_whole = weights.is_sharded and config.sharded_weights == "zero1"
+    expect(not is_whole, "main_grad_device", f"'device' beside {WHOLE_SUMS}", "'host'")
+    with Swaps() as swaps:
+        weights.begin(swaps.afterwards)  # a call has these parameters
+        own, dtype = own_parameters(layers), config.main_grad_dtype
+        return HostSums(own, dtype, device, weights, placement.neighbours)
 
 
 def own_parameters(layers: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
@@ -282,12 +302,16 @@ def own_parameters(layers: Iterable[nn.Module]) -> list[list[nn.Parameter]]:
     return [[p for p in dict.fromkeys(own) if uses[p] == 1] for own in of_layers]
 
 
-def layer_bytes(layers: Iterable[Iterable[nn.Parameter]], main_grad_dtype: str) -> list[int]:
-    """What the sums of each layer take."""
-    return [
-        sum(_padded(p.numel() * sum_dtype(p, main_grad_dtype).itemsize) for p in own)
-        for own in layers
-    ]
+def layer_bytes(
+    layers: Iterable[Iterable[nn.Parameter]], main_grad_dtype: str, weights: Weights
+) -> list[int]:
+    """What the sums of each layer take on this rank."""
+
+    def size(parameter: nn.Parameter) -> int:
+        values = weights.sum_shape(parameter).numel()
+        return _padded(values * sum_dtype(parameter, main_grad_dtype).itemsize)
+
+    return [sum(map(size, own)) for own in layers]
 
 
 def spared_bytes(sizes: Sequence[int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,9 @@ class MainGrads:
         self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
         self._shards: dict[nn.Parameter, torch.Tensor] = {}  # of sums that ranks have parts of
         self._met: set[nn.Parameter] = set()  # those that something reached before they were
+        # Of users' parameters whose shards of sums are on the host: a copy on the device.
+        self._copied: dict[nn.Parameter, Callable[[], torch.Tensor]] = {}
+        self._plain: dict[nn.Parameter, nn.Parameter] = {}  # what ran in their place
         self._left: list[Any] | None = None  # parameters that commit() has still to reach
         self._keep = self._zeros = False
 
@@ -111,7 +114,7 @@ class MainGrads:
                 "sparse parameter gradients are not supported; use sparse=False"
             )
         total = self.get(parameter)
-        if total is None and self._host is not None and parameter in self._host:
+        if total is None and self._host is not None and self._host.has_whole(parameter):
             self._host.new(parameter).copy_(grad)
         elif total is None:
             dtype = sum_dtype(parameter, self._dtype)
@@ -163,7 +166,7 @@ class MainGrads:
     def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's sum so far; zeros at first."""
         total = self.get(parameter)
-        if total is None and self._host is not None and parameter in self._host:
+        if total is None and self._host is not None and self._host.has_whole(parameter):
             return self._host.new(parameter).zero_()
         if total is None:
             dtype = sum_dtype(parameter, self._dtype)
@@ -198,27 +201,32 @@ class MainGrads:
         pairs = zip(plain, parameters, map(any, zip(*met, strict=True)), strict=True)
         reached = [(p, owner) for p, owner, is_reached in pairs if is_reached]
         whole = [p for p, _ in reached if not weights.is_shard(p)]
-        self._sum_on_host(placement, whole)
+        shards = [(p, owner) for p, owner in reached if weights.is_shard(p)]
         here = [p for p in whole if self._host is None or p not in self._host]
         placement.sum_([self._sum_of(p) for p in here])
-        late = [p for p, _ in reached if weights.is_shard(p) and p not in self._shards]
-        self.scatter(weights, late)
-        for p, owner in reached:
-            if weights.is_shard(p):
+        if self._host is not None:
+            self._host.resume()
+            self._sum_on_host(placement, self._host, whole)
+        self.scatter(weights, [p for p, _ in shards if self._shard_of(p) is None])
+        if self._host is not None:
+            self._host.end()
+        for p, owner in shards:
+            if self._host is not None and self._host.has_shard(p):
+                self._plain[owner] = p
+                self._copied[owner] = partial(_copied, weights, p, self._host, owner.device)
+            else:
                 self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
 
     def _is_met(self, parameter: nn.Parameter) -> bool:
         on_host = self._host is not None and self._host.has(parameter)
         return on_host or parameter in self._sums or parameter in self._met
 
-    def _sum_on_host(self, placement: Placement, parameters: list[nn.Parameter]) -> None:
+    def _sum_on_host(
+        self, placement: Placement, host: HostSums, parameters: list[nn.Parameter]
+    ) -> None:
         """A layer's sums come to the device, are exchanged, and go, while the next layer's come."""
-        if self._host is None:
-            return
-        self._host.resume()
-        for own in self._host.by_layer(parameters):
+        for own in host.by_layer(parameters):
             placement.sum_([self._sum_of(p) for p in own])
-        self._host.end()
 
     def scatter(self, weights: Weights, parameters: list[nn.Parameter]) -> None:
         """Add sums over all ranks to this rank's shards, and begin new sums.
@@ -231,15 +239,28 @@ class MainGrads:
             parts = weights.scatter(same, [self._sum_of(p) for p in same])
             for parameter, part in zip(same, parts, strict=True):
                 dtype = self._sums.pop(parameter).dtype
-                total = self._shards.get(parameter)
+                total = self._shard_of(parameter)
                 if dtype == torch.bfloat16:
                     if total is None:
-                        total = self._shards[parameter] = torch.zeros_like(part, dtype=dtype)
+                        total = self._new_shard(parameter, torch.zeros_like(part, dtype=dtype))
                     self._add_rounded(total, part, self._next_seed(parameter))
                 elif total is None:
-                    self._shards[parameter] = part
+                    self._new_shard(parameter, part)
                 else:
                     total.add_(part)
+
+    def _shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's shard of a sum over all ranks so far."""
+        if self._host is not None and self._host.has_shard(parameter):
+            return self._host.of(parameter)
+        return self._shards.get(parameter)
+
+    def _new_shard(self, parameter: nn.Parameter, first: torch.Tensor) -> torch.Tensor:
+        """Begin a shard of a sum with what is there first."""
+        if self._host is not None and self._host.has_shard(parameter):
+            return self._host.new(parameter).copy_(first)
+        self._shards[parameter] = first
+        return first
 
     def commit(self, parameters: list[nn.Parameter], keep: bool, zeros: bool) -> None:
         """``param.grad += sum.to(param.dtype)`` once per parameter; frees its sum unless kept.
@@ -265,6 +286,7 @@ class MainGrads:
             on_host = self._host is not None and parameter in self._host
             if total is not None and on_host:  # its memory is for the next call's sums
                 total = total.to(parameter.device, copy=True)
+            on_host = on_host or parameter in self._copied
             addend = None if total is None else total.to(parameter.dtype)
             if addend is not None and addend is total and self._keep and not on_host:
                 addend = addend.clone()
@@ -279,15 +301,17 @@ class MainGrads:
                 self._left.pop().grad.add_(addend)
             if not self._keep:
                 self._sums.pop(parameter, None)
+                self._copied.pop(parameter, None)
                 if self._host is not None:
-                    self._host.forget(parameter)
+                    self._host.forget(self._plain.pop(parameter, parameter))
         return True
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum so far, or the one kept from the last call."""
-        if self._host is not None and parameter in self._host:
+        if self._host is not None and self._host.has_whole(parameter):
             return self._host.of(parameter)
-        return self._sums.get(parameter)
+        copied = self._copied.get(parameter)
+        return self._sums.get(parameter) if copied is None else copied()
 
     def clear(self) -> None:
         self._drop()
@@ -295,8 +319,18 @@ class MainGrads:
 
     def _drop(self) -> None:
         self._sums, self._shards, self._met = {}, {}, set()
+        self._copied, self._plain = {}, {}
         if self._host is not None:
             self._host.drop()
+
+
+def _copied(
+    weights: Weights, parameter: nn.Parameter, host: HostSums, device: torch.device
+) -> torch.Tensor:
+    """A shard of a sum that the host keeps, on the device, as the user's parameter is one."""
+    shard = host.of(parameter)
+    assert shard is not None
+    return weights.shard_like(parameter, shard.to(device, copy=True))
 
 
 def _of_bytes(parameters: list[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:

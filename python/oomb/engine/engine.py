@@ -352,8 +352,8 @@ class Engine:
             parameter: one of the model's.
 
         Returns:
-            A tensor of its shape, on its device (with ``main_grad_device="host"`` on the host); the
-            engine's own, valid until the next call.
+            A tensor of its shape, on its device (with ``main_grad_device="host"`` on the host, of a
+            shard a copy); the engine's own, valid until the next call.
 
         Raises:
             ValueError: ``Config(keep_main_grad=True)`` is not set, or nothing reached it.

@@ -113,7 +113,7 @@ def needs_of(
     gradients = gradient_bytes(model.causal.parameters(), config, weights)
     if config.main_grad_device == "host":
         own = own_parameters(model.layers)
-        gradients -= spared_bytes(layer_bytes(own, config.main_grad_dtype))
+        gradients -= spared_bytes(layer_bytes(own, config.main_grad_dtype, weights))
     gradients += weights.to_come(begun=begun)
     estimate = _estimated(model, demand, tokens, recompute)
     estimate += _estimated_tower(model, image_tokens)

@@ -26,6 +26,7 @@ from oomb.parallel.fsdp_hooks import Afterwards, hide
 from oomb.parallel.group import Ranks
 from oomb.parallel.shards import scattered
 from oomb.parallel.weights import OnDone, OnUse, Weights
+from oomb.parallel.whole import own_rows
 
 _AT_A_TIME = 3  # layers that are gathered together: one runs, one comes, one goes
 
@@ -205,6 +206,10 @@ class ShardedWeights(Weights):
     def is_shard(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter as of :meth:`plain` is whole in a call alone."""
         return parameter in self._owners
+
+    def sum_shape(self, parameter: nn.Parameter) -> torch.Size:
+        owner = self._owners.get(parameter, parameter)
+        return own_rows(owner).shape
 
     def scatter(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]

@@ -60,6 +60,10 @@ class Weights:
         """Whether a parameter as of :meth:`plain` stands for one of which a rank has a shard."""
         return False
 
+    def sum_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Of the part of a parameter's sum that this rank keeps; as of :meth:`plain` or not."""
+        return parameter.shape
+
     def plain(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """What runs in place of the user's parameters."""
         return list(parameters)

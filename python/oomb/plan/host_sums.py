@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from oomb.config import Config
-from oomb.core.host_sums import layer_bytes, spared_bytes
+from oomb.core.host_sums import WHOLE_SUMS, layer_bytes, spared_bytes
+from oomb.parallel.weights import Weights
 from oomb.plan.duration import Duration, backward_seconds
 from oomb.plan.machine import Machine
 from oomb.plan.pages import PageCall
@@ -40,14 +41,17 @@ class HostSumsUse:
         """Of a traced model's layers.
 
         Raises:
-            ValueError: they shall be on the host, and ranks share the weights.
+            ValueError: they shall be on the host, and ranks share the weights, but no sums.
         """
         if config.main_grad_device == "device":
             return HostSumsUse()
+        if machine.weights == "zero1":
+            raise ValueError(f"main_grad_device: expected 'device' beside {WHOLE_SUMS}, got 'host'")
+        sizes: Sequence[int] = layer_bytes(tracer.trained_layers, config.main_grad_dtype, Weights())
         if machine.weights != "replicated":
-            raise ValueError("main_grad_device: expected 'device' for sharded weights, got 'host'")
-        sizes: Sequence[int] = layer_bytes(tracer.trained_layers, config.main_grad_dtype)
-        return HostSumsUse(sum(sizes), spared_bytes(sizes), 1 if machine.ranks == 1 else 2)
+            sizes = [math.ceil(size / machine.ranks) for size in sizes]
+        is_summed = machine.ranks > 1 and machine.weights == "replicated"
+        return HostSumsUse(sum(sizes), spared_bytes(sizes), 2 if is_summed else 1)
 
 
 def with_sums(

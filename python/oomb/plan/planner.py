@@ -142,6 +142,8 @@ class Planner:
         kept = use.device_bytes + (gradients if accumulates else 0)
         weights = HostWeightsUse.of(config, tracer.movable_bytes)
         sums = HostSumsUse.of(config, tracer, self.machine)
+        if shards is not None:
+            shards = replace(shards, sum_bytes=shards.sum_bytes - sums.spared_bytes)
         parameters = tracer.parameter_bytes - weights.host_bytes + weights.device_bytes
         gathered = 0
         if shards is not None:

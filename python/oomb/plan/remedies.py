@@ -93,8 +93,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
     if config.main_grad_dtype == "float32" and asked.sum_bytes:
         yield {"main_grad_dtype": "bfloat16"}
     on_gpu = asked.machine.device_type == "cuda"
-    whole = asked.machine.weights == "replicated"
-    if asked.sum_bytes and not asked.sum_host_bytes and on_gpu and whole:
+    may_move = asked.machine.weights != "zero1"  # there they are whole until a call ends
+    if asked.sum_bytes and not asked.sum_host_bytes and on_gpu and may_move:
         yield {"main_grad_device": "host"}
     if config.kv_grad_dtype == "float32":
         yield {"kv_grad_dtype": "bfloat16"}

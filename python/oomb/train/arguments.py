@@ -140,6 +140,11 @@ def _expect_no_other_place(settings: RunSettings) -> None:
     if policy not in ("auto", "replicated") and hindrance is not None:
         name, wanted, got = hindrance
         raise BadInput(f"{name}: expected {wanted} beside parallel.weights {policy!r}, got {got}")
+    if policy == "zero1" and settings.engine.main_grad_device == "host":
+        raise BadInput(
+            "engine.main_grad_device: expected 'device' or 'auto' beside parallel.weights 'zero1', "
+            "whose sums are whole until a call ends, got 'host'; take 'zero2'"
+        )
 
 
 def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
@@ -149,7 +154,6 @@ def _hindrance_to_shards(settings: RunSettings) -> tuple[str, str, str] | None:
         return "optimizer.name", f"one of {', '.join(ELEMENTWISE)}", repr(optimizer)
     for name, value, expected in (
         ("engine.weights", engine.weights, "device"),
-        ("engine.main_grad_device", engine.main_grad_device, "device"),
         ("optimizer.states", settings.optimizer.states, "device"),
         ("model.quantization", settings.model.quantization, None),
         ("evaluation.generate", settings.evaluation.generate, None),
@@ -167,10 +171,11 @@ def holdings_to_try(settings: RunSettings) -> tuple[Holding, ...]:
     alone = sharing is None or sharing.cp_size == 1 or _hindrance_to_shards(settings) is not None
     policies = (policy,) if policy != "auto" else HELD[:1] if alone else HELD
     found = [Holding(each, "device" if place == "auto" else place) for each in policies]
-    # Processes that share weights keep sums on their devices; on a CPU both are one memory.
-    if place == "auto" and "replicated" in policies and device_of(settings.model).type == "cuda":
-        found.append(Holding("replicated", "host"))
-    return tuple(found)
+    # On a CPU both are one memory.
+    if place == "auto" and device_of(settings.model).type == "cuda":
+        found += [Holding(each, "host") for each in policies]
+    # Sums that are whole until a call ends stay on the device.
+    return tuple(one for one in found if one != Holding("zero1", "host"))
 
 
 def decided(settings: RunSettings, holding: Holding) -> RunSettings:

@@ -16,6 +16,7 @@ from oomb.core import host_sums, rounded_sums
 from oomb.core.host_sums import HostSums, SumCopies, SumCopiesAtOnce
 from oomb.core.main_grad import MainGrads
 from oomb.model.host_memory import host_block
+from oomb.parallel.weights import Weights
 from oomb.plan import Machine, Planner
 
 from .models import make
@@ -161,7 +162,7 @@ def test_rounded_sums(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_order_of_layers(copies: str) -> None:
     order = random.Random(4)
     layers = [[nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(7))] for _ in range(6)]
-    sums = HostSums(layers, "float32", torch.device("cpu"))
+    sums = HostSums(layers, "float32", torch.device("cpu"), Weights())
     sums.copies = COPIES[copies]()
     sums.begin()
     expected: dict[nn.Parameter, torch.Tensor] = {}
@@ -257,7 +258,7 @@ def test_a_plan_of_ranks() -> None:
     assert alone.sum_host_bytes == shared.sum_host_bytes > 0
     assert alone.duration is not None and shared.duration is not None
     assert shared.duration.sums > alone.duration.sums + 0.9 * shared.sum_host_bytes / 64e9
-    with pytest.raises(ValueError, match="main_grad_device: expected 'device' for sharded"):
+    with pytest.raises(ValueError, match="main_grad_device: expected 'device' beside sharded"):
         Planner("qwen2.5-0.5b", one.of_rank(2, weights="zero1")).predict(2**14, config)
 
 

@@ -15,9 +15,9 @@ RANKS = 2
 GIB = 2**30
 
 
-def predicted(weights: str, model: Any) -> Any:
+def predicted(weights: str, model: Any, **settings: Any) -> Any:
     machine = Machine.described(device_memory=GIB, host_memory=GIB).of_rank(RANKS, weights=weights)
-    config = oomb.Config(chunk_size=16, page_size=8, recompute="none")
+    config = oomb.Config(chunk_size=16, page_size=8, recompute="none", **settings)
     return predict(model, 64, config, machine=machine, optimizer="adamw_torch_fused", timed=False)
 
 
@@ -38,6 +38,22 @@ def test_bytes_of_a_rank(policy: str) -> None:
     beside = whole.call_bytes - whole.sum_bytes
     assert found.call_bytes - found.sum_bytes - gathered == beside
     assert found.as_dict()["sharded_weights"] == policy
+
+
+@pytest.mark.parametrize("policy", ["zero2", "zero3"])
+def test_shards_of_sums_on_the_host(policy: str) -> None:
+    """The device has the whole sums of a layer, and places for the shards of three."""
+    model = make("qwen2", torch.float32, num_hidden_layers=7)
+    on_device, on_host = (
+        predicted(policy, model, main_grad_device=place) for place in ("device", "host")
+    )
+    layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters()) / RANKS
+    padding = 256 * 12 * 7
+    assert 7 * layer <= on_host.sum_host_bytes <= 7 * layer + padding
+    assert on_device.sum_host_bytes == 0
+    spared = on_device.sum_bytes - on_host.sum_bytes
+    assert spared == pytest.approx((7 - 3) * layer, abs=padding)
+    assert on_device.call_bytes - on_host.call_bytes == spared
 
 
 def test_unknown_weights() -> None:

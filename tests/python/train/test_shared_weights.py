@@ -120,6 +120,12 @@ def test_what_does_not_go_with_shares_is_not_shared(
     assert chosen("auto", {"replicated", *shared}, monkeypatch, **changes) == "replicated"
 
 
+def test_whole_sums_of_a_call_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = settings("zero1", engine={"main_grad_device": "host"})
+    with pytest.raises(BadInput, match=r"engine.main_grad_device: expected 'device' or 'auto' be"):
+        arguments._expect_no_other_place(told)
+
+
 def test_what_was_chosen_is_what_runs() -> None:
     told = arguments.decided(settings("auto"), arguments.Holding("zero2", "device"))
     assert arguments.shards_weights(told)
@@ -142,13 +148,17 @@ def test_what_was_chosen_is_what_runs() -> None:
                 "zero2 device",
                 "zero3 device",
                 "replicated host",
+                "zero2 host",
+                "zero3 host",
             ],
         ),
         ("auto", "device", "cuda", ["replicated device", *(f"zero{n} device" for n in (1, 2, 3))]),
-        ("auto", "host", "cuda", ["replicated host"]),
+        ("auto", "host", "cuda", ["replicated host", "zero2 host", "zero3 host"]),
         ("replicated", "auto", "cuda", ["replicated device", "replicated host"]),
         ("replicated", "auto", "cpu", ["replicated device"]),  # both are one memory there
-        ("zero2", "auto", "cuda", ["zero2 device"]),
+        ("zero1", "auto", "cuda", ["zero1 device"]),
+        ("zero2", "auto", "cuda", ["zero2 device", "zero2 host"]),
+        ("zero3", "host", "cpu", ["zero3 host"]),
     ],
 )
 def test_what_auto_tries_in_turn(
