@@ -166,8 +166,9 @@ def recommend(
 
     prediction = wholly(settings)
     if machine.ranks > 1 and timed and "chunk_size" not in keep:
-        prediction = _fastest(prediction, machine.ranks, wholly)
-        settings = replace(settings, chunk_size=prediction.config.chunk_size)
+        prediction = _fastest(prediction, machine.ranks, wholly, "recompute" not in keep)
+        found = prediction.config
+        settings = replace(settings, chunk_size=found.chunk_size, recompute=found.recompute)
     ordinary = ordinary_training(planner, prediction)
     longest = None
     if not prediction.fits:
@@ -177,15 +178,15 @@ def recommend(
         options = {**asked, "optimizer": name, "optimizer_states": states}
         return planner.predict(context, other, timed=timed, dry_run=False, **options)
 
-    found: tuple[Remedy, ...] = ()
+    remedial: tuple[Remedy, ...] = ()
     if not prediction.fits:
-        found = remedies(changed(prediction.config, optimizer, optimizer_states), changed)
+        remedial = remedies(changed(prediction.config, optimizer, optimizer_states), changed)
     return Recommendation(
         prediction=prediction,
         longest_context=longest,
         ordinary=ordinary,
-        advice=tuple(_advice(prediction, ordinary, longest, found)),
-        remedies=found,
+        advice=tuple(_advice(prediction, ordinary, longest, remedial)),
+        remedies=remedial,
     )
 
 
@@ -240,22 +241,29 @@ def _best(candidates: list[list[Config]], roughly: Callable[[Config], Prediction
 
 
 def _fastest(
-    chosen: Prediction, ranks: int, predicted: Callable[[Config], Prediction]
+    chosen: Prediction,
+    ranks: int,
+    predicted: Callable[[Config], Prediction],
+    may_recompute: bool,
 ) -> Prediction:
     """The same settings with the chunk that takes least time, up to as many tokens a rank.
 
     Ranks divide a chunk, so a short one leaves each little between exchanges, gathers of weights
-    and starts of kernels.
+    and starts of kernels. A longer one may be worth that layers are recomputed.
     """
-    best, size = chosen, chosen.config.chunk_size
-    longest = min(chosen.config.chunk_size * ranks, chosen.num_tokens)
-    while chosen.fits and 2 * size <= longest:
-        size *= 2
-        found = predicted(replace(chosen.config, chunk_size=size))
-        if not found.fits:
-            break
-        if found.seconds is not None and found.seconds < (best.seconds or 0.0):
-            best = found
+    best, own = chosen, chosen.config
+    longest = min(own.chunk_size * ranks, chosen.num_tokens) if chosen.fits else 0
+    for recompute in ("none", "layer"):
+        if recompute != own.recompute and (recompute == "none" or not may_recompute):
+            continue
+        size = own.chunk_size
+        while 2 * size <= longest:
+            size *= 2
+            found = predicted(replace(own, chunk_size=size, recompute=recompute))
+            if not found.fits:
+                break
+            if found.seconds is not None and found.seconds < (best.seconds or 0.0):
+                best = found
     return best
 
 

@@ -100,6 +100,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
         yield {"kv_grad_dtype": "bfloat16"}
     if asked.movable_bytes > 0 and asked.machine.device_type == "cuda":
         yield {"weights": "host"}
+    if asked.machine.weights != "replicated":
+        return  # trainers refuse what follows beside shards
     if asked.optimizer_bytes > 0 and asked.machine.device_type == "cuda":
         yield {"optimizer_states": "host"}
     if asked.optimizer is not None and asked.machine.device_type == "cuda":

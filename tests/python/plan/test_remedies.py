@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from oomb.cli.plan_tables import show
-from oomb.plan import Recommendation, recommend
+from oomb.plan import Machine, Recommendation, recommend
 
 ASKED: dict[str, Any] = {"gpu": "h100", "host_bytes": 256 * 2**30}
 
@@ -46,6 +46,16 @@ def test_states_on_the_host_alter_nothing(full: Recommendation) -> None:
     assert remedy.alters == 0 and remedy.seconds is not None and 0 < remedy.seconds < 2
     assert remedy.host_bytes == pytest.approx(full.prediction.optimizer_bytes)
     assert remedy.fits and full.remedies[0].alters == 0
+
+
+@pytest.mark.parametrize("weights", ["zero1", "zero3"])
+def test_beside_shards_only_what_goes_with_them(weights: str) -> None:
+    machine = Machine.described(gpu="h100", host_memory=2**38).of_rank(2, weights=weights)
+    found = recommend("qwen2.5-14b", 2**17, machine=machine, optimizer="adamw_torch")
+    assert not found.fits
+    names = {name for remedy in found.remedies for name, _ in remedy.changes}
+    assert not names & {"weights", "optimizer", "optimizer_states"}
+    assert ("main_grad_device" in names) == (weights == "zero3")
 
 
 def test_what_fits_needs_none() -> None:
