@@ -12,6 +12,8 @@ from engine.models import make
 from engine.reference import random_ids, take_gradients
 from engine.test_host_sums import CopiesInTheEnd
 from oomb.parallel.whole import own_rows
+from oomb.plan import Machine, Planner
+from plan.allocations import peak_allocated
 
 from .test_sharded_weights import CASES as SHARDED_CASES
 from .test_sharded_weights import model_of, sharded, whole
@@ -122,6 +124,46 @@ def test_shards_have_the_bits_of_shards_on_the_device(name: str, world: World) -
         assert own.keys() == others.keys()
         for key, value in others.items():
             assert torch.equal(own[key], value), key
+
+
+def of_eight_layers(place: str) -> tuple[Any, oomb.Config]:
+    config = oomb.Config(
+        chunk_size=256,
+        page_size=64,
+        recompute="none",
+        keep_outputs="none",
+        sharded_weights="zero3",
+        main_grad_device=place,  # type: ignore[arg-type]
+    )
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+    return make("qwen2", torch.float32, **sizes, max_position_embeddings=2048), config
+
+
+def peaks(rank: int, tokens: int) -> list[int] | None:
+    """Of torch's memory in a call, with sums on the device and on the host."""
+    if meshes[2].get_coordinate() is None:
+        return None
+    ids, found = random_ids(1, tokens), []
+    for place in ("device", "host"):
+        model, config = of_eight_layers(place)
+        with oomb.Engine(sharded(model, 2), config, mesh=meshes[2]) as engine:
+            calls = [peak_allocated(lambda: engine.forward_backward(ids, ids)) for _ in range(3)]
+        found.append(min(calls))  # a message may be freed late, by a thread of its library
+    return found
+
+
+def test_a_call_takes_what_the_plan_spares(world: World) -> None:
+    tokens = 513
+    world.start(peaks, tokens)
+    machine = Machine.here("cpu").of_rank(2, 2, "zero3")
+    planned = []
+    for place in ("device", "host"):
+        model, config = of_eight_layers(place)
+        planner = Planner(model, machine)
+        planned.append(planner.predict(tokens, config, optimizer=None, timed=False).call_bytes)
+    found = [answer for answer in world.answers() if answer is not None]
+    on_device, on_host = (min(peaks) for peaks in zip(*found, strict=True))
+    assert on_device - on_host == pytest.approx(planned[0] - planned[1], rel=0.02)
 
 
 def refused(rank: int) -> str:
