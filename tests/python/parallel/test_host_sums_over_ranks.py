@@ -128,7 +128,7 @@ def test_shards_have_the_bits_of_shards_on_the_device(name: str, world: World) -
 
 def of_eight_layers(place: str) -> tuple[Any, oomb.Config]:
     config = oomb.Config(
-        chunk_size=256,
+        chunk_size=64,
         page_size=64,
         recompute="none",
         keep_outputs="none",
@@ -153,7 +153,7 @@ def peaks(rank: int, tokens: int) -> list[int] | None:
 
 
 def test_a_call_takes_what_the_plan_spares(world: World) -> None:
-    tokens = 513
+    tokens = 129
     world.start(peaks, tokens)
     machine = Machine.here("cpu").of_rank(2, 2, "zero3")
     planned = []
