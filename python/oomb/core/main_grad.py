@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,9 +66,8 @@ class MainGrads:
         self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
         self._shards: dict[nn.Parameter, torch.Tensor] = {}  # of sums that ranks have parts of
         self._met: set[nn.Parameter] = set()  # those that something reached before they were
-        # Of users' parameters whose shards of sums are on the host: a copy on the device.
-        self._copied: dict[nn.Parameter, Callable[[], torch.Tensor]] = {}
-        self._plain: dict[nn.Parameter, nn.Parameter] = {}  # what ran in their place
+        # Of users' parameters whose shards of sums are on the host: what ran in their place.
+        self._plain: dict[nn.Parameter, tuple[nn.Parameter, Weights]] = {}
         self._left: list[Any] | None = None  # parameters that commit() has still to reach
         self._keep = self._zeros = False
 
@@ -212,8 +211,7 @@ class MainGrads:
             self._host.end()
         for p, owner in shards:
             if self._host is not None and self._host.has_shard(p):
-                self._plain[owner] = p
-                self._copied[owner] = partial(_copied, weights, p, self._host, owner.device)
+                self._plain[owner] = p, weights
             else:
                 self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
 
@@ -286,7 +284,7 @@ class MainGrads:
             on_host = self._host is not None and parameter in self._host
             if total is not None and on_host:  # its memory is for the next call's sums
                 total = total.to(parameter.device, copy=True)
-            on_host = on_host or parameter in self._copied
+            on_host = on_host or parameter in self._plain
             addend = None if total is None else total.to(parameter.dtype)
             if addend is not None and addend is total and self._keep and not on_host:
                 addend = addend.clone()
@@ -301,17 +299,20 @@ class MainGrads:
                 self._left.pop().grad.add_(addend)
             if not self._keep:
                 self._sums.pop(parameter, None)
-                self._copied.pop(parameter, None)
                 if self._host is not None:
-                    self._host.forget(self._plain.pop(parameter, parameter))
+                    self._host.forget(self._plain.pop(parameter, (parameter,))[0])
         return True
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum so far, or the one kept from the last call."""
         if self._host is not None and self._host.has_whole(parameter):
             return self._host.of(parameter)
-        copied = self._copied.get(parameter)
-        return self._sums.get(parameter) if copied is None else copied()
+        if parameter not in self._plain:
+            return self._sums.get(parameter)
+        plain, weights = self._plain[parameter]
+        shard = self._shard_of(plain)
+        assert shard is not None
+        return weights.shard_like(plain, shard.to(parameter.device, copy=True))
 
     def clear(self) -> None:
         self._drop()
@@ -319,18 +320,9 @@ class MainGrads:
 
     def _drop(self) -> None:
         self._sums, self._shards, self._met = {}, {}, set()
-        self._copied, self._plain = {}, {}
+        self._plain = {}
         if self._host is not None:
             self._host.drop()
-
-
-def _copied(
-    weights: Weights, parameter: nn.Parameter, host: HostSums, device: torch.device
-) -> torch.Tensor:
-    """A shard of a sum that the host keeps, on the device, as the user's parameter is one."""
-    shard = host.of(parameter)
-    assert shard is not None
-    return weights.shard_like(parameter, shard.to(device, copy=True))
 
 
 def _of_bytes(parameters: list[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:

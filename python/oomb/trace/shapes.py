@@ -41,6 +41,7 @@ SHAPES = {
     "qwen2.5-14b": ModelShape("qwen2", 48, 5120, 13824, 40, 8, 128, 152064),
     "qwen2.5-32b": ModelShape("qwen2", 64, 5120, 27648, 40, 8, 128, 152064),
     "llama-3.1-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256),
     "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
 }
 
