@@ -128,7 +128,7 @@ def kill_once(
     while job.poll() is None and max(losses(run), default=0) < until:
         time.sleep(POLL_SECONDS)
     if job.poll():
-        raise SystemExit(f"a run failed that nobody had killed:\n{log.read_text()[-2000:]}")
+        raise SystemExit(f"a run failed that nobody had killed:\n{log.read_text()[-8000:]}")
     if job.poll() == 0:
         return None
     time.sleep(draw.random() * 0.2)
@@ -139,21 +139,22 @@ def kill_once(
     began = time.perf_counter()
     while any(Path(f"/proc/{one}").exists() for one in others):
         if time.perf_counter() - began > MOST_SECONDS:
-            raise SystemExit(f"ranks {others} hang after a kill:\n{log.read_text()[-2000:]}")
+            raise SystemExit(f"ranks {others} hang after a kill:\n{log.read_text()[-8000:]}")
         time.sleep(POLL_SECONDS)
     seconds = time.perf_counter() - began
     job.wait(MOST_SECONDS)
     return seconds, max(losses(run))
 
 
-def measured(kills: int, device: str, seed: int, weights: str, folder: Path) -> dict[str, Any]:
+def measured(
+    kills: int, device: str, seed: int, weights: str, folder: Path, log: Path
+) -> dict[str, Any]:
     """The kills of one run, and how far its losses are from those of another."""
     # A draw is at most 2 * STEPS_A_KILL - 1 steps, and a step may end before the kill is there.
     file = prepare(folder, device, weights, 2 * STEPS_A_KILL * (kills + 1))
-    log = folder / "log.txt"
     alone = started(file, 1, f"output_dir={folder / 'whole'}", log=log)
     if alone.wait(MOST_SECONDS) != 0:
-        raise SystemExit(f"the run without a kill failed:\n{log.read_text()[-2000:]}")
+        raise SystemExit(f"the run without a kill failed:\n{log.read_text()[-8000:]}")
     draw, run, found = random.Random(seed), folder / "run", []
     while len(found) < kills:
         ranks = RANKS[len(found) % len(RANKS)]
@@ -162,11 +163,13 @@ def measured(kills: int, device: str, seed: int, weights: str, folder: Path) -> 
             break
         found.append({"ranks": ranks, "seconds": killed[0], "step": killed[1]})
         print(
-            f"kill {len(found)}: {ranks} ranks, step {killed[1]}, all ended after {killed[0]:.2f} s"
+            f"kill {len(found)}: {ranks} ranks, step {killed[1]}, all ended after "
+            f"{killed[0]:.2f} s",
+            flush=True,
         )
     last = started(file, RANKS[0], f"output_dir={run}", "--resume", log=log)
     if last.wait(MOST_SECONDS) != 0:
-        raise SystemExit(f"the run did not go on:\n{log.read_text()[-2000:]}")
+        raise SystemExit(f"the run did not go on:\n{log.read_text()[-8000:]}")
     whole, resumed = losses(folder / "whole"), losses(run)
     if whole.keys() != resumed.keys():
         raise SystemExit(f"expected steps {sorted(whole)}, got {sorted(resumed)}")
@@ -189,11 +192,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--log", type=Path, help="keeps what the runs print")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measured(
-            arguments.kills, arguments.device, arguments.seed, arguments.weights, Path(folder)
-        )
+        log = arguments.log or Path(folder) / "log.txt"
+        of_run = (arguments.kills, arguments.device, arguments.seed, arguments.weights)
+        result = measured(*of_run, Path(folder), log)
     print(
         f"{len(result['kills'])} kills: all ranks ended within {result['longest_seconds']} s; "
         f"losses differ by {result['largest_difference']:.1e} at most"

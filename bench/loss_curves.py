@@ -41,8 +41,11 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import oomb
 from oomb.cli.demo_text import Text, python_source
+from oomb.model.float8 import RECIPE as FLOAT8_RECIPE
+from oomb.train.float8 import with_float8
 
 METHODS = ("ordinary", "other kernel", "exact", "sparse", "sampled 1/2", "sampled 1/4")
+FLOAT8 = "float8"  # exact, with products in float8; on a CPU, where they are emulated
 # The first of these kernels that the device has.
 ORDINARY = {
     "ordinary": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
@@ -95,6 +98,8 @@ def marks(options: argparse.Namespace) -> list[int]:
 def train(method: str, seed: int, text: Text, options: argparse.Namespace) -> Iterator[float]:
     """Held-out loss after each of ``marks``, the untrained model's first."""
     model = make_model(options, seed)
+    if method == FLOAT8:
+        with_float8(model, FLOAT8_RECIPE, torch.device(options.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, options.steps)
     held_out = text.held_out_batch(options.held_out * options.tokens)
@@ -336,7 +341,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--held-out", type=int, default=8, help="sequences of held-out text")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=(*METHODS, FLOAT8))
     parser.add_argument("--jobs", type=int, default=18 if gpu else 1, help="runs at a time")
     parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")
     parser.add_argument("--seconds", type=float, default=3600, help="stop what still runs then")

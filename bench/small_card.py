@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="pages (TopKPages); 0: exact")
     parser.add_argument("--kv-grad-dtype", default="float32")
     parser.add_argument("--keep-outputs", choices=("auto", "none", "all"), default="auto")
-    parser.add_argument("--float8", action="store_true", help="torchao's, rowwise; with --full")
+    parser.add_argument("--float8", metavar="RECIPE", help="of torchao; with --full")
     parser.add_argument("--steps", type=int, default=2, help="the last is quoted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -134,7 +134,7 @@ def main() -> None:
         optimizer_states=options.optimizer_states,
     )
     if options.float8:
-        with_float8(model, "rowwise", torch.device("cuda"))
+        with_float8(model, options.float8, torch.device("cuda"))
     optimizer: Any = None
     if options.optimizer != "none":
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,7 +1,7 @@
 """Where the time of a step goes: a profile of the GPU, by kind of kernel.
 
     python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
-    python bench/step_breakdown.py --tokens 32K --layers 4 --float8
+    python bench/step_breakdown.py --tokens 32K --layers 4 --float8 rowwise_with_gw_hp
     python bench/step_breakdown.py --tokens 32K --model deepseek-v2-lite --layers 3 --lora 16
 
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
@@ -102,7 +102,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="64K")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--lora", type=int, default=0, help="rank, of a published model; 0: full")
-    parser.add_argument("--float8", action="store_true", help="linear layers, by torchao")
+    parser.add_argument("--float8", metavar="RECIPE", help="linear layers, of torchao")
+    parser.add_argument("--chunk-size", type=int, default=oomb.Config().chunk_size)
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
     parser.add_argument("--device-memory", default=None)
@@ -115,13 +116,14 @@ def main() -> None:
     device = torch.device("cuda")
     attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
     config = oomb.Config(
+        chunk_size=arguments.chunk_size,
         attention=attention,
         device_memory=arguments.device_memory,
         recompute=arguments.recompute,
     )
     network = _network(arguments, length)
     if arguments.float8:
-        with_float8(network, "rowwise", torch.device("cuda"))
+        with_float8(network, arguments.float8, torch.device("cuda"))
     _marked_loss()
     settings = network.config
     config = with_selection(config, arguments.selection, settings.num_hidden_layers)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from oomb.errors import UnsupportedModelError
 from oomb.model.adapters import adapter_forwards, device_multiplies_wide, wide_product
 from oomb.model.embedding import summed_embedding
+from oomb.model.float8 import float8_forwards
 from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head, is_classifier
 from oomb.model.host_weights import HostWeights
@@ -198,6 +199,7 @@ class CausalModel:
             if self._wide_product is not None:
                 swaps.also(replaced_forwards(adapter_forwards(self.decoder, self._wide_product)))
             swaps.also(replaced_forwards(unpacking_forwards(self.causal)))
+            swaps.also(replaced_forwards(float8_forwards(self.causal, sums)))
             swaps.also(replaced_rotation(self._rotating, self._rotation))
             if sums is not None:
                 swaps.also(replaced_forwards(summed_forwards(self.causal, sums)))

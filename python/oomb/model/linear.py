@@ -99,7 +99,11 @@ def summed_forwards(
 def _fits(module: nn.Linear, sums: WeightSums) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
-    weight = module.weight
+    return takes_product(module.weight, sums)
+
+
+def takes_product(weight: torch.Tensor, sums: WeightSums) -> bool:
+    """Whether a weight's gradient can go to its sum as a product."""
     return (
         weight.requires_grad
         and not weight._backward_hooks  # somebody watches or changes this gradient

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomb.model.float8 import RECIPE
 from oomb.train.errors import BadInput
 
 _SMALLEST_GPU = (8, 9)  # compute capability of the first with products in float8
@@ -18,11 +19,12 @@ _VARIANTS = 64  # of compiled code for one class of layers; torch gives up after
 def with_float8(model: Any, recipe: str, device: torch.device) -> None:
     """Put torchao's layers in place of the decoder's linear ones; the head stays as it is.
 
-    Weights keep their dtype and names. On a GPU the layers are compiled, which takes the first step
-    some 30 s. On a CPU the products are emulated, which is slow.
+    Weights keep their dtype and names. With ``"rowwise"`` layers are compiled on a GPU, which takes
+    the first step some 30 s. On a CPU the products are emulated, which is slow.
 
     Args:
-        recipe: of torchao: ``"rowwise"``.
+        recipe: of torchao: ``"rowwise_with_gw_hp"``, or ``"rowwise"``, whose weight gradients are
+            products in float8 too.
         device: where products will run; weights may still be on the CPU.
 
     Raises:
@@ -63,7 +65,7 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
         )
 
     float8.convert_to_float8_training(model, config=config, module_filter_fn=converts)
-    if device.type == "cuda":
+    if device.type == "cuda" and recipe != RECIPE:  # that one the engine runs itself
         _compile(model)
 
 

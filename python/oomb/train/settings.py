@@ -87,7 +87,7 @@ class ModelSettings(Section):
     quantization: Literal["nf4", "fp4", "int8"] | None = None
     """Linear layers in 4 bits through bitsandbytes, with double quantisation, or in 8 bits through
     torchao, a scale a row; under `lora`."""
-    float8: Literal["rowwise"] | None = None
+    float8: Literal["rowwise_with_gw_hp", "rowwise"] | None = None
     """Products of linear layers in float8 through torchao, a scale a row; not under `lora`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: the GPU where there is one."""

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
 from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
+from oomb.engine.lent import on_first
+from oomb.parallel.group import Ranks
 
 PAGE, CHUNK, TOKENS, VOCABULARY, HEAD_DIM = 64, 256, 1500, 512, 64
 SLOT = 2 * PAGE * HEAD_DIM * 2
@@ -120,6 +123,49 @@ def two_passes(mesh: Any, say: Any) -> None:
         say(away <= 2e-3, f"two passes, tree: {share}: {away:.1e} from one GPU")
 
 
+def shared_weights(mesh: Any, say: Any) -> None:
+    """Sharded weights beside one GPU's, gradient sums on the host, and one rank's generation."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCABULARY, (1, TOKENS), generator=generator).cuda()
+    alone = make_model(torch.float32)
+    _, expected = train(alone, ids, None, {})
+    limits: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    written = alone.generate(input_ids=ids[:, :40], **limits)
+    notes = Ranks(list(range(RANKS)), torch.device("cpu"))
+    for policy in ("zero1", "zero2", "zero3"):
+        found = {}
+        for place in ("device", "host") if policy != "zero1" else ("device",):
+            model: Any = make_model(torch.float32)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            settings: dict[str, Any] = {"sharded_weights": policy, "main_grad_device": place}
+            config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, **settings)
+            with oomb.Engine(model, config, mesh=mesh) as engine:
+                engine.forward_backward(ids, ids)
+                found[place] = [p.grad.full_tensor() for p in model.parameters()]
+                away = error(found[place], expected)
+                say(away <= 2e-3, f"{policy}, sums on the {place}: {away:.1e} from one GPU")
+                for at_once in (False, True):
+
+                    def write(model: Any = model) -> torch.Tensor:
+                        tokens: torch.Tensor = model.generate(input_ids=ids[:, :40], **limits)
+                        return tokens
+
+                    ours = on_first(engine, notes, write, at_once=at_once)
+                    right = ours is None if dist.get_rank() else torch.equal(ours, written)  # type: ignore[arg-type]
+                    say(right, f"{policy}, at once: {at_once}: another generation")
+                model.zero_grad(set_to_none=True)
+                engine.forward_backward(ids, ids)
+                again = [p.grad.full_tensor() for p in model.parameters()]
+            same = all(torch.equal(x, y) for x, y in zip(again, found[place], strict=True))
+            say(same, f"{policy}, sums on the {place}: other bits after a generation")
+        if len(found) == 2:
+            pairs = zip(found["device"], found["host"], strict=True)
+            same = all(torch.equal(x, y) for x, y in pairs)
+            say(same, f"{policy}: sums on the host have other bits")
+
+
 def fail_once(mesh: Any, say: Any) -> None:
     """Rank 1 fails in the middle of a sweep; all raise, and the next call has the bits."""
     ids = torch.arange(TOKENS).remainder(VOCABULARY)[None].cuda()
@@ -168,6 +214,7 @@ def main() -> int:
 
     compare(mesh, say)
     two_passes(mesh, say)
+    shared_weights(mesh, say)
     fail_once(mesh, say)
     dist.destroy_process_group()
     return len(wrong)

@@ -17,6 +17,7 @@ import oomb
 from engine.models import make
 from engine.reference import random_ids, take_gradients
 from oomb.errors import UnsupportedModelError
+from oomb.model.float8 import RECIPE, _Inputs, float8_forwards, rows_in_float8, scaled_product
 from oomb.train.errors import BadInput
 from oomb.train.float8 import with_float8
 
@@ -31,6 +32,10 @@ def _converted(recipe: str) -> Any:
     return model
 
 
+def _layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, float8.float8_linear.Float8Linear)]
+
+
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
@@ -39,8 +44,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_chunks_are_one_pass_up_to_rounding(recipe: str, recompute: str) -> None:
     model = _converted(recipe)
-    layers = [m for m in model.modules() if isinstance(m, float8.float8_linear.Float8Linear)]
-    assert len(layers) == 7 * len(model.model.layers)
+    assert len(_layers(model)) == 7 * len(model.model.layers)
     expected_loss = model(input_ids=IDS, labels=IDS).loss
     expected_loss.backward()
     expected = take_gradients(model)
@@ -61,6 +65,59 @@ def test_chunks_are_one_pass_up_to_rounding(recipe: str, recompute: str) -> None
     assert _distance(expected[weight], unrounded[weight]) > 1e-3
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_input_is_cast_once_for_the_layers_that_read_it(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q, k and v; o; gate and up; down: four casts for seven layers."""
+    model = _converted(RECIPE)
+    for layer in _layers(model):
+        layer.requires_grad_(not frozen)
+    made: list[int] = []
+
+    def counted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(x.shape[0])
+        return rows_in_float8(x)
+
+    monkeypatch.setattr("oomb.model.float8.rows_in_float8", counted)
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        tokens, layers = 2 * 16, len(model.model.layers)  # the last token is no input
+        assert all(layer.weight.shape[0] != tokens for layer in _layers(model))
+        made.clear()  # those of checks
+        engine.evaluate(IDS[:, :17], IDS[:, :17])
+        assert made.count(tokens) == 4 * layers
+        made.clear()
+        engine.forward_backward(IDS[:, :17], IDS[:, :17])
+    assert made.count(tokens) == (4 + 7) * layers  # and a gradient for each layer
+
+
+def test_an_input_that_has_changed_is_cast_anew() -> None:
+    inputs = _Inputs()
+    x = torch.randn(2, 3, 32)
+    before = [part.clone() for part in inputs.cast(x)]
+    assert inputs.cast(x)[0] is inputs.cast(x)[0]
+    x.mul_(-2)
+    codes, scales = inputs.cast(x)
+    assert not torch.equal(codes.float(), before[0].float())
+    assert torch.equal(scales, 2 * before[1])
+    assert inputs.cast(x[:1])[0].shape == (3, 32)
+
+
+def test_layers_of_other_recipes_and_compiled_ones_are_left_alone() -> None:
+    assert not float8_forwards(_converted("rowwise"), None)
+    model = _converted(RECIPE)
+    _layers(model)[3].compile()
+    assert len(float8_forwards(model, None)) == len(_layers(model)) - 1
+
+
+def test_values_that_are_not_finite_stay_visible() -> None:
+    """A scale of NaN makes a token's outputs NaN; the others keep theirs."""
+    x, w = torch.ones(3, 32), torch.ones(16, 32)
+    x[1, 4] = torch.inf
+    y = scaled_product(*rows_in_float8(x), *rows_in_float8(w), None, torch.float32, True)
+    assert y[1].isnan().all() and bool((y[[0, 2]] == 32).all())
+
+
 def test_scales_of_all_tokens_are_refused_by_name() -> None:
     model = make("llama", torch.float32)
     config = float8.Float8LinearConfig(emulate=True)
@@ -71,8 +128,9 @@ def test_scales_of_all_tokens_are_refused_by_name() -> None:
         oomb.Engine(model)
 
 
-def test_a_run_saves_plain_weights(tmp_path: Path) -> None:
-    done = run(prepare(tmp_path, model={"float8": "rowwise", "dtype": "float32"}))
+@pytest.mark.parametrize("recipe", ["rowwise", RECIPE])
+def test_a_run_saves_plain_weights(recipe: str, tmp_path: Path) -> None:
+    done = run(prepare(tmp_path, model={"float8": recipe, "dtype": "float32"}))
     assert done.exit_code == 0, done.output
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert all(type(m) is not float8.float8_linear.Float8Linear for m in trained.modules())
