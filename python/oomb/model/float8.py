@@ -150,7 +150,7 @@ def rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def columns_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [width, rows] of x [rows, width], by one scale of all, which is given width times."""
     if x.is_cuda:
-        from oomb.model.float8_kernels import launch_columns
+        from oomb.model.float8_kernels import launch_columns  # the same
 
         codes, scales = _empty_columns(x)
         highest = torch.linalg.vector_norm(x, float("inf"))

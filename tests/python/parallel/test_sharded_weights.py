@@ -21,9 +21,11 @@ import oomb
 from engine.models import make
 from engine.reference import Result, assert_equal, chunked, ordinary, random_ids
 from oomb.engine import engine as engine_module
+from oomb.model.float8 import RECIPE as FLOAT8_RECIPE
 from oomb.parallel import sharding
 from oomb.parallel import whole as whole_tensors
 from oomb.parallel.group import Ranks
+from oomb.train.float8 import with_float8
 
 from .world import World, meshes
 
@@ -40,6 +42,7 @@ class Case:
     tokens: int = 75
     is_ordinary: bool = True  # equals ordinary training; else one process alone
     inner: bool = False  # MLPs are groups of their own
+    float8: bool = False  # torchao's linear layers, which the engine runs itself
     whole_adapters: bool = False  # FSDP2 leaves them out, as it must where their dtype differs
 
 
@@ -58,6 +61,7 @@ CASES = {
         config={"backward": oomb.SampledChunks(keep=0.6, seed=3)}, tokens=91, is_ordinary=False
     ),
     "whole adapters": Case(lora=True, whole_adapters=True),
+    "float8": Case(config={"recompute": "layer"}, float8=True, is_ordinary=False),
 }
 
 
@@ -65,6 +69,8 @@ def model_of(case: Case, ranks: int) -> Any:
     queries, keys = HEADS[ranks]
     sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
     model: Any = make(case.model, **sizes, num_hidden_layers=LAYERS)
+    if case.float8:
+        with_float8(model, FLOAT8_RECIPE, torch.device("cpu"))
     if not case.lora:
         return model
     torch.manual_seed(3)
@@ -136,7 +142,7 @@ def calls(rank: int, name: str, ranks: int) -> list[tuple[Result, Result]] | Non
     return results
 
 
-QUICK = (("plain", 2), ("plain", 3), ("tied, recompute", 2), ("whole adapters", 2))
+QUICK = (("plain", 2), ("plain", 3), ("tied, recompute", 2), ("whole adapters", 2), ("float8", 2))
 WHERE = [
     pytest.param(name, ranks, marks=[] if (name, ranks) in QUICK else pytest.mark.slow)
     for name in CASES
