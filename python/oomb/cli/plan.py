@@ -92,6 +92,9 @@ def plan(
     quantization: Annotated[
         str, typer.Option(help="Base under LoRA: nf4, fp4 or int8; '': as it is.")
     ] = "",
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Linear layers in float8 (rowwise_with_gw_hp).")
+    ] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}; '': the model's.")] = "",
     reference: Annotated[
         bool, typer.Option("--reference", help="A frozen copy beside it: DPO, KTO, GRPO.")
@@ -192,6 +195,7 @@ def plan(
             dtype=getattr(torch, dtype) if dtype else None,
             adapter=adapter,
             quantization=quantization or None,
+            float8=float8,
         )
     except (ValueError, UnsupportedModelError) as error:
         refuse("plan", error)

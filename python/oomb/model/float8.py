@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch import nn
 from oomb.model.linear import WeightSums, takes_product
 
 RECIPE = "rowwise_with_gw_hp"
+SMALLEST_CAPABILITY = 89  # of a GPU with products in float8: 8.9
+PRODUCT = "oomb::scaled_product"
 _CODES = torch.float8_e4m3fn
-_CASTS = (
+_MULTIPLE = 16  # of both sizes of a layer: what these products take
+_SETTINGS = (
     "cast_config_input",
     "cast_config_weight",
     "cast_config_grad_output",
@@ -31,7 +35,35 @@ _CASTS = (
     "cast_config_weight_for_grad_input",
     "cast_config_grad_output_for_grad_weight",
     "round_scales_to_power_of_2",
+    "enable_fsdp_float8_all_gather",
 )
+
+
+def convert_linears(model: Any, recipe: str, *, emulate: bool = False) -> None:
+    """Put torchao's layers in place of the decoder's linear ones; the head stays as it is.
+
+    Args:
+        recipe: of torchao, with scales of rows.
+        emulate: products in the weights' dtype, of values rounded to float8.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    kinds: Any = import_module("torchao.float8")
+    config = kinds.Float8LinearConfig.from_recipe_name(recipe)
+    # Products over tokens want a multiple of 16, and a last chunk has any number.
+    config = replace(config, emulate=emulate, pad_inner_dim=not emulate)
+    head = model.get_output_embeddings()
+
+    def converts(module: nn.Module, _: str) -> bool:
+        return (
+            type(module) is nn.Linear
+            and module is not head
+            and module.in_features % _MULTIPLE == 0
+            and module.out_features % _MULTIPLE == 0
+        )
+
+    kinds.convert_to_float8_training(model, config=config, module_filter_fn=converts)
 
 
 def float8_forwards(
@@ -57,7 +89,7 @@ def float8_forwards(
 def _is_of_recipe(layer: Any) -> bool:
     kinds: Any = import_module("torchao.float8")  # optional, and there: it made the layer
     recipe = kinds.Float8LinearConfig.from_recipe_name(RECIPE)
-    return all(getattr(layer.config, name) == getattr(recipe, name) for name in _CASTS)
+    return all(getattr(layer.config, name) == getattr(recipe, name) for name in _SETTINGS)
 
 
 class _Inputs:
@@ -85,13 +117,19 @@ class _Forward:
         self._sums = sums if sums is not None and takes_product(layer.weight, sums) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        layer = self._layer
+        if not self._has_products(x):
             y: torch.Tensor = self._plain(x)
             return y
-        layer = self._layer
         codes, scales = self._inputs.cast(x)
         apply: Callable[..., torch.Tensor] = _Products.apply
         return apply(x, layer.weight, layer.bias, codes, scales, layer.config, self._sums)
+
+    def _has_products(self, x: torch.Tensor) -> bool:
+        """Those of a GPU give bf16 alone, and not every GPU has them."""
+        if torch.is_autocast_enabled(x.device.type) or self._layer.weight.dtype != x.dtype:
+            return False
+        return not x.is_cuda or (x.dtype == torch.bfloat16 and not self._layer.config.emulate)
 
 
 class _Products(torch.autograd.Function):
@@ -160,7 +198,7 @@ def columns_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.t().contiguous(), scales.repeat(x.shape[1])
 
 
-@torch.library.custom_op("oomb::scaled_product", mutates_args=())
+@torch.library.custom_op(PRODUCT, mutates_args=())
 def scaled_product(
     x: torch.Tensor,
     x_scales: torch.Tensor,

@@ -25,6 +25,7 @@ from oomb.engine.needs import (
 )
 from oomb.engine.ranks import shapes_here, tokens_here
 from oomb.errors import OutOfMemoryError
+from oomb.model.float8 import SMALLEST_CAPABILITY
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
 from oomb.plan.host_sums import HostSumsUse, with_sums
@@ -57,6 +58,8 @@ class Planner:
         adapter: a ``peft.PeftConfig`` to train instead of the model's own parameters.
         quantization: ``"nf4"``, ``"fp4"`` or ``"int8"``: the base in 4 or 8 bits under the
             adapter.
+        float8: linear layers of torchao's recipe ``rowwise_with_gw_hp``, where the model is given
+            by name or config.
         images: with the tower that sees them, where the model is given by name or config.
 
     Raises:
@@ -72,13 +75,18 @@ class Planner:
         dtype: torch.dtype | None = None,
         adapter: Any = None,
         quantization: str | None = None,
+        float8: bool = False,
         images: bool = False,
     ) -> None:
         self.machine = Machine.here() if machine is None else machine
-        ranks = self.machine.ranks
-        bare = bare_model(
-            model, dtype=dtype, adapter=adapter, quantization=quantization, images=images
-        )
+        ranks, capability = self.machine.ranks, self.machine.capability
+        if float8 and capability is not None and capability < SMALLEST_CAPABILITY:
+            raise ValueError(
+                "float8: expected a GPU with products in float8 (RTX 4090, L40S, H100 or later), "
+                f"got compute capability {capability / 10}"
+            )
+        made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
+        bare = bare_model(model, float8=float8, images=images, **made)
         self.tracer = Tracer(
             bare, self.machine.device_type, self.machine.fused, self.machine.capability
         )

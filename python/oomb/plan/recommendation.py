@@ -67,6 +67,7 @@ def predict(
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
+    float8: bool = False,
     timed: bool = True,
 ) -> Prediction:
     """What one step takes with given settings.
@@ -78,7 +79,7 @@ def predict(
         UnsupportedModelError: the model cannot be planned without running it.
     """
     made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
-    planner = Planner(model, machine, images=image_tokens > 0, **made)
+    planner = Planner(model, machine, images=image_tokens > 0, float8=float8, **made)
     return planner.predict(
         num_tokens,
         config,
@@ -111,6 +112,7 @@ def recommend(
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
+    float8: bool = False,
     timed: bool = True,
 ) -> Recommendation:
     """Chunk size, dtype of the pages' gradients and recompute for ``context`` tokens per sequence.
@@ -129,7 +131,7 @@ def recommend(
         optimizer_states: as of ``Planner.predict``.
         accumulates: several calls per optimizer step.
         reference, image_tokens: as of ``Planner.predict``.
-        dtype, adapter, quantization: as of :class:`Planner`.
+        dtype, adapter, quantization, float8: as of :class:`Planner`.
         timed: predict seconds, which measures this machine for about a second, and choose by them
             the chunk that ranks share.
 
@@ -140,7 +142,7 @@ def recommend(
     if machine is None:
         machine = Machine.described(gpu=gpu, device_memory=device_bytes, host_memory=host_bytes)
     made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
-    planner = Planner(model, machine, images=image_tokens > 0, **made)
+    planner = Planner(model, machine, images=image_tokens > 0, float8=float8, **made)
     base = config or Config()
     asked: dict[str, Any] = {
         "batch_size": batch_size,

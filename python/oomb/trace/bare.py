@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from oomb.hub import hub_arguments
+from oomb.model.float8 import RECIPE, convert_linears
 from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.trace.copied import copied_model
@@ -33,6 +34,7 @@ def bare_model(
     dtype: torch.dtype | None = None,
     adapter: Any = None,
     quantization: str | None = None,
+    float8: bool = False,
     images: bool = False,
 ) -> nn.Module:
     """A causal language model on the meta device: parameters have shape and dtype, no memory.
@@ -46,11 +48,13 @@ def bare_model(
         quantization: ``"nf4"`` or ``"fp4"``: linear layers but the head in 4 bits with double
             quantisation; ``"int8"``: in 8 bits with a scale a row. Frozen under the adapter; not of
             a model that is given as a module.
+        float8: linear layers but the head of torchao's recipe ``rowwise_with_gw_hp``, without an
+            adapter; not of a model that is given as a module.
         images: with the tower that sees them.
 
     Raises:
         ValueError: no model of that name, code of its own, a config that no model can be made
-            from, or a quantised model without an adapter.
+            from, a quantised model without an adapter, or float8 with one or without torchao.
     """
     _check_quantization(quantization, adapter)
     if isinstance(model, nn.Module):
@@ -66,11 +70,23 @@ def bare_model(
     if quantization is not None:
         pack_linears(bare, quantization)
     if adapter is None:
-        return bare
+        return _in_float8(bare) if float8 else bare
+    if float8:
+        raise ValueError("float8: expected all weights to train, got adapters beside it")
     from peft import get_peft_model  # optional
 
     adapted: nn.Module = get_peft_model(bare, adapter)
     return adapted
+
+
+def _in_float8(bare: PreTrainedModel) -> PreTrainedModel:
+    try:
+        convert_linears(bare, RECIPE)
+    except ImportError as error:
+        raise ValueError(
+            "float8: expected torchao to be installed; pip install 'oomb[torchao]'"
+        ) from error
+    return bare
 
 
 def _check_quantization(quantization: str | None, adapter: Any) -> None:

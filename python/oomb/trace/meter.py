@@ -12,9 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from oomb.model.float8 import PRODUCT as FLOAT8_PRODUCT
 from oomb.trace.experts import PRODUCTS, product_flops
 
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_FLOAT8_SHARE = 0.55  # of the time of a product in bf16 (docs/lab/2026-11-25.md)
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -23,7 +25,8 @@ class Work:
     """What a stretch of a run does.
 
     Attributes:
-        flops: of matrix products; of one that is bound by memory, those that would take as long.
+        flops: of matrix products in bf16; of one that is bound by memory, and of one in float8,
+            those that would take as long.
         moved_bytes: read and written by everything else.
         operations: kernels started, about.
     """
@@ -134,6 +137,10 @@ class Meter(TorchDispatchMode):
             return
         if packet._qualified_op_name in PRODUCTS:
             flops = product_flops(packet._qualified_op_name, *given[:2])
+            self.work.flops += max(flops, self._flops_per_byte * moved)
+            return
+        if packet._qualified_op_name == FLOAT8_PRODUCT:
+            flops = _FLOAT8_SHARE * 2 * given[0].numel() * results[0].shape[-1]
             self.work.flops += max(flops, self._flops_per_byte * moved)
             return
         if packet.__name__.startswith("empty") or packet.__name__ == "new_empty":

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomb.model.float8 import RECIPE
+from oomb.model.float8 import RECIPE, SMALLEST_CAPABILITY, convert_linears
 from oomb.train.errors import BadInput
 
-_SMALLEST_GPU = (8, 9)  # compute capability of the first with products in float8
-_MULTIPLE = 16  # of both sizes of a layer: what these products take
 _VARIANTS = 64  # of compiled code for one class of layers; torch gives up after eight
 
 
@@ -30,15 +28,9 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
     Raises:
         BadInput: torchao is not installed, or the GPU or the weights' dtype has no such products.
     """
-    try:
-        float8: Any = import_module("torchao.float8")  # optional
-    except ImportError as error:
-        raise BadInput(
-            "model.float8: expected torchao to be installed; pip install 'oomb[torchao]'"
-        ) from error
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if capability < _SMALLEST_GPU:
+        if 10 * capability[0] + capability[1] < SMALLEST_CAPABILITY:
             name = torch.cuda.get_device_name(device)
             raise BadInput(
                 f"model.float8: expected a GPU with products in float8 (RTX 4090, L40S, H100 or "
@@ -49,22 +41,12 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
                 "model.float8: expected weights in bfloat16 on a GPU, got "
                 f"{str(model.dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
             )
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    if device.type == "cuda":
-        object.__setattr__(config, "pad_inner_dim", True)  # a last chunk has any number of tokens
-    else:
-        object.__setattr__(config, "emulate", True)
-    head = model.get_output_embeddings()
-
-    def converts(module: nn.Module, _: str) -> bool:
-        return (
-            type(module) is nn.Linear
-            and module is not head
-            and module.in_features % _MULTIPLE == 0
-            and module.out_features % _MULTIPLE == 0
-        )
-
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=converts)
+    try:
+        convert_linears(model, recipe, emulate=device.type != "cuda")
+    except ImportError as error:
+        raise BadInput(
+            "model.float8: expected torchao to be installed; pip install 'oomb[torchao]'"
+        ) from error
     if device.type == "cuda" and recipe != RECIPE:  # that one the engine runs itself
         _compile(model)
 

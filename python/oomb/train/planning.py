@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
+from oomb.model.float8 import RECIPE
 from oomb.parallel.job import ranks_of_host
 from oomb.plan import OPTIMIZERS, Machine, Prediction, predict, recommend, write_measured
 from oomb.report.runs import read_run
@@ -137,7 +138,8 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig, *, images:
     dtype, lora = settings.model.dtype, settings.lora
     kind = None if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = bare_model(config, dtype=kind, images=images)
+        float8 = settings.model.float8 == RECIPE  # the other one takes as long as bf16
+        model: Any = bare_model(config, dtype=kind, float8=float8, images=images)
         if settings.model.quantization is not None:
             pack_linears(model, settings.model.quantization)
     except Exception as error:  # whatever modules make of a config that fits no model

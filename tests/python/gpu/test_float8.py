@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.reference import relative_error, take_gradients
 
 pytestmark = pytest.mark.gpu
 logging.getLogger("torchao").setLevel(logging.ERROR)
+LinearMMConfig: Any = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig
 float8_utils: Any = pytest.importorskip("torchao.float8.float8_utils")
 
 from oomb.model.float8 import columns_in_float8, rows_in_float8, scaled_product  # noqa: E402
@@ -87,12 +89,28 @@ def test_products(rows: int, has_bias: bool, fast: bool) -> None:
     assert bool(((y.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_as_near_as_torchaos_own_layers(recompute: str) -> None:
-    """To gradients in fp32: chunks through our products, and one pass through torchao's."""
+@pytest.mark.parametrize(
+    ("recompute", "dtype", "emulate"),
+    [
+        ("none", torch.bfloat16, False),
+        ("layer", torch.bfloat16, False),
+        ("none", torch.float32, False),
+        ("none", torch.bfloat16, True),
+    ],
+)
+def test_as_near_as_torchaos_own_layers(recompute: str, dtype: torch.dtype, emulate: bool) -> None:
+    """To gradients in fp32: chunks through our products, where the GPU has them, and one pass
+    through torchao's."""
     exact = make("qwen2", torch.bfloat16, hidden_size=256, intermediate_size=512).float().to("cuda")
     model = copy.deepcopy(exact).bfloat16()
     with_float8(model, "rowwise_with_gw_hp", torch.device("cuda"))
+    model.to(dtype)
+    for module in model.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.config = dataclasses.replace(module.config, emulate=emulate)
+            module.linear_mm_config = LinearMMConfig(
+                *(part._replace(emulate=emulate) for part in module.linear_mm_config)
+            )
     own = copy.deepcopy(model)
     ids = torch.randint(VOCABULARY, (1, 500), device="cuda")
     for ordinary in (exact, own):
