@@ -102,6 +102,8 @@ class _Inputs:
 
     def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [tokens, in] and scales [tokens] of x [..., in]."""
+        if x.is_inference():  # nobody counts what changes it
+            return rows_in_float8(x.reshape(-1, x.shape[-1]))
         if self._cast is None or self._last() is not x or self._version != x._version:
             self._cast = None  # freed before the next one is made
             self._cast = rows_in_float8(x.detach().reshape(-1, x.shape[-1]))

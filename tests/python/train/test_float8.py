@@ -103,6 +103,18 @@ def test_an_input_that_has_changed_is_cast_anew() -> None:
     assert inputs.cast(x[:1])[0].shape == (3, 32)
 
 
+def test_where_torch_counts_no_changes_and_under_autocast() -> None:
+    model = _converted(RECIPE)
+    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+        expected = engine.evaluate(IDS, IDS).loss
+        with torch.inference_mode():
+            assert torch.equal(engine.evaluate(IDS, IDS).loss, expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = engine.evaluate(IDS, IDS).loss
+    assert not torch.equal(rounded, expected)
+    assert float(rounded) == pytest.approx(float(expected), rel=0.02)
+
+
 def test_layers_of_other_recipes_and_compiled_ones_are_left_alone() -> None:
     assert not float8_forwards(_converted("rowwise"), None)
     model = _converted(RECIPE)
