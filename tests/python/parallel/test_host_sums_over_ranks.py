@@ -30,6 +30,19 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
+def called(engine: oomb.Engine, place: str, *, two_passes: bool = True) -> dict[str, torch.Tensor]:
+    """Losses of two calls, accumulated, and of two passes; copies are made as late as can be."""
+    if place == "host":
+        assert engine._grads._host is not None
+        engine._grads._host.copies = CopiesInTheEnd()
+    losses = [engine.forward_backward(IDS, IDS).loss for _ in range(2)]
+    if two_passes:
+        with engine.two_pass(IDS, IDS) as call:
+            call.logprobs.square().sum().backward()
+            call.sweep()
+    return {"loss": torch.stack(losses)}
+
+
 def found(rank: int, name: str, place: str) -> dict[str, torch.Tensor] | None:
     """Gradients of two calls, accumulated, and sums."""
     if meshes[2].get_coordinate() is None:
@@ -39,15 +52,7 @@ def found(rank: int, name: str, place: str) -> dict[str, torch.Tensor] | None:
     model.model.layers[1].self_attn.o_proj.weight.requires_grad_(False)
     config = oomb.Config(chunk_size=16, page_size=8, main_grad_device=place, **settings)  # type: ignore[arg-type]
     with oomb.Engine(model, config, mesh=meshes[2]) as engine:
-        if place == "host":
-            assert engine._grads._host is not None
-            engine._grads._host.copies = CopiesInTheEnd()
-        losses = [engine.forward_backward(IDS, IDS).loss for _ in range(2)]
-        if "backward" not in settings:
-            with engine.two_pass(IDS, IDS) as call:
-                call.logprobs.square().sum().backward()
-                call.sweep()
-        made = {"loss": torch.stack(losses)}
+        made = called(engine, place, two_passes="backward" not in settings)
         if config.keep_main_grad:
             for parameter_name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -87,14 +92,7 @@ def found_of_shards(rank: int, name: str, place: str) -> dict[str, torch.Tensor]
     settings: dict[str, Any] = {"chunk_size": 16, "page_size": 8, **case.config, **own}
     config = oomb.Config(sharded_weights=policy, main_grad_device=place, **settings)
     with oomb.Engine(model, config, mesh=meshes[2]) as engine:
-        if place == "host":
-            assert engine._grads._host is not None
-            engine._grads._host.copies = CopiesInTheEnd()
-        losses = [engine.forward_backward(IDS, IDS).loss for _ in range(2)]
-        with engine.two_pass(IDS, IDS) as call:
-            call.logprobs.square().sum().backward()
-            call.sweep()
-        made = {"loss": torch.stack(losses)}
+        made = called(engine, place)
         if config.keep_main_grad:
             for parameter_name, parameter in model.named_parameters():
                 total: Any = engine.main_grad(parameter)
