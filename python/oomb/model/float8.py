@@ -97,17 +97,17 @@ class _Inputs:
 
     def __init__(self) -> None:
         self._last: Callable[[], torch.Tensor | None] = lambda: None
-        self._version = 0
+        self._version: int | None = None
         self._cast: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [tokens, in] and scales [tokens] of x [..., in]."""
-        if x.is_inference():  # nobody counts what changes it
-            return rows_in_float8(x.reshape(-1, x.shape[-1]))
-        if self._cast is None or self._last() is not x or self._version != x._version:
+        version = None if x.is_inference() else x._version  # there nobody counts changes
+        kept = self._last() is x and self._version == version is not None
+        if self._cast is None or not kept:
             self._cast = None  # freed before the next one is made
             self._cast = rows_in_float8(x.detach().reshape(-1, x.shape[-1]))
-            self._last, self._version = weakref.ref(x), x._version
+            self._last, self._version = weakref.ref(x), version
         return self._cast
 
 
