@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -87,9 +88,13 @@ def float8_forwards(
 
 
 def _is_of_recipe(layer: Any) -> bool:
+    return all(getattr(layer.config, name) == getattr(_recipe(), name) for name in _SETTINGS)
+
+
+@cache
+def _recipe() -> Any:
     kinds: Any = import_module("torchao.float8")  # optional, and there: it made the layer
-    recipe = kinds.Float8LinearConfig.from_recipe_name(RECIPE)
-    return all(getattr(layer.config, name) == getattr(recipe, name) for name in _SETTINGS)
+    return kinds.Float8LinearConfig.from_recipe_name(RECIPE)
 
 
 class _Inputs:
@@ -248,13 +253,6 @@ columns_in_float8.register_fake(_empty_columns)
 
 
 @scaled_product.register_fake
-def _(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    w: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
+def _(x: torch.Tensor, _: torch.Tensor, w: torch.Tensor, *others: Any) -> torch.Tensor:
+    dtype = others[2]
     return torch.empty((x.shape[0], w.shape[0]), dtype=dtype, device=x.device)
