@@ -128,6 +128,8 @@ class CausalModel:
         """Some of its parts, rotation included, run as other kernels than its own."""
         if self._wide_product is not None and adapter_forwards(self.decoder, self._wide_product):
             return True
+        if float8_forwards(self.causal, None):
+            return True
         return self.is_fused or (bool(self._rotating) and self._rotation is not None)
 
     def layer_of(self, module: nn.Module) -> int:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 from typing import Any
 
 import pytest
 import torch
 
-import oomb
-from engine.models import VOCABULARY, make
-from engine.reference import relative_error, take_gradients
+from engine.float8_case import expect_as_near_as_torchao
 
 pytestmark = pytest.mark.gpu
 logging.getLogger("torchao").setLevel(logging.ERROR)
-LinearMMConfig: Any = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig
 float8_utils: Any = pytest.importorskip("torchao.float8.float8_utils")
 
 from oomb.model.float8 import columns_in_float8, rows_in_float8, scaled_product  # noqa: E402
-from oomb.train.float8 import with_float8  # noqa: E402
 
 CODES = torch.float8_e4m3fn
 SIZES = [(1, 16), (3, 48), (70, 3584), (257, 4112), (64, 18944)]
@@ -101,24 +95,4 @@ def test_products(rows: int, has_bias: bool, fast: bool) -> None:
 def test_as_near_as_torchaos_own_layers(recompute: str, dtype: torch.dtype, emulate: bool) -> None:
     """To gradients in fp32: chunks through our products, where the GPU has them, and one pass
     through torchao's."""
-    exact = make("qwen2", torch.bfloat16, hidden_size=256, intermediate_size=512).float().to("cuda")
-    model = copy.deepcopy(exact).bfloat16()
-    with_float8(model, "rowwise_with_gw_hp", torch.device("cuda"))
-    model.to(dtype)
-    for module in model.modules():
-        if type(module).__name__ == "Float8Linear":
-            module.config = dataclasses.replace(module.config, emulate=emulate)
-            module.linear_mm_config = LinearMMConfig(
-                *(part._replace(emulate=emulate) for part in module.linear_mm_config)
-            )
-    own = copy.deepcopy(model)
-    ids = torch.randint(VOCABULARY, (1, 500), device="cuda")
-    for ordinary in (exact, own):
-        ordinary(input_ids=ids, labels=ids).loss.backward()
-    expected, theirs = take_gradients(exact), take_gradients(own)
-    config = oomb.Config(chunk_size=128, page_size=64, recompute=recompute)  # type: ignore[arg-type]
-    with oomb.Engine(model, config) as engine:
-        engine.forward_backward(ids, ids)
-    for name, gradient in take_gradients(model).items():
-        limit = 1.5 * relative_error(theirs[name], expected[name]) + 1e-3
-        assert relative_error(gradient, expected[name]) < limit, name
+    expect_as_near_as_torchao("cuda", dtype, recompute=recompute, emulate=emulate)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import oomb
+from engine.float8_case import expect_as_near_as_torchao
 from engine.models import make
 from engine.reference import random_ids, take_gradients
 from oomb.errors import UnsupportedModelError
@@ -128,6 +129,29 @@ def test_values_that_are_not_finite_stay_visible() -> None:
     x[1, 4] = torch.inf
     y = scaled_product(*rows_in_float8(x), *rows_in_float8(w), None, torch.float32, True)
     assert y[1].isnan().all() and bool((y[[0, 2]] == 32).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_as_near_as_torchaos_own_layers(dtype: torch.dtype) -> None:
+    """Also in bf16, where torchao's emulated products round otherwise than ours."""
+    expect_as_near_as_torchao("cpu", dtype, emulate=True)
+
+
+def test_a_weight_whose_gradient_somebody_changes() -> None:
+    """Autograd brings it then, and no sum does."""
+    found = []
+    for watched in (False, True):
+        model = _converted(RECIPE)
+        weight = model.model.layers[1].mlp.up_proj.weight
+        if watched:
+            weight.register_hook(lambda gradient: 2 * gradient)
+        with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
+            engine.forward_backward(IDS, IDS)
+        found.append(take_gradients(model))
+    plain, changed = found
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert _distance(changed.pop(name), 2 * plain.pop(name)) < 1e-6
+    assert all(torch.equal(changed[other], gradient) for other, gradient in plain.items())
 
 
 def test_scales_of_all_tokens_are_refused_by_name() -> None:
