@@ -4,9 +4,9 @@
     python bench/float8.py --tokens 64K --layers 4 --kinds bf16 rowwise_with_gw_hp rowwise
     python bench/float8.py --products
 
-All weights of a shape of ``oomb plan`` train, with page-sparse attention. The same weights run in
-bf16 and are then converted. Before that, gradients of 4,096 tokens in the first two layers' shape
-are compared with fp32's. With ``--products`` single casts and products are timed instead.
+All weights of a shape of ``oomb plan`` train, with page-sparse attention; each kind begins with the
+same ones. Before that, gradients of 4,096 tokens in two layers of the shape are compared with
+fp32's. With ``--products`` single casts and products are timed instead.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GPU = torch.device("cuda")
 ERROR_TOKENS = 4096
 
 
-def made(name: str, layers: int, positions: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+def made(name: str, layers: int, positions: int) -> Any:
+    """In bf16, always of the same weights."""
     torch.manual_seed(0)
-    return random_model(
-        SHAPES[name], device="cuda", dtype=dtype, positions=positions, layers=layers or None
-    )
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "layers": layers or None}
+    return random_model(SHAPES[name], device="cuda", positions=positions, **settings)
 
 
 def convert(model: Any, kind: str) -> None:

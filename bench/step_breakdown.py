@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--lora", type=int, default=0, help="rank, of a published model; 0: full")
     parser.add_argument("--float8", metavar="RECIPE", help="linear layers, of torchao")
-    parser.add_argument("--chunk-size", type=int, default=oomb.Config().chunk_size)
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
     parser.add_argument("--device-memory", default=None)
@@ -116,7 +115,6 @@ def main() -> None:
     device = torch.device("cuda")
     attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
     config = oomb.Config(
-        chunk_size=arguments.chunk_size,
         attention=attention,
         device_memory=arguments.device_memory,
         recompute=arguments.recompute,

@@ -25,6 +25,7 @@ from oomb.model.linear import WeightSums, takes_product
 
 RECIPE = "rowwise_with_gw_hp"
 SMALLEST_CAPABILITY = 89  # of a GPU with products in float8: 8.9
+GPU_WANTED = "a GPU with products in float8 (RTX 4090, L40S, H100 or later)"
 PRODUCT = "oomb::scaled_product"
 _CODES = torch.float8_e4m3fn
 _MULTIPLE = 16  # of both sizes of a layer: what these products take
@@ -48,9 +49,14 @@ def convert_linears(model: Any, recipe: str, *, emulate: bool = False) -> None:
         emulate: products in the weights' dtype, of values rounded to float8.
 
     Raises:
-        ImportError: torchao is not installed.
+        ImportError: torchao is not installed; the text says how to get it.
     """
-    kinds: Any = import_module("torchao.float8")
+    try:
+        kinds: Any = import_module("torchao.float8")
+    except ImportError as error:
+        raise ImportError(
+            "expected torchao to be installed; pip install 'oomb[torchao]'"
+        ) from error
     config = kinds.Float8LinearConfig.from_recipe_name(recipe)
     # Products over tokens want a multiple of 16, and a last chunk has any number.
     config = replace(config, emulate=emulate, pad_inner_dim=not emulate)

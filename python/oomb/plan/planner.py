@@ -25,7 +25,7 @@ from oomb.engine.needs import (
 )
 from oomb.engine.ranks import shapes_here, tokens_here
 from oomb.errors import OutOfMemoryError
-from oomb.model.float8 import SMALLEST_CAPABILITY
+from oomb.model.float8 import GPU_WANTED, SMALLEST_CAPABILITY
 from oomb.plan.duration import Duration, duration_of
 from oomb.plan.exchange import exchange_seconds
 from oomb.plan.host_sums import HostSumsUse, with_sums
@@ -82,8 +82,7 @@ class Planner:
         ranks, capability = self.machine.ranks, self.machine.capability
         if float8 and capability is not None and capability < SMALLEST_CAPABILITY:
             raise ValueError(
-                "float8: expected a GPU with products in float8 (RTX 4090, L40S, H100 or later), "
-                f"got compute capability {capability / 10}"
+                f"float8: expected {GPU_WANTED}, got compute capability {capability / 10}"
             )
         made: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "quantization": quantization}
         bare = bare_model(model, float8=float8, images=images, **made)

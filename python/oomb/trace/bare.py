@@ -83,9 +83,7 @@ def _in_float8(bare: PreTrainedModel) -> PreTrainedModel:
     try:
         convert_linears(bare, RECIPE)
     except ImportError as error:
-        raise ValueError(
-            "float8: expected torchao to be installed; pip install 'oomb[torchao]'"
-        ) from error
+        raise ValueError(f"float8: {error}") from error
     return bare
 
 

@@ -131,16 +131,15 @@ class Meter(TorchDispatchMode):
         self.work.operations += 1
         packet = func._overloadpacket
         moved = sum(x.numel() * x.element_size() for x in (*given, *results))
+        name = packet._qualified_op_name
+        flops: float | None = None
         if packet in flop_registry and packet.__name__.split(".")[-1] in _MATRIX_PRODUCTS:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            self.work.flops += max(flops, self._flops_per_byte * moved)
-            return
-        if packet._qualified_op_name in PRODUCTS:
-            flops = product_flops(packet._qualified_op_name, *given[:2])
-            self.work.flops += max(flops, self._flops_per_byte * moved)
-            return
-        if packet._qualified_op_name == FLOAT8_PRODUCT:
+        elif name in PRODUCTS:
+            flops = product_flops(name, *given[:2])
+        elif name == FLOAT8_PRODUCT:
             flops = _FLOAT8_SHARE * 2 * given[0].numel() * results[0].shape[-1]
+        if flops is not None:
             self.work.flops += max(flops, self._flops_per_byte * moved)
             return
         if packet.__name__.startswith("empty") or packet.__name__ == "new_empty":

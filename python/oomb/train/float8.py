@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomb.model.float8 import RECIPE, SMALLEST_CAPABILITY, convert_linears
+from oomb.model.float8 import GPU_WANTED, RECIPE, SMALLEST_CAPABILITY, convert_linears
 from oomb.train.errors import BadInput
 
 _VARIANTS = 64  # of compiled code for one class of layers; torch gives up after eight
@@ -32,10 +32,7 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
         capability = torch.cuda.get_device_capability(device)
         if 10 * capability[0] + capability[1] < SMALLEST_CAPABILITY:
             name = torch.cuda.get_device_name(device)
-            raise BadInput(
-                f"model.float8: expected a GPU with products in float8 (RTX 4090, L40S, H100 or "
-                f"later), got {name}"
-            )
+            raise BadInput(f"model.float8: expected {GPU_WANTED}, got {name}")
         if model.dtype != torch.bfloat16:
             raise BadInput(
                 "model.float8: expected weights in bfloat16 on a GPU, got "
@@ -44,9 +41,7 @@ def with_float8(model: Any, recipe: str, device: torch.device) -> None:
     try:
         convert_linears(model, recipe, emulate=device.type != "cuda")
     except ImportError as error:
-        raise BadInput(
-            "model.float8: expected torchao to be installed; pip install 'oomb[torchao]'"
-        ) from error
+        raise BadInput(f"model.float8: {error}") from error
     if device.type == "cuda" and recipe != RECIPE:  # that one the engine runs itself
         _compile(model)
 
