@@ -1,4 +1,5 @@
-"""Recurrences on tensors without memory: transformers' torch code loops over tokens.
+"""Recurrences on tensors without memory: transformers' torch code loops over tokens, and kernels
+of other packages (flash-linear-attention, mamba-ssm, causal-conv1d) read where no memory is.
 
 What a recurrence saves for its backward and gives is counted; its own products are not, as they are
 few beside the projections around it.
@@ -7,6 +8,7 @@ few beside the projections around it.
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,14 +21,29 @@ _SCANS = ("mamba2_chunk_scan",)
 
 
 @swapping
+def kernels_in_torch(swaps: Swaps, decoder: nn.Module) -> None:
+    """Put transformers' own code in the place of functions that run another package's kernels."""
+    for file in _modeling_files(decoder):
+        for name, function in list(vars(file).items()):
+            own = getattr(function, "__wrapped__", None)
+            if callable(function) and getattr(own, "__module__", None) == file.__name__:
+                swaps.replace(file, name, own)
+
+
+@swapping
 def recurrences_on_shapes(swaps: Swaps, decoder: nn.Module) -> None:
     """Put stand-ins in the place of the functions that transformers' layers call."""
-    files = {type(m).__module__ for m in decoder.modules()}
-    for file in (sys.modules[name] for name in sorted(files) if name.startswith("transformers.")):
+    swaps.also(kernels_in_torch(decoder))
+    for file in _modeling_files(decoder):
         for names, stand_in in ((_DELTA_RULES, _delta_rule), (_SCANS, _scan)):
             for name in names:
                 if hasattr(file, name):
                     swaps.replace(file, name, stand_in)
+
+
+def _modeling_files(decoder: nn.Module) -> list[ModuleType]:
+    names = sorted({type(m).__module__ for m in decoder.modules()})
+    return [sys.modules[name] for name in names if name.startswith("transformers.")]
 
 
 def _delta_rule(

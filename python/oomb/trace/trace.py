@@ -34,7 +34,7 @@ from oomb.trace.experts import experts_of_any_dtype
 from oomb.trace.fused import fused_on_shapes, rotate_on_shapes, wide_product_of_shapes
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
-from oomb.trace.recurrences import recurrences_on_shapes
+from oomb.trace.recurrences import kernels_in_torch, recurrences_on_shapes
 from oomb.trace.samples import sample_sizes
 from oomb.trace.stand_ins import (
     TracedAttention,
@@ -169,7 +169,8 @@ class Tracer:
 
     def _states(self, causal: CausalModel) -> int:
         """What one sequence hands over a border beside keys and values."""
-        with entered(torch.random.fork_rng(devices=[]), self._mode):
+        kernels = kernels_in_torch(causal.decoder)
+        with entered(torch.random.fork_rng(devices=[]), kernels, self._mode):
             try:
                 return state_bytes(found_mixers(causal))
             except (UnsupportedModelError, *_FAILURES):  # it knows no cache like ours

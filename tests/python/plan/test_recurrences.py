@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from oomb.trace.trace import Setting, Tracer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine.recurrent_models import make_recurrent
+from engine.recurrent_models import RECURRENT, make_recurrent
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron-h"])
@@ -33,3 +36,40 @@ def test_a_few_turns_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert sampled.sweep_peak_bytes == pytest.approx(whole.sweep_peak_bytes, rel=0.02)
     assert sampled.sweep.flops == pytest.approx(whole.sweep.flops, rel=0.02)
     assert sampled.sum_bytes == whole.sum_bytes
+
+
+# All but ZAYA, whose convolutions are torch's own.
+@pytest.mark.parametrize("name", sorted(RECURRENT.keys() - {"zaya"}))
+def test_kernels_of_other_packages_get_no_tensor_without_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's kernel would read at the address that such a tensor has not; here one is stood in
+    for, in every function that transformers lets a package replace."""
+    model = make_recurrent(name, torch.bfloat16)
+    setting = Setting(64, 1, True, False)
+    plain = Tracer(model, "cpu", False)
+    expected = plain.trace(setting)
+    file = sys.modules[type(model).__module__]
+    replaced = 0
+    for function, wrapped in list(vars(file).items()):
+        own = getattr(wrapped, "__wrapped__", None)
+        if callable(own) and own.__module__ == file.__name__ and _is_of_package(wrapped):
+            monkeypatch.setattr(file, function, _kernel(own))
+            replaced += 1
+    assert replaced > 0
+    tracer = Tracer(model, "cpu", False)
+    assert tracer.state_bytes == plain.state_bytes > 0
+    assert tracer.trace(setting) == expected
+
+
+def _is_of_package(function: Any) -> bool:
+    """Whether transformers takes it from a package where that is installed."""
+    return "implementation" in function.__code__.co_freevars
+
+
+def _kernel(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def kernel(*args: Any, **keywords: Any) -> Any:
+        raise AssertionError(f"{own.__name__} was given tensors without memory")
+
+    return kernel
