@@ -1,6 +1,8 @@
-"""Seconds of a step too long to run whole: a model of one layer, one of two, and what follows.
+r"""Seconds of a step too long to run whole: a model of one layer, one of two, and what follows.
 
     python bench/extrapolated_step.py --tokens 1M --kv-grad-dtype bfloat16 --keep-outputs 0.3333
+    torchrun --nproc-per-node 2 bench/extrapolated_step.py --tokens 1M --chunk-size 8192 \
+        --kv-grad-dtype bfloat16 --keep-outputs 0.3333
 
 Both are timed after a short call that loads kernels. What the second layer adds is taken for every
 further one. Its pages and outputs stay on the GPU, so the sum lacks transfers that a whole model's
@@ -19,17 +21,20 @@ from support.record import write_record
 
 import oomb
 from oomb.lengths import parse_length
+from oomb.parallel.job import is_first, ranks_of_job
 from oomb.trace.shapes import SHAPES, random_model
 
 
-def step_seconds(name: str, layers: int, tokens: int, config: oomb.Config) -> dict[str, Any]:
+def step_seconds(
+    name: str, layers: int, tokens: int, config: oomb.Config, mesh: Any
+) -> dict[str, Any]:
     """One step of some layers of a named shape with random bf16 weights."""
     model = random_model(
         SHAPES[name], device="cuda", dtype=torch.bfloat16, positions=tokens, layers=layers
     )
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).cuda()
-    with oomb.Engine(model, config) as engine:
+    with oomb.Engine(model, config, mesh=mesh) as engine:
         short = ids[:, : 4 * config.chunk_size]
         engine.forward_backward(short, short)
         torch.cuda.synchronize()
@@ -43,6 +48,7 @@ def step_seconds(name: str, layers: int, tokens: int, config: oomb.Config) -> di
         "kept": stats.kept_output_share,
         "fill_seconds": stats.fill_seconds,
         "sweep_seconds": stats.sweep_seconds,
+        "exchange_seconds": stats.exchange_seconds,
     }
 
 
@@ -62,15 +68,20 @@ def main() -> None:
         keep_outputs=given.keep_outputs,
     )
     rows = []
-    for layers in (1, 2):
-        rows.append(step_seconds(given.model, layers, tokens, config))
-        print(rows[-1], flush=True)
+    with ranks_of_job("cuda") as mesh:
+        for layers in (1, 2):
+            rows.append(step_seconds(given.model, layers, tokens, config, mesh))
+            if is_first():
+                print(rows[-1], flush=True)
+        first, ranks = is_first(), 1 if mesh is None else mesh.size()
+    if not first:
+        return
     layers = SHAPES[given.model].layers
     one, two = (row["seconds"] for row in rows)
     whole = one + (layers - 1) * (two - one)
     print(f"{layers} layers: {whole:.0f} s")
     if given.json is not None:
-        record = {"tokens": tokens, "rows": rows, "layers": layers, "seconds": whole}
+        record = {"tokens": tokens, "gpus": ranks, "rows": rows, "layers": layers, "seconds": whole}
         write_record(given.json, record)
 
 

@@ -1,11 +1,14 @@
 """Exact steps of a model whose weights, sums and optimizer states are shards of several GPUs.
 
     torchrun --nproc-per-node 2 bench/sharded_step.py --chunk-size 16384 --json step.json
+    torchrun --nproc-per-node 2 bench/sharded_step.py --weights zero3 --main-grad-device host
+    torchrun --nproc-per-node 2 bench/sharded_step.py --layers 12 --tokens 16K --save folder
     torchrun --nproc-per-node 2 bench/sharded_step.py --model tiny --device cpu --tokens 300
 
 All parameters are trained with AdamW, whose states have the weights' dtype, bf16 on a GPU. Weights
 are random and made as shards. Told are seconds of each step and of the optimizer, MFU over all
-GPUs, torch's peak and the seconds in exchanges of this rank.
+GPUs, torch's peak and the seconds in exchanges of this rank; with ``--save`` those of a checkpoint:
+weights gathered and written by rank 0, rows of the optimizer by all, and all read back.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import oomb
+from oomb.checkpoint import CheckpointStore
+from oomb.hf.optimizer_files import OptimizerFiles
+from oomb.lengths import parse_length
+from oomb.parallel.job import Job
+from oomb.parallel.whole import gathered
 
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -39,12 +47,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=_SIZES, default="qwen2.5-14b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--layers", type=int, default=0, help="build fewer; 0: all")
+    parser.add_argument("--tokens", default="128K")
     parser.add_argument("--chunk-size", type=int, default=None, help="default: oomb.Config's")
     parser.add_argument("--weights", choices=("zero1", "zero2", "zero3"), default="zero3")
+    parser.add_argument("--main-grad-device", choices=("device", "host"), default="device")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--save", type=Path, help="a new folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.tokens = parse_length("--tokens", options.tokens)
     if "RANK" not in os.environ:  # as `make bench` starts it
         print("a bench of several processes: torchrun --nproc-per-node 2 bench/sharded_step.py")
         return
@@ -53,17 +65,26 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo" if on_gpu else "gloo")
     mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    config = Qwen2Config(
-        **_SIZES[options.model], max_position_embeddings=options.tokens, tie_word_embeddings=False
-    )
+    sizes = dict(_SIZES[options.model])
+    sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
+    config = Qwen2Config(**sizes, max_position_embeddings=options.tokens, tie_word_embeddings=False)
     model = made(config, mesh, torch.bfloat16 if on_gpu else torch.float32)
-    chunk = {} if options.chunk_size is None else {"chunk_size": options.chunk_size}
-    rows = measured(model, oomb.Config(sharded_weights=options.weights, **chunk), mesh, options)
+    settings: dict[str, Any] = {"main_grad_device": options.main_grad_device}
+    if options.chunk_size is not None:
+        settings["chunk_size"] = options.chunk_size
+    engine_config = oomb.Config(sharded_weights=options.weights, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=on_gpu)
+    rows = measured(model, optimizer, engine_config, mesh, options)
+    saved = {} if options.save is None else checkpoint(model, optimizer, options.save)
     if dist.get_rank() == 0:
         for row in rows:
             print(row)
+        if saved:
+            print(saved)
         if options.json:
-            write_record(options.json, {"model": options.model, "gpus": mesh.size(), "rows": rows})
+            about = {"model": options.model, "layers": sizes["num_hidden_layers"]}
+            record = {**about, "gpus": mesh.size(), "rows": rows, "checkpoint": saved}
+            write_record(options.json, record)
     dist.destroy_process_group()
 
 
@@ -89,10 +110,13 @@ def made(config: Qwen2Config, mesh: DeviceMesh, dtype: torch.dtype) -> Qwen2ForC
 
 
 def measured(
-    model: nn.Module, config: oomb.Config, mesh: DeviceMesh, options: argparse.Namespace
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: oomb.Config,
+    mesh: DeviceMesh,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     on_gpu = options.device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=on_gpu)
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
     ids = torch.randint(1, vocabulary, (1, options.tokens), generator=generator)
@@ -109,8 +133,8 @@ def measured(
             stats = step.stats
             rows.append({
                 "tokens": options.tokens, "chunk_size": config.chunk_size,
-                "weights": options.weights, "seconds": swept - began,
-                "optimizer_seconds": now(on_gpu) - swept,
+                "weights": options.weights, "sums": options.main_grad_device,
+                "seconds": swept - began, "optimizer_seconds": now(on_gpu) - swept,
                 "mfu": flops(model, options.tokens) / (swept - began) / mesh.size() / _H200,
                 "loss": float(step.loss), "fill_seconds": stats.fill_seconds,
                 "sweep_seconds": stats.sweep_seconds, "exchange_seconds": stats.exchange_seconds,
@@ -120,6 +144,38 @@ def measured(
                 "torch_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             })  # fmt: skip
     return rows
+
+
+def checkpoint(
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, folder: Path
+) -> dict[str, float]:
+    """Seconds of one, in the parts that a Trainer's has."""
+    job = Job()
+    files, store = OptimizerFiles(optimizer, model, job), CheckpointStore(folder)
+    seconds, began = {}, time.perf_counter()
+
+    def done(name: str) -> None:
+        nonlocal began
+        job.together(lambda: None)
+        now = time.perf_counter()
+        seconds[name], began = now - began, now
+
+    whole = gathered(model.state_dict(), keep=job.is_first)
+    done("gather_seconds")
+
+    def write(place: Path) -> None:
+        job.by_first(lambda: model.save_pretrained(place, state_dict=whole))
+        done("weights_seconds")
+        files.save(place)
+        done("optimizer_seconds")
+
+    place = store.save(1, write, by_first=job.by_first)
+    done("hashed_seconds")
+    optimizer.load_state_dict(files.load(place, copy=False))
+    done("load_optimizer_seconds")
+    sizes = (file.stat().st_size for file in place.rglob("*.safetensors"))
+    job.close()
+    return {**seconds, "bytes": float(sum(sizes))}
 
 
 def flops(model: nn.Module, tokens: int) -> float:

@@ -3,10 +3,12 @@
     python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
     python bench/step_breakdown.py --tokens 32K --layers 4 --float8 rowwise_with_gw_hp
     python bench/step_breakdown.py --tokens 32K --model deepseek-v2-lite --layers 3 --lora 16
+    torchrun --nproc-per-node 2 bench/step_breakdown.py --tokens 256K --layers 4 --chunk-size 8192
 
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
 (products of the head included). Gaps are the time in which no kernel ran; of them, waits for pages
-are counted by the page manager.
+are counted by the page manager. Ranks share each step; rank 0's kernels are told of, and of each
+rank the longest exchanges and gaps, with when they began.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ import oomb
 from oomb.cli.bench_step import SELECTIONS, prepare_lists, with_selection
 from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
+from oomb.parallel.job import is_first, of_ranks, ranks_of_job
 from oomb.trace.shapes import SHAPES, random_model
 from oomb.train.float8 import with_float8
 
 _KINDS = {  # first match counts
+    "exchanges": r"^nccl",
     "copies": r"^Memcpy",
     "memset": r"^Memset",
     "attention": r"oomb::attention::(sm90|sm80|plain)|oomb::attention::delta|delta_kernel",
@@ -81,6 +85,20 @@ def _breakdown(events: list[tuple[float, float, str]]) -> tuple[dict[str, float]
     return kinds, names
 
 
+def _longest(events: list[tuple[float, float, str]], number: int) -> list[tuple[float, float, str]]:
+    """Exchanges and gaps: when they began, and seconds."""
+    found: list[tuple[float, float, str]] = []
+    first = busy_until = min(begin for begin, _, _ in events)
+    for begin, end, name in sorted(events):
+        if begin > busy_until:
+            found.append((busy_until - first, begin - busy_until, f"gap before {name[:50]}"))
+        if _kind(name) == "exchanges":
+            found.append((begin - first, end - begin, name[:50]))
+        busy_until = max(busy_until, end)
+    found.sort(key=lambda one: -one[1])
+    return sorted((at / 1e6, spent / 1e6, name) for at, spent, name in found[:number])
+
+
 def _network(arguments: argparse.Namespace, length: int) -> Any:
     """On the GPU, in bf16."""
     layers, name = arguments.layers, arguments.model
@@ -105,27 +123,39 @@ def main() -> None:
     parser.add_argument("--float8", metavar="RECIPE", help="linear layers, of torchao")
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))
+    parser.add_argument("--budget", type=int, default=64, help="pages, with topk")
+    parser.add_argument("--chunk-size", type=int, default=4096)
     parser.add_argument("--device-memory", default=None)
+    parser.add_argument("--kv-grad-dtype", default="float32")
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--top", type=int, default=25, help="kernels")
+    parser.add_argument("--longest", type=int, default=0, help="exchanges and gaps")
     arguments = parser.parse_args()
 
     length = parse_length("tokens", arguments.tokens)
-    device = torch.device("cuda")
-    attention = oomb.Dense() if arguments.attention == "dense" else oomb.TopKPages()
+    with ranks_of_job("cuda") as mesh:
+        _measure(arguments, length, mesh)
+
+
+def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    dense = arguments.attention == "dense"
     config = oomb.Config(
-        attention=attention,
+        attention=oomb.Dense() if dense else oomb.TopKPages(budget=arguments.budget),
+        chunk_size=arguments.chunk_size,
         device_memory=arguments.device_memory,
+        kv_grad_dtype=arguments.kv_grad_dtype,
         recompute=arguments.recompute,
     )
+    torch.manual_seed(0)
     network = _network(arguments, length)
     if arguments.float8:
         with_float8(network, arguments.float8, torch.device("cuda"))
     _marked_loss()
     settings = network.config
     config = with_selection(config, arguments.selection, settings.num_hidden_layers)
-    with oomb.Engine(network, config) as engine:
+    with oomb.Engine(network, config, mesh=mesh) as engine:
         prepare_lists(engine.config, settings.num_key_value_heads, length, device)
         for tokens in (2 * config.chunk_size + 1, length):
             ids = torch.randint(settings.vocab_size, (1, tokens), device=device)
@@ -144,6 +174,9 @@ def main() -> None:
         for event in recorded.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
     ]
+    longest = of_ranks(mesh, _longest(events, arguments.longest))
+    if not is_first():
+        return
     kinds, names = _breakdown(events)
     print(f"{arguments}\n{seconds:.2f} s without the profiler; {plain.stats}")
     for kind, spent in sorted(kinds.items(), key=lambda item: -item[1]):
@@ -151,6 +184,9 @@ def main() -> None:
     print()
     for name, spent in sorted(names.items(), key=lambda item: -item[1])[: arguments.top]:
         print(f"{spent:9.3f} s  {_kind(name):18} {name}")
+    for rank, ones in enumerate(longest):
+        for at, spent, name in ones:
+            print(f"rank {rank}, {at:9.4f} s: {1e3 * spent:8.2f} ms  {name}")
     if arguments.json is not None:
         given = {k: str(v) for k, v in vars(arguments).items() if k != "json"}
         record = {"arguments": given, "seconds": seconds}

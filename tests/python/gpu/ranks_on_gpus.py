@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oomb
 from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
 from oomb.engine.lent import on_first
+from oomb.hf.optimizer_files import OptimizerFiles
 from oomb.parallel.group import Ranks
+from oomb.parallel.job import Job
+from parallel.plain_reader import states
 
 PAGE, CHUNK, TOKENS, VOCABULARY, HEAD_DIM = 64, 256, 1500, 512, 64
 SLOT = 2 * PAGE * HEAD_DIM * 2
@@ -166,6 +175,49 @@ def shared_weights(mesh: Any, say: Any) -> None:
             say(same, f"{policy}: sums on the host have other bits")
 
 
+def checkpoints(mesh: Any, say: Any) -> None:
+    """Rows of an optimizer on GPUs, written by all, read again by ours and by torch's reader."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(VOCABULARY, (1, TOKENS), generator=generator).cuda()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    place = Path(folder[0])
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, sharded_weights="zero3")
+    job = Job()
+    for name in ("written", "loaded", "by torch"):
+        model: Any = make_model(torch.bfloat16)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if name == "by torch":
+            found[name] = states(model, str(place))
+            continue
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if name == "written":
+            with oomb.Engine(model, config, mesh=mesh) as engine:
+                engine.forward_backward(ids, ids)
+            optimizer.step()
+            OptimizerFiles(optimizer, model, job).save(place)
+        else:
+            optimizer.load_state_dict(OptimizerFiles(optimizer, model, job).load(place, copy=True))
+        found[name] = {
+            f"{parameter}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
+            for parameter, owner in model.named_parameters()
+            for key, value in optimizer.state[owner].items()
+        }
+    say(any(value.abs().sum() > 0 for value in found["written"].values()), "no state was written")
+    for name in ("loaded", "by torch"):
+        same = found[name].keys() == found["written"].keys() and all(
+            torch.equal(value.cpu(), found[name][key].cpu())
+            for key, value in found["written"].items()
+        )
+        say(same, f"a checkpoint's optimizer, {name}: other states")
+    job.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place)
+
+
 def fail_once(mesh: Any, say: Any) -> None:
     """Rank 1 fails in the middle of a sweep; all raise, and the next call has the bits."""
     ids = torch.arange(TOKENS).remainder(VOCABULARY)[None].cuda()
@@ -215,6 +267,7 @@ def main() -> int:
     compare(mesh, say)
     two_passes(mesh, say)
     shared_weights(mesh, say)
+    checkpoints(mesh, say)
     fail_once(mesh, say)
     dist.destroy_process_group()
     return len(wrong)
