@@ -9,8 +9,8 @@ r"""Seconds, MFU and memory of one step of a published model's shape, beside wha
 Random bf16 weights. MFU counts 6 FLOP per token and weight of a matrix product (4 where the weight
 is frozen; of experts those that a token is sent to) and three times attention's forward over the
 pairs that are seen, in heads as kernels get them; recurrences are not counted. Page lists are
-drawn, as in ``oomb bench step --selection synthetic``. The first step, on two chunks, loads and
-tunes kernels. The plan is that of this GPU, or of an H200.
+drawn, as in ``oomb bench step --selection synthetic``. The first step, on a first, a middle and a
+last chunk, loads and tunes kernels. The plan is that of this GPU, or of an H200.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     on_gpu = options.device == "cuda"
     seconds = []
     with oomb.Engine(model, config) as engine:
-        for length in [2 * options.chunk_size, *[tokens] * options.steps]:
+        for length in [3 * options.chunk_size, *[tokens] * options.steps]:
             ids = torch.randint(1, 30000, (1, length), device=options.device)
             model.zero_grad(set_to_none=True)
             if on_gpu:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from oomb.parallel.group import Ranks
-from oomb.parallel.heads import HeadShares
+from oomb.parallel.heads import HeadShares, copy_heads
 from oomb.parallel.in_order import added_in_order
 from oomb.parallel.slices import TokenSlices
 
@@ -116,7 +116,7 @@ def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: T
     width = batch * sum(heads) * head_dim
     send = tensors[0].new_empty(total, batch, sum(heads), head_dim)
     for part, x in zip(send.split(heads, dim=2), tensors, strict=True):
-        part.copy_(x.permute(2, 0, 1, 3))
+        copy_heads(part, x.permute(2, 0, 1, 3))
     received = ranks.all_to_all(
         send.view(-1), [size * width for size in sizes], [own * width] * ranks.size
     )

@@ -225,11 +225,18 @@ class Ranks:
     ) -> torch.Tensor:
         """Elements [sum of received_sizes], of each rank in turn; ``send`` is flat, likewise."""
         received = send.new_empty(sum(received_sizes))
-        options = _options(c10d.AllToAllOptions(), self._device.type == "cuda")
+        on_gpu, group = self._device.type == "cuda", self._tensors
+        options = _options(c10d.AllToAllOptions(), on_gpu)
         with self._measured():
-            group = self._tensors
-            work = group.alltoall_base(received, send, received_sizes, send_sizes, options)
-            self._wait(work, on_gpu=self._device.type == "cuda")
+            if on_gpu:
+                of, to = list(send.split(send_sizes)), list(received.split(received_sizes))
+                # NCCL would move a rank's own part beside the others', through the same channels.
+                to[self.rank].copy_(of[self.rank])
+                of[self.rank] = to[self.rank] = send[:0]
+                work = group.alltoall(to, of, options)
+            else:
+                work = group.alltoall_base(received, send, received_sizes, send_sizes, options)
+            self._wait(work, on_gpu=on_gpu)
         return received
 
     def gather_into(self, out: torch.Tensor, x: torch.Tensor, *, later: bool) -> Any:

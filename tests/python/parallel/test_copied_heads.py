@@ -1,0 +1,54 @@
+"""Heads copied from one order of axes to another: the bits of torch's copy, whatever their size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oomb.parallel import heads as module
+from oomb.parallel.heads import copy_heads
+
+# What is between two rows of a tensor, and before the first one, in elements.
+GAPS = {"packed": (0, 0), "in a wider one": (8, 0), "at an odd place": (3, 0), "behind one": (0, 1)}
+
+
+def bits(*shape: int, dtype: torch.dtype, gap: int, offset: int) -> torch.Tensor:
+    """Random bytes, NaN of all kinds among them, in rows with a gap between them."""
+    rows, size = torch.Size(shape[:-1]).numel(), shape[-1] + gap
+    number = offset + rows * size
+    drawn = torch.randint(256, (number * dtype.itemsize,), dtype=torch.uint8)
+    return drawn.view(dtype)[offset:].view(*shape[:-1], size)[..., : shape[-1]]
+
+
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("head_dim", [1, 4, 6, 8, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_has_the_bits_of_a_copy(dtype: torch.dtype, head_dim: int, gaps: str, tokens: int) -> None:
+    gap, offset = GAPS[gaps]
+    torch.manual_seed(head_dim)
+    x = bits(2, 3, tokens, head_dim, dtype=dtype, gap=gap, offset=offset)
+    room = bits(tokens, 2, 3, head_dim, dtype=dtype, gap=gap, offset=offset)
+    expected = room.clone()
+    for target, copy in ((room, copy_heads), (expected, torch.Tensor.copy_)):
+        copy(target, x.permute(2, 0, 1, 3))
+    same = [y.contiguous().view(torch.uint8) for y in (room, expected)]
+    assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_spreads_and_converts(same: bool) -> None:
+    """One head for several places, as copies of keys are; and another dtype."""
+    x = torch.randn(2, 1, 5, 16, dtype=torch.float32)
+    room = torch.zeros(2, 3, 5, 16, dtype=x.dtype if same else torch.bfloat16)
+    copy_heads(room, x)
+    assert torch.equal(room, x.expand(2, 3, 5, 16).to(room.dtype))
+
+
+def test_whole_heads_go_in_pieces() -> None:
+    """A model's heads do, also one that is a part of a message."""
+    message = torch.zeros(7, 2, 6, 128, dtype=torch.bfloat16)
+    for part in (message, message[:, :, 2:4], message.permute(1, 2, 0, 3)):
+        assert module._in_pieces(part)
+    for part in (message[..., 1:], message[..., ::2], message.transpose(2, 3), message[:0]):
+        assert not module._in_pieces(part)
