@@ -1,4 +1,4 @@
-"""Seconds of work on a device, without waiting for it."""
+"""Seconds of work on a device, which nobody waits for until they are asked for."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Stopwatch:
 
     @property
     def total(self) -> float:
-        """Seconds; a GPU has to be done with the work."""
+        """Seconds; waits for a GPU that is not done with the work."""
         while self._events:
             self._take_first()
         return self._seconds
 
     def _take_first(self) -> None:
         begin, end = self._events.popleft()
+        end.synchronize()
         self._seconds += begin.elapsed_time(end) / 1000
