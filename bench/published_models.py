@@ -107,7 +107,7 @@ def main() -> None:
         for shape in shapes
     )
     linear = linear_flops(model, settings)
-    plan = planner.predict(tokens, config)
+    plan = planner.predict(tokens, config, optimizer=None)
     on_gpu = options.device == "cuda"
     seconds = []
     with oomb.Engine(model, config) as engine:
