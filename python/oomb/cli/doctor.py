@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,9 +28,19 @@ PACKAGES = (
     "datasets",
     "pydantic",
     "peft",
+    "trl",
+    "triton",
+    "liger-kernel",
+    "flash-linear-attention",
+    "mamba-ssm",
+    "causal-conv1d",
+    "torchao",
+    "bitsandbytes",
     "matplotlib",
 )
 REQUIRED = ("torch", "transformers", "numpy", "greenlet")
+# Of Triton: under these flash-linear-attention refuses a backward on Hopper (its chunk_o.py).
+NO_DELTA_NETS = ((3, 4, 0), (3, 7, 1))
 GIB = 1 << 30
 _WAITING = {"passive": "sleep; in a script import oomb before torch, or set OMP_WAIT_POLICY"}
 
@@ -91,6 +102,25 @@ def check_cuda(status: CudaStatus, torch_cuda: str | None) -> list[Finding]:
             )
         )
     return findings
+
+
+def check_recurrent(versions: Mapping[str, str | None], status: CudaStatus) -> list[Finding]:
+    """Kernels of recurrent layers that would fail in the backward, when the fill is done."""
+    triton = versions["triton"]
+    if versions["flash-linear-attention"] is None or triton is None:
+        return []
+    first, fixed = NO_DELTA_NETS
+    number = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    on_hopper = any(device["capability"][0] == 9 for device in status["devices"])
+    if not on_hopper or not first <= number < fixed:
+        return []
+    return [
+        Finding(
+            f"gated delta nets (Qwen3.5, Qwen3-Next) cannot be trained: on this GPU "
+            f"flash-linear-attention has no backward for them under Triton {triton}",
+            "pip install 'triton>=3.7.1', or a torch that brings it",
+        )
+    ]
 
 
 def check_memory(limits: MemoryLimits, has_gpu: bool) -> list[Finding]:
@@ -236,6 +266,7 @@ def doctor() -> None:
     findings = [
         *check_versions(versions),
         *check_cuda(status, torch_cuda),
+        *check_recurrent(versions, status),
         *check_memory(limits, has_gpu=bool(status["devices"])),
         *check_threads(os.environ),
     ]

@@ -7,7 +7,13 @@ from typer.testing import CliRunner
 
 from oomb import _C
 from oomb.cli import app
-from oomb.cli.doctor import check_cuda, check_memory, check_threads, check_versions
+from oomb.cli.doctor import (
+    check_cuda,
+    check_memory,
+    check_recurrent,
+    check_threads,
+    check_versions,
+)
 from oomb.cli.machine import UNLIMITED, MemoryLimits, format_bytes, read_memory_limits
 
 GIB = 1 << 30
@@ -112,6 +118,31 @@ class TestFindings:
         low = limits(available=GIB, pinned=1 << 16, huge_pages="never")
         assert len(check_memory(low, has_gpu=True)) == 3
         assert len(check_memory(low, has_gpu=False)) == 1
+
+    @pytest.mark.parametrize(
+        ("triton", "fla", "capability", "said"),
+        [
+            ("3.3.1", "0.6.0", (9, 0), False),
+            ("3.4.0", "0.6.0", (9, 0), True),
+            ("3.6.0", "0.6.0", (9, 0), True),
+            ("3.7.0+git1", "0.6.0", (9, 0), True),
+            ("3.7.1", "0.6.0", (9, 0), False),
+            ("3.10.0", "0.6.0", (9, 0), False),
+            ("3.6.0", None, (9, 0), False),
+            (None, "0.6.0", (9, 0), False),
+            ("3.6.0", "0.6.0", (8, 0), False),
+            ("3.6.0", "0.6.0", (10, 0), False),
+        ],
+    )
+    def test_delta_nets_without_a_backward(
+        self, triton: str | None, fla: str | None, capability: tuple[int, int], said: bool
+    ) -> None:
+        of_gpu = device()
+        of_gpu["capability"] = capability
+        versions = {"triton": triton, "flash-linear-attention": fla}
+        found = check_recurrent(versions, status(of_gpu))
+        assert len(found) == said
+        assert all("3.7.1" in finding.remedy and not finding.fatal for finding in found)
 
     def test_a_missing_package_is_fatal(self) -> None:
         versions = {"torch": None, "transformers": "5.0", "numpy": "2.0", "greenlet": "3.5"}
