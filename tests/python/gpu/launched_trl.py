@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import trl
+from datasets import load_dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oomb.hf
-from trainer.runs import CONFIG, logged, prompts, tokenizer
-from trainer.two_pass_runs import classifier, model, preferences, reward, settings
+from trainer.runs import CONFIG, logged, prompt_rows, tokenizer
+from trainer.two_pass_runs import classifier, model, reward, settings
 
 GENERATION = {
     "num_generations": 4,
@@ -36,6 +37,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "Reward": {"center_rewards_coefficient": 0.1, "max_length": 64},
 }
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy", "margin")
+
+
+def data(folder: Path, scores: bool) -> Any:
+    """From a file: to pickle a table in memory, as its fingerprint takes, has failed on a GPU's
+    machine."""
+    rows = prompt_rows(8 if scores else 6)
+    others = [row["completion"] for row in rows[1:] + rows[:1]]
+    kept = [
+        {
+            "prompt": row["prompt"],
+            **({"chosen": row["completion"], "rejected": other} if scores else {}),
+        }
+        for row, other in zip(rows, others, strict=True)
+    ]
+    file = folder / "rows.json"
+    file.write_text("\n".join(map(json.dumps, kept)))
+    return load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder))
 
 
 def main() -> None:
@@ -58,7 +76,7 @@ def main() -> None:
         trainer = getattr(oomb.hf, f"{options.kind}Trainer")(
             model=(classifier(False) if scores else model(False)).to(torch.float32),
             args=getattr(trl, f"{options.kind}Config")(**args),
-            train_dataset=preferences() if scores else prompts(6).select_columns("prompt"),
+            train_dataset=data(Path(folder), scores),
             processing_class=tokenizer(),
             oomb_config=config,
             **others,

@@ -86,17 +86,20 @@ def prompts(number: int = 23) -> Any:
     """Prompts and completions as TRL takes them."""
     from datasets import Dataset  # not on every machine with a GPU, where the rest of this runs
 
+    return Dataset.from_list(prompt_rows(number))
+
+
+def prompt_rows(number: int) -> list[dict[str, str]]:
+    """A prompt and its completion, in words."""
     words = [" ".join(f"w{token}" for token in ids) for ids, _, _ in _drawn(number, 50, 5)]
     cuts = [(prompt, border) for _, prompt, border in _drawn(number, 50, 5)]
-    return Dataset.from_list(
-        [
-            {
-                "prompt": " ".join(text.split()[: prompt + 1]) + " ",
-                "completion": " ".join(text.split()[prompt + 1 : border + 5]),
-            }
-            for text, (prompt, border) in zip(words, cuts, strict=True)
-        ]
-    )
+    return [
+        {
+            "prompt": " ".join(text.split()[: prompt + 1]) + " ",
+            "completion": " ".join(text.split()[prompt + 1 : border + 5]),
+        }
+        for text, (prompt, border) in zip(words, cuts, strict=True)
+    ]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
