@@ -7,7 +7,7 @@ One run of a tiny model is killed again and again: a rank drawn at random gets S
 random number of steps, torchrun ends the others, and ``--resume`` goes on with two ranks, two, one,
 two, two, one … With ``--weights zero3`` those that are two share weights. Told are the seconds from
 each kill until every rank has ended, and the largest relative difference of a step's loss from the
-run without a break.
+run without a break: after each kill, so that a time limit leaves what came before it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,40 +148,51 @@ def kill_once(
 
 
 def measured(
-    kills: int, device: str, seed: int, weights: str, folder: Path, log: Path
+    kills: int,
+    device: str,
+    seed: int,
+    weights: str,
+    folder: Path,
+    log: Path,
+    tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The kills of one run, and how far its losses are from those of another."""
+    """The kills of one run, and how far its losses are from those of another.
+
+    Args:
+        tell: gets what is known after each kill.
+    """
     # A draw is at most 2 * STEPS_A_KILL - 1 steps, and a step may end before the kill is there.
     file = prepare(folder, device, weights, 2 * STEPS_A_KILL * (kills + 1))
     alone = started(file, 1, f"output_dir={folder / 'whole'}", log=log)
     if alone.wait(MOST_SECONDS) != 0:
         raise SystemExit(f"the run without a kill failed:\n{log.read_text()[-8000:]}")
-    draw, run, found = random.Random(seed), folder / "run", []
+    whole = losses(folder / "whole")
+    draw, run, found = random.Random(seed), folder / "run", list[dict[str, float]]()
+
+    def known() -> dict[str, Any]:
+        own = losses(run)
+        return {
+            "device": device,
+            "weights": weights,
+            "kills": found,
+            "steps": len(own),
+            "longest_seconds": max(one["seconds"] for one in found) if found else None,
+            "largest_difference": max(abs(loss / whole[step] - 1) for step, loss in own.items()),
+        }
+
     while len(found) < kills:
         ranks = RANKS[len(found) % len(RANKS)]
         killed = kill_once(file, run, ranks, draw, log)
         if killed is None:
             break
         found.append({"ranks": ranks, "seconds": killed[0], "step": killed[1]})
-        print(
-            f"kill {len(found)}: {ranks} ranks, step {killed[1]}, all ended after "
-            f"{killed[0]:.2f} s",
-            flush=True,
-        )
+        tell(known())
     last = started(file, RANKS[0], f"output_dir={run}", "--resume", log=log)
     if last.wait(MOST_SECONDS) != 0:
         raise SystemExit(f"the run did not go on:\n{log.read_text()[-8000:]}")
-    whole, resumed = losses(folder / "whole"), losses(run)
-    if whole.keys() != resumed.keys():
-        raise SystemExit(f"expected steps {sorted(whole)}, got {sorted(resumed)}")
-    return {
-        "device": device,
-        "weights": weights,
-        "kills": found,
-        "steps": len(whole),
-        "longest_seconds": max(one["seconds"] for one in found) if found else None,
-        "largest_difference": max(abs(resumed[s] / loss - 1) for s, loss in whole.items()),
-    }
+    if whole.keys() != losses(run).keys():
+        raise SystemExit(f"expected steps {sorted(whole)}, got {sorted(losses(run))}")
+    return known()
 
 
 def main() -> None:
@@ -194,10 +206,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--log", type=Path, help="keeps what the runs print")
     arguments = parser.parse_args()
+
+    def tell(result: dict[str, Any]) -> None:
+        last = result["kills"][-1]
+        print(
+            f"kill {len(result['kills'])}: {last['ranks']} ranks, step {last['step']}, all ended "
+            f"after {last['seconds']:.2f} s; losses so far differ by "
+            f"{result['largest_difference']:.1e} at most",
+            flush=True,
+        )
+        if arguments.json is not None:
+            write_record(arguments.json, result)
+
     with tempfile.TemporaryDirectory() as folder:
         log = arguments.log or Path(folder) / "log.txt"
         of_run = (arguments.kills, arguments.device, arguments.seed, arguments.weights)
-        result = measured(*of_run, Path(folder), log)
+        result = measured(*of_run, Path(folder), log, tell)
     print(
         f"{len(result['kills'])} kills: all ranks ended within {result['longest_seconds']} s; "
         f"losses differ by {result['largest_difference']:.1e} at most"

@@ -252,6 +252,27 @@ def fail_once(mesh: Any, say: Any) -> None:
         say(same, "a failing rank: the next call has other bits")
 
 
+def come_late(mesh: Any, say: Any) -> None:
+    """Rank 1's GPU comes late to each sum, the last exchange of a step among them."""
+    ids = torch.arange(TOKENS).remainder(VOCABULARY)[None].cuda()
+    model, add, waited = make_model(torch.bfloat16), Ranks.sum, []
+
+    def late(self: Ranks, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            torch.cuda._sleep(400_000_000)  # 0.2 s
+        return add(self, x)
+
+    for add_up in (add, add, late):
+        Ranks.sum = add_up  # type: ignore[method-assign]
+        try:
+            step, _ = train(model, ids, mesh, {})
+        finally:
+            Ranks.sum = add  # type: ignore[method-assign]
+        waited.append(step.stats.exchange_seconds)
+    more = waited[2] - waited[1]
+    say(dist.get_rank() == 1 or more > 0.1, f"waited {more:.3f} s more for a rank that is late")
+
+
 def main() -> int:
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -268,6 +289,7 @@ def main() -> int:
     two_passes(mesh, say)
     shared_weights(mesh, say)
     checkpoints(mesh, say)
+    come_late(mesh, say)
     fail_once(mesh, say)
     dist.destroy_process_group()
     return len(wrong)
