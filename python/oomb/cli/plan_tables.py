@@ -162,7 +162,7 @@ def _time(prediction: Prediction) -> str:
     duration = prediction.duration
     assert duration is not None
     names = ["matrix", "attention", "elementwise", "copies", "starting"]
-    names += ["exchange"] if duration.exchange else []
+    names += [name for name in ("exchange", "images") if getattr(duration, name)]
     names += ["weights"] if duration.weights_hidden_from else []
     names += ["sums"] if duration.sums_hidden_from else []
     parts = [f"{name} {seconds_text(getattr(duration, name))}" for name in names]

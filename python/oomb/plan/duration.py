@@ -30,6 +30,7 @@ class Duration:
         copies: time that the rest waits for copies between the tiers.
         starting: what starting operations takes beyond what they take themselves.
         exchange: with other ranks of the sequence.
+        images: their tower, before the chunks and after them.
         weights: time that the rest waits for weights from the host.
         weights_hidden_from: tokens of a chunk from which it never waits for them, whatever
             attention takes; 0: no weights are on the host.
@@ -50,6 +51,7 @@ class Duration:
     basis: str
     spared: float = 0.0
     exchange: float = 0.0
+    images: float = 0.0
     weights: float = 0.0
     weights_hidden_from: int = 0
     sums: float = 0.0
@@ -59,7 +61,7 @@ class Duration:
     def total(self) -> float:
         computing = self.matrix + self.elementwise + self.attention
         waiting = self.copies + self.weights + self.sums
-        return computing + waiting + self.starting + self.exchange
+        return computing + waiting + self.starting + self.exchange + self.images
 
 
 def duration_of(
@@ -70,6 +72,7 @@ def duration_of(
     *,
     recompute: bool,
     exchange: float = 0.0,
+    images: float = 0.0,
 ) -> Duration:
     """Time of a call whose chunks cost what ``trace`` says."""
     fills, sweeps = float(call.filled), float(len(call.swept))
@@ -109,6 +112,7 @@ def duration_of(
         basis=rates.basis,
         spared=spared,
         exchange=exchange,
+        images=images,
     )
 
 

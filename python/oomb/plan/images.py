@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from oomb.config import Config
 from oomb.plan.pages import PageCall
+from oomb.plan.rates import Rates
 from oomb.trace.tower import TowerUse
 from oomb.trace.trace import Tracer
 
@@ -27,6 +28,11 @@ class ImagesUse:
     tower: TowerUse
     chunk_bytes: int
     host_bytes: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Of the tower, which every rank runs on all images."""
+        work = self.tower.work
+        return work.flops / rates.matrix + work.moved_bytes / rates.traffic
 
     def before_bytes(self, given: int) -> int:
         """Before the chunks, beside what is ``given`` to the call; 0: there are no images."""

@@ -195,6 +195,7 @@ class Planner:
                     rates,
                     recompute=recompute,
                     exchange=exchange_seconds(call, trace, self.machine, shards),
+                    images=images.seconds(rates),
                 )
                 duration = with_weights(duration, call, trace, rates, weights)
                 duration = with_sums(duration, call, trace, rates, sums)

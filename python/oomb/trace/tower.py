@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
@@ -22,7 +27,7 @@ from oomb.model.images import (
 )
 from oomb.model.swap import entered
 from oomb.trace.autocast import autocast_of_device, autocast_state
-from oomb.trace.meter import tensors_of
+from oomb.trace.meter import Work, tensors_of
 from oomb.trace.stand_ins import TracedMeter, TracedSums
 
 _LARGE_IMAGE = 1024  # tokens, of Qwen's: about a megapixel
@@ -35,9 +40,26 @@ _INDEXED = {
 }
 
 
+def _attention(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+# Tensors without memory are CPU tensors, of whose attention torch's counter does not know.
+_ATTENTION_OF_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
 @dataclass(frozen=True)
 class TowerUse:
-    """Bytes of a call's images, beside parameters and what a call on text takes.
+    """Bytes and work of a call's images, beside parameters and what a call on text takes.
 
     Attributes:
         pixel_bytes: of what the model's forward is given for them, and of positions on axes.
@@ -46,6 +68,7 @@ class TowerUse:
         sum_bytes: those sums; part of ``after_bytes``.
         feature_bytes: of the host's memory: features of all images, once.
         trains: gradients reach something before the decoder.
+        work: of all runs; products are those of attention and convolutions too.
     """
 
     pixel_bytes: int = 0
@@ -54,6 +77,7 @@ class TowerUse:
     sum_bytes: int = 0
     feature_bytes: int = 0
     trains: bool = False
+    work: Work = field(default_factory=Work)
 
     def host_bytes(self, ranks: int = 1) -> int:
         """Of the host's memory: all features, a rank's own rows, and likewise of gradients."""
@@ -102,6 +126,7 @@ class Tower:
         pixels = sum(x.nbytes for x in given.values())
         given |= dict.fromkeys(("attention_mask", "position_ids"))
         meter = TracedMeter()
+        products = FlopCounterMode(display=False, custom_mapping=_ATTENTION_OF_CPU)
         sums = TracedSums(self._device_type, meter, main_grad_dtype)
         trained = [p for p in bare.causal.parameters() if p.requires_grad]
         with entered(
@@ -111,7 +136,12 @@ class Tower:
             _KnownWhereGiven(),  # type: ignore[no-untyped-call]
             sums.collecting(trained),
             meter,
+            products,
         ):
+
+            def done() -> Work:
+                return replace(meter.work, flops=float(products.get_total_flops()))
+
             try:
                 with torch.no_grad():
                     taken = taken_by_decoder(bare, ids, given)
@@ -120,7 +150,7 @@ class Tower:
                 positions = taken.keywords.get("position_ids")
                 if positions is not None and positions.ndim == 3:
                     pixels += positions.nbytes
-                use = TowerUse(pixels, before, feature_bytes=size)
+                use = TowerUse(pixels, before, feature_bytes=size, work=done())
                 if not trains_images(bare):
                     return use
                 gradients = [torch.empty_like(x) for x in features]
@@ -134,6 +164,7 @@ class Tower:
                     after_bytes=meter.peak_bytes - size + on_device,
                     sum_bytes=sum(x.nbytes for x in sums.of(trained, reached=True)),
                     trains=True,
+                    work=done(),
                 )
             except (RuntimeError, TypeError, AttributeError, LookupError) as error:
                 raise UnsupportedModelError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import oomb
@@ -19,7 +20,8 @@ from oomb.engine import call
 from oomb.model.causal import CausalModel
 from oomb.plan import Machine, Planner, Prediction
 from oomb.trace.image_sizes import tokens_of_image
-from oomb.trace.tower import ShownImages
+from oomb.trace.meter import tensors_of
+from oomb.trace.tower import _ATTENTION_OF_CPU, ShownImages
 from oomb.trace.trace import Tracer
 
 from .allocations import peak_allocated
@@ -116,6 +118,51 @@ def test_a_call_leaves_room_for_the_tower(trained: bool, monkeypatch: pytest.Mon
     inputs = (ids.shape[1] - 1) * 2 * 8  # positions and targets
     after = inputs + sums - tower.sum_bytes + tower.after_bytes
     assert others[1] == pytest.approx(after, rel=0.01) and after > 2 * others[0]
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3", "qwen3.5"])
+def test_products_of_the_tower(family: str, trained: bool) -> None:
+    """Those of the model's own tower with pixels: once without a graph, and where something in it
+    trains once more with one, and back."""
+    model, shown = model_of(family, trained=trained), 60
+    found = Tracer(model, "cpu", False).tower.use(shown, 256, "float32").work
+    images = ShownImages.on(CausalModel(model), shown, 256)
+    beside = {name: x for name, x in images.beside.items() if "token_type" not in name}
+    pixels = torch.randn(images.pixels)
+
+    def products(*, with_graph: bool) -> int:
+        counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_OF_CPU)
+        with counter, torch.set_grad_enabled(with_graph):
+            features = tensors_of(vars(model.get_image_features(pixel_values=pixels, **beside)))
+            if with_graph:
+                last = [x for x in features if x.requires_grad]
+                torch.autograd.backward(last, [torch.ones_like(x) for x in last])
+        return int(counter.get_total_flops())
+
+    expected = products(with_graph=False) + (products(with_graph=True) if trained else 0)
+    assert found.flops == expected > 0
+    assert found.moved_bytes > 0
+
+
+def test_seconds_of_the_tower() -> None:
+    """They come to those of the chunks, at the rates of the machine, on each rank."""
+    model = model_of("gemma3", trained=True)
+    machine = Machine.described(gpu="h200", host_memory="64GiB")
+    seconds = []
+    for ranks in (1, 2):
+        planner = Planner(model, replace(machine, ranks=ranks, neighbours=ranks))
+        with_images, text = (
+            planner.predict(TOKENS, CONFIG, optimizer=None, image_tokens=n).duration
+            for n in (800, 0)
+        )
+        assert with_images is not None and text is not None and text.images == 0
+        assert with_images.total == pytest.approx(text.total + with_images.images)
+        seconds.append(with_images.images)
+    work = planner.tracer.tower.use(800, TOKENS, "float32").work
+    assert machine.gpu is not None
+    assert seconds[0] == seconds[1]
+    assert seconds[0] > work.flops / machine.gpu.flops + work.moved_bytes / 4.8e12
 
 
 def test_which_tokens_show_images() -> None:
