@@ -136,7 +136,7 @@ def copy_heads(room: torch.Tensor, x: torch.Tensor) -> None:
     """``room.copy_(x)`` for tensors [..., D] whose order of axes differs.
 
     Heads are moved in pieces of 16 bytes where they consist of such: torch's copy between orders
-    moves one element at a time, which for two bytes takes several times as long on a GPU.
+    moves one element at a time, however small.
     """
     if room.dtype == x.dtype and _in_pieces(room) and _in_pieces(x):
         room, x = room.view(_WIDE), x.view(_WIDE)
