@@ -326,8 +326,8 @@ def _expect_movable(causal: nn.Module) -> None:
         if kind not in ("Parameter", "Params4bit") and not is_weight_only(parameter):
             raise UnsupportedModelError(
                 f"{name}: Config(weights='host') moves plain weights, those in 4 bits of "
-                f"bitsandbytes and in 8 bits of torchao, got {kind}; set weights='device', or load "
-                "it in 4 bits"
+                f"bitsandbytes and weight-only ones of torchao, got {kind}; set weights='device', "
+                "or load it in 4 bits"
             )
         if parameter.device.type == "meta":
             raise UnsupportedModelError(

@@ -55,9 +55,10 @@ def _check_of_torchao(name: str, module: nn.Module) -> None:
         if not is_weight_only(weight):
             raise UnsupportedModelError(
                 f"{name}.{own}: torchao's {type(weight).__name__} passes no gradient to the "
-                "layer's input as it is quantised here, so what is below would train on a wrong "
-                "one; quantise by Int8WeightOnlyConfig() or Float8WeightOnlyConfig(), or load the "
-                "model in 4 bits of bitsandbytes (load_in_4bit=True)"
+                "layer's input as it is quantised here, or none that is known to be right, so what "
+                "is below could train on a wrong one; quantise by Int8WeightOnlyConfig() or "
+                "Float8WeightOnlyConfig(), or load the model in 4 bits of bitsandbytes "
+                "(load_in_4bit=True)"
             )
 
 

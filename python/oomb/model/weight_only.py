@@ -1,4 +1,4 @@
-"""Frozen weights of torchao in 8 bits, unpacked for a product and again for its backward.
+"""Frozen weights of torchao in 4 or 8 bits, unpacked for a product and again for its backward.
 
 torchao leaves the backward to autograd, which keeps every unpacked weight from the forward on: of
 all layers of a chunk that is as much as weights without quantisation. Here the packed one is kept.
@@ -13,8 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Whose product with x is x @ dequantize().T: int8, float8, and up to 8 bits in a byte each.
-_KINDS = frozenset(["Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"])
+# Whose product with x is x @ unpacked(weight).T, with the codes of each. A byte for each value:
+# int8, float8, and up to 8 bits in a byte. Two values in a byte: NF4 and NVFP4.
+_CODES = {
+    "Int8Tensor": "qdata",
+    "Float8Tensor": "qdata",
+    "IntxUnpackedToInt8Tensor": "qdata",
+    "NF4Tensor": "quantized_data",
+    "NVFP4Tensor": "qdata",
+}
 # What they have where a product rounds or scales x too, which passes no gradient.
 _OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
 
@@ -27,20 +34,36 @@ def is_of_torchao(weight: object) -> bool:
 
 def is_weight_only(weight: object) -> bool:
     """Whether a weight of torchao can be unpacked, and nothing but the weight is quantised."""
-    return type(weight).__name__ in _KINDS and all(
+    return type(weight).__name__ in _CODES and all(
         getattr(weight, name, None) is None for name in _OF_INPUTS
     )
 
 
 def codes_of(weight: Any) -> torch.Tensor:
-    """The codes of a weight of torchao: one for each value."""
-    codes: torch.Tensor = weight.qdata
+    """The codes of a weight of torchao: one for each value, or for two."""
+    codes: torch.Tensor = getattr(weight, _CODES[type(weight).__name__])
     return codes
 
 
 def parts_of(weight: Any) -> list[torch.Tensor]:
     """The tensors that a weight of torchao is made of: codes, scales and zero points."""
     return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+
+
+def with_parts(weight: Any, parts: list[torch.Tensor]) -> Any:
+    """A weight of torchao like ``weight``, of other tensors in the order of :func:`parts_of`."""
+    names, attributes = weight.__tensor_flatten__()
+    made = dict(zip(names, parts, strict=True))
+    return type(weight).__tensor_unflatten__(made, attributes, weight.shape, weight.stride())
+
+
+def unpacked(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a weight of torchao, as its own product takes them."""
+    if type(weight).__name__ == "NF4Tensor":  # whose dequantize is a function of other arguments
+        values: torch.Tensor = weight.get_original_weight()
+    else:
+        values = weight.dequantize()
+    return values.to(dtype)
 
 
 def unpacking_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -79,4 +102,4 @@ class _Unpacked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        return grad @ ctx.weight.dequantize().to(grad.dtype), None
+        return grad @ unpacked(ctx.weight, grad.dtype), None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from oomb.model.weight_only import codes_of, is_of_torchao, parts_of
+from oomb.model.weight_only import codes_of, is_of_torchao, parts_of, unpacked, with_parts
 
 FORMATS = ("nf4", "fp4", "int8")
 
@@ -41,21 +42,19 @@ class _Unpacked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, packed: torch.Tensor, size: torch.Size, scaled: bool
+        ctx: Any, x: torch.Tensor, unpack: Callable[[torch.dtype], torch.Tensor], scaled: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(packed)
-        ctx.size, ctx.scaled = size, scaled
-        y = F.linear(x, _unpacked(packed, size, x.dtype))
+        ctx.unpack, ctx.scaled = unpack, scaled
+        y = F.linear(x, unpack(x.dtype))
         return y * 1.0 if scaled else y
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        weight = _unpacked(packed, ctx.size, grads[0].dtype)
-        return grads[0] @ (weight * 1.0 if ctx.scaled else weight), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        weight = ctx.unpack(grads[0].dtype)
+        return grads[0] @ (weight * 1.0 if ctx.scaled else weight), None, None
 
 
-def _unpacked(packed: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _values(packed: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """A weight of which every byte has given one or two values; a meter sees what this reads and
     writes.
 
@@ -74,11 +73,18 @@ class PackedLinear(nn.Linear):
         codes: bytes of the weight.
         scales: bytes beside it.
         scaled: a product, and an unpacked weight in the backward, is multiplied by scales in an
-            operation of its own (torchao).
+            operation of its own (torchao in 8 bits).
+        unpack: gives the weight in a dtype; None: in one operation.
     """
 
     def __init__(
-        self, linear: nn.Linear, codes: int, scales: int, scaled: bool, device: torch.device | str
+        self,
+        linear: nn.Linear,
+        codes: int,
+        scales: int,
+        scaled: bool,
+        device: torch.device | str,
+        unpack: Callable[[torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -87,12 +93,12 @@ class PackedLinear(nn.Linear):
         beside = torch.empty(scales, dtype=torch.uint8, device=device)
         self.register_buffer("scales", beside, persistent=False)
         self.bias = linear.bias
-        self.scaled = scaled
+        self.scaled, self.unpack = scaled, unpack
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = torch.Size((self.out_features, self.in_features))
         apply: Callable[..., torch.Tensor] = _Unpacked.apply
-        y = apply(x, self.weight, size, self.scaled)
+        y = apply(x, self.unpack or partial(_values, self.weight, size), self.scaled)
         return y if self.bias is None else y + self.bias
 
 
@@ -123,10 +129,18 @@ def unpack_as_shapes(bare: nn.Module, model: nn.Module) -> None:
             if type(child).__name__ == "Linear4bit" and _is_of_bitsandbytes(child):
                 setattr(module, name, _packed(child, "nf4"))
             elif is_of_torchao(known.weight):
-                codes = codes_of(known.weight).nbytes
-                beside = sum(part.nbytes for part in parts_of(known.weight)) - codes
-                made = PackedLinear(child, codes, beside, True, child.weight.device)
-                setattr(module, name, made)
+                setattr(module, name, _as_packed_by_torchao(child, known.weight))
+
+
+def _as_packed_by_torchao(linear: nn.Linear, weight: Any) -> PackedLinear:
+    codes, device = codes_of(weight).nbytes, linear.weight.device
+    parts = parts_of(weight)
+    beside = sum(part.nbytes for part in parts) - codes
+    if codes >= weight.numel():
+        return PackedLinear(linear, codes, beside, True, device)
+    # Many operations unpack 4 bits, and take up to 30 bytes a value meanwhile: they run on shapes.
+    bare = with_parts(weight, [torch.empty_like(part, device=device) for part in parts])
+    return PackedLinear(linear, codes, beside, False, device, partial(unpacked, bare))
 
 
 def _is_of_bitsandbytes(module: nn.Module) -> bool:

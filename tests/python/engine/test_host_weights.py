@@ -240,7 +240,7 @@ def test_changed_between_calls() -> None:
             lambda model: setattr(
                 model.model.layers[0].mlp.up_proj, "weight", _Other(torch.zeros(2))
             ),
-            "bitsandbytes and in 8 bits of torchao, got _Other; set weights='device'",
+            "bitsandbytes and weight-only ones of torchao, got _Other; set weights='device'",
         ),
     ],
     ids=["trained", "accelerate", "meta", "subclass"],
