@@ -51,7 +51,10 @@ class _Unpacked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         weight = ctx.unpack(grads[0].dtype)
-        return grads[0] @ (weight * 1.0 if ctx.scaled else weight), None, None
+        if ctx.scaled:  # from a zero point, by a scale in fp32
+            weight = weight - 1.0
+            weight = weight * torch.empty(1, 1, device=weight.device)
+        return grads[0] @ weight.to(grads[0].dtype), None, None
 
 
 def _values(packed: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -72,8 +75,8 @@ class PackedLinear(nn.Linear):
         linear: the layer in its place; its bias is kept.
         codes: bytes of the weight.
         scales: bytes beside it.
-        scaled: a product, and an unpacked weight in the backward, is multiplied by scales in an
-            operation of its own (torchao in 8 bits).
+        scaled: a product, and an unpacked weight in the backward, is multiplied by scales in
+            operations of their own (torchao's int8 with a scale a row).
         unpack: gives the weight in a dtype; None: in one operation.
     """
 
@@ -136,9 +139,9 @@ def _as_packed_by_torchao(linear: nn.Linear, weight: Any) -> PackedLinear:
     codes, device = codes_of(weight).nbytes, linear.weight.device
     parts = parts_of(weight)
     beside = sum(part.nbytes for part in parts) - codes
-    if codes >= weight.numel():
+    if type(weight).__name__ == "Int8Tensor" and weight.block_size[-1] == weight.shape[-1]:
         return PackedLinear(linear, codes, beside, True, device)
-    # Many operations unpack 4 bits, and take up to 30 bytes a value meanwhile: they run on shapes.
+    # Many operations unpack others, and take up to 30 bytes a value meanwhile: they run on shapes.
     bare = with_parts(weight, [torch.empty_like(part, device=device) for part in parts])
     return PackedLinear(linear, codes, beside, False, device, partial(unpacked, bare))
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import oomb
+from oomb.model.weight_only import parts_of, unpacked, with_parts
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
+from oomb.trace.meter import Meter
+from oomb.trace.quantized import PackedLinear
 
 from .allocations import peak_allocated
 
@@ -253,21 +257,22 @@ def test_a_quantized_weight_that_requires_a_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"),
+    ("kind", "dtype", "recompute"),
     [
-        ("int8", "none"),
-        pytest.param("int8", "layer", marks=pytest.mark.slow),
-        ("nf4", "none"),
-        ("nvfp4", "layer"),
+        ("int8", torch.float32, "none"),
+        pytest.param("int8", torch.float32, "layer", marks=pytest.mark.slow),
+        ("float8", torch.bfloat16, "layer"),
+        ("nf4", torch.float32, "none"),
+        ("nvfp4", torch.bfloat16, "layer"),
     ],
 )
-def test_a_plan_counts_what_a_call_allocates(kind: str, recompute: Any) -> None:
+def test_a_plan_counts_what_a_call_allocates(kind: str, dtype: torch.dtype, recompute: Any) -> None:
     """Unpacked weights of several layers would be more than all the rest.
 
-    One weight in 4 bits takes up to 30 bytes a value while it is unpacked.
+    One weight takes up to 30 bytes a value while it is unpacked.
     """
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 2048}
-    model = adapted(kind, shape=LlamaConfig(**SHAPE.to_dict() | sizes | {"head_dim": 128}))
+    model = adapted(kind, dtype, LlamaConfig(**SHAPE.to_dict() | sizes | {"head_dim": 128}))
     config = oomb.Config(chunk_size=32, page_size=32, recompute=recompute)
     predicted = Planner(model, Machine.here("cpu")).predict(
         129, config, optimizer=None, timed=False
@@ -276,6 +281,26 @@ def test_a_plan_counts_what_a_call_allocates(kind: str, recompute: Any) -> None:
     with oomb.Engine(model, config) as engine:
         measured = peak_allocated(lambda: engine.forward_backward(ids, ids))
     assert predicted.call_bytes + predicted.list_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_in_int8_are_unpacked_as_weights(dtype: torch.dtype) -> None:
+    """On shapes: a CPU takes temporaries of its own for a product of two dtypes."""
+    weight: Any = adapted("int8", dtype).base_model.model.model.layers[0].mlp.up_proj
+    weight = weight.base_layer.weight
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = with_parts(weight, [torch.empty_like(part) for part in parts_of(weight)])
+        layer = nn.Linear(128, 320, bias=False, dtype=dtype)
+        packed = PackedLinear(layer, 320 * 128, 0, True, "cpu")
+        x = torch.empty(1, 128, dtype=dtype, requires_grad=True)
+        out, grad = packed(x), torch.empty(1, 320, dtype=dtype)
+        with Meter() as backward:
+            out.backward(grad)
+        with Meter() as unpacking:
+            product = grad @ unpacked(fake, dtype)
+    assert product.shape == x.shape
+    assert backward.peak_bytes == pytest.approx(unpacking.peak_bytes, rel=0.02)
+    assert backward.work.moved_bytes == pytest.approx(unpacking.work.moved_bytes, rel=0.02)
 
 
 def test_a_plan_without_weights_counts_what_torchao_takes() -> None:
