@@ -124,12 +124,21 @@ class HeadShares:
         return own.flatten(0, 1)
 
     def together(self, of_copies: torch.Tensor) -> torch.Tensor:
-        """[copies, B, queries, tokens, D] of a group → [B, queries of its keys, tokens, D]."""
+        """[copies, B, queries, tokens, …] of a group → [B, queries of its keys, tokens, …]."""
         parts = []
         for copy, queries in enumerate(of_copies.unflatten(2, (self.keys, self.width))):
             first, last = self.part(copy)
             parts.append(queries[:, :, : last - first])
         return torch.cat(parts, dim=2).flatten(1, 2)
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """The way back of :meth:`together`, with the zeros of each copy."""
+        heads = x.unflatten(1, (self.keys, self.of_key))
+        parts = x.new_zeros(self.copies, x.shape[0], self.keys, self.width, *x.shape[2:])
+        for copy, room in enumerate(parts):
+            first, last = self.part(copy)
+            copy_heads(room[:, :, : last - first], heads[:, :, first:last])
+        return parts.flatten(2, 3)
 
 
 def copy_heads(room: torch.Tensor, x: torch.Tensor) -> None:

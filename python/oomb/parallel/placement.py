@@ -101,7 +101,12 @@ class Placement(Protocol):
         ...
 
     def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
-        """[B, query heads held here, C, D] → all queries of the key/value heads held here."""
+        """[B, query heads held here, C, …] → all queries of the key/value heads held here."""
+        ...
+
+    def parts_of_queries(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        """[B, all queries of the key/value heads held here, C, …], a part of them on each rank that
+        holds these heads → [ranks that hold them, B, query heads held here, C, …]."""
         ...
 
     def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
@@ -194,6 +199,9 @@ class AllHere:
 
     def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         return q
+
+    def parts_of_queries(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        return x[None]
 
     def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         return q
@@ -288,11 +296,19 @@ class HeadsOverRanks:
     def queries_of_keys(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         if shares.copies == 1:
             return q
-        group = self.rank // shares.copies
-        sizes = [q.numel() * (rank // shares.copies == group) for rank in range(self.ranks)]
-        sent = q.contiguous().view(-1).repeat(shares.copies)
+        sent, sizes = q.contiguous().view(-1).repeat(shares.copies), self._sizes(q, shares)
         received = self.group.all_to_all(sent, sizes, sizes)
         return shares.together(received.view(shares.copies, *q.shape))
+
+    def parts_of_queries(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
+        parts = shares.apart(x)
+        sizes = self._sizes(parts[0], shares)
+        return self.group.all_to_all(parts.view(-1), sizes, sizes).view(parts.shape)
+
+    def _sizes(self, message: torch.Tensor, shares: HeadShares) -> list[int]:
+        """Of messages to each rank, where those that hold copies of a head get one each."""
+        group = self.rank // shares.copies
+        return [message.numel() * (rank // shares.copies == group) for rank in range(self.ranks)]
 
     def whole_queries(self, q: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         groups = self.group.all_gather(q).unflatten(0, (shares.groups, shares.copies))
