@@ -302,6 +302,8 @@ class Config:
             and come to the device a layer ahead of use; all else moves there. Changes no bit.
         sharded_weights: of a model sharded by FSDP2: ``"zero1"`` gathers weights for a call,
             ``"zero2"`` also shards gradient sums after each chunk, ``"zero3"`` gathers by layer.
+        divide_pages: ranks that would hold copies of a key/value head, where they are more than the
+            heads, hold a part of its pages each: less memory, and more exchanges.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
@@ -322,6 +324,7 @@ class Config:
     keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     weights: Literal["device", "host"] = "device"
     sharded_weights: Literal["zero1", "zero2", "zero3"] = "zero3"
+    divide_pages: bool = False
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False
@@ -357,8 +360,11 @@ class Config:
         for name, kind in get_type_hints(Config).items():
             if get_origin(kind) is Literal:
                 _expect_one_of(name, getattr(self, name), get_args(kind))
-        for name in ("deterministic", "keep_main_grad", "check_finite", "record_selection"):
-            _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
+        for name, kind in get_type_hints(Config).items():
+            if kind is bool:
+                _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
+        whole = not self.divide_pages or isinstance(attention, Dense)
+        _expect(whole, "attention", "oomb.Dense() beside divide_pages=True", attention)
 
 
 def _expect_rule(rule: PageRule) -> None:

@@ -23,10 +23,15 @@ from oomb.model.latent import Expansion, Latent
 from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 from oomb.parallel.heads import HeadShares
+from oomb.parallel.partial_attention import WHOLE, PartialAttention, WholeAttention
+from oomb.parallel.placement import AllHere, Placement
 
 
 class ChunkAttention:
     """Attention of chunks; one object per call of the engine.
+
+    Args:
+        placement: of the parts of a sequence over ranks.
 
     Attributes:
         kept_seconds: of the forward whose outputs are kept.
@@ -35,11 +40,17 @@ class ChunkAttention:
     _ids: ClassVar = itertools.count()
     active: ClassVar[dict[int, ChunkAttention]] = {}
 
-    def __init__(self, pages: CallPages) -> None:
+    def __init__(
+        self,
+        pages: CallPages,
+        placement: Placement = AllHere(),  # noqa: B008  # a constant
+    ) -> None:
         self.pages = pages
         self.id = next(self._ids)
         self.kept_seconds = Stopwatch()
         self._expansions: dict[int, Expansion] = {}  # by layer whose pages hold latents
+        self._placement = placement
+        self._shares: dict[int, HeadShares] = {}  # by layer whose pages ranks divide
 
     def activated(self) -> Swaps:
         """While active, the operation that autograd sees finds it by its ``id``."""
@@ -101,6 +112,8 @@ class ChunkAttention:
             FillComplete: in a fill that ends here.
         """
         pages, chunk = self.pages, run.chunk
+        if pages.divisions[layer].ranks > 1:
+            self._shares[layer] = shares
         if run.phase == "fill":
             pages.write(layer, chunk, self._writing(chunk, layer, k, v))
         ends = run.ends_with == "pages" and layer == pages.layers.last_filled
@@ -143,6 +156,15 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
+            with (
+                self.kept_seconds.running(q.device) if kept else nullcontext(),
+                self._over_ranks(layer).forward(q, o, lse) as (queries, part_o, part_lse),
+            ):
+                yield kernels(parts, queries, part_o, part_lse)
+
+        def kernels(
+            parts: int, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+        ) -> Callable[[Launch], None]:
             chunk, output = (
                 self._chunk(run.chunk, layer, q, k, v, scale, softcap, window),
                 _C.Output(o=o, lse=lse),
@@ -167,8 +189,7 @@ class ChunkAttention:
                         stream=pages.stream,
                     )
 
-            with self.kept_seconds.running(q.device) if kept else nullcontext():
-                yield kernel
+            return kernel
 
         piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
         pages.attend(run.phase, layer, run.chunk, launching, piece)
@@ -204,6 +225,18 @@ class ChunkAttention:
 
         @contextmanager
         def launching(parts: int) -> Iterator[Callable[[Launch], None]]:
+            with self._over_ranks(layer).backward(q, o, lse, d_o, d_lse, dq) as given:
+                yield kernels(parts, *given)
+
+        def kernels(
+            parts: int,
+            q: torch.Tensor,
+            o: torch.Tensor,
+            lse: torch.Tensor,
+            d_o: torch.Tensor,
+            d_lse: torch.Tensor | None,
+            dq: torch.Tensor,
+        ) -> Callable[[Launch], None]:
             chunk, output = (
                 self._chunk(run.chunk, layer, q, k, v, scale, softcap, window),
                 _C.Output(o=o, lse=lse),
@@ -232,7 +265,7 @@ class ChunkAttention:
                     )
                     past.added(part)
 
-            yield kernel
+            return kernel
 
         left = (dk, dv)  # what later chunks' gradients are added to
         if width:
@@ -244,6 +277,10 @@ class ChunkAttention:
         if pages.check_finite:
             expect_finite("the gradient of attention", dq, dk, dv, chunk=run.chunk, layer=layer)
         return dq, dk, dv, torch.cat(left, -1) if width else None
+
+    def _over_ranks(self, layer: int) -> WholeAttention:
+        shares = self._shares.get(layer)
+        return WHOLE if shares is None else PartialAttention(self._placement, shares)
 
     def _past(self, chunk: int, layer: int, k: torch.Tensor) -> Past:
         if not self.holds_latents(layer):

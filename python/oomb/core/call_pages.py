@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from oomb import _C
 from oomb.config import SampledChunks
+from oomb.core.divided_chunks import Division
 from oomb.core.inputs import document_places
 from oomb.core.layout import GradientReach, call_order
 from oomb.core.page_choice import PageChoice
@@ -33,6 +34,7 @@ class CallPages(PageProtocol):
         batch: sequences.
         blocks: of each layer, tokens of the blocks that alone its queries see; 0: no blocks.
         latents: of each layer, numbers of a token in pages of latents; 0: keys and values.
+        divisions: of each layer's pages among ranks.
         wave_pages: that a wave does not part.
         first_key, num_keys: as in :class:`oomb.core.inputs.CallInputs`.
         choice: which past pages are seen; None: all.
@@ -45,6 +47,7 @@ class CallPages(PageProtocol):
     batch: int
     blocks: Sequence[int]
     latents: Sequence[int]
+    divisions: Sequence[Division]
     wave_pages: int
     first_key: torch.Tensor | None
     num_keys: torch.Tensor | None
@@ -122,7 +125,7 @@ class CallPages(PageProtocol):
             page_size=self.layout.page_size_of(layer),
             pool=self.pool,
             block_table=_behind(self.tables[layer], shift),
-            num_tokens=self.chunks.past_tokens(chunk),
+            num_tokens=self.layers.chunks[layer].past_tokens(chunk),
             selection=lists,
         )
 
@@ -149,7 +152,22 @@ class CallPages(PageProtocol):
     def visibility(self, layer: int, chunk: int, window: int) -> _C.Visibility:
         """Which keys a chunk's queries may see."""
         first_key = self.first_key_of(chunk, self.blocks[layer])
-        return _C.Visibility(window=window, first_key=first_key, num_keys=self.num_keys)
+        num_keys, division = self.num_keys, self.divisions[layer]
+        if division.ranks > 1:
+            if first_key is not None:
+                first_key = division.keys_before(self.chunks, first_key)
+            if num_keys is not None:
+                num_keys = division.keys_before(self.chunks, num_keys)
+            if not division.owns(chunk):
+                num_keys = self._past_alone(layer, chunk, num_keys)
+        return _C.Visibility(window=window, first_key=first_key, num_keys=num_keys)
+
+    def _past_alone(self, layer: int, chunk: int, num_keys: torch.Tensor | None) -> torch.Tensor:
+        """int32 [B] in place of ``num_keys``: as if the chunk's own keys were padding."""
+        past = self.layers.chunks[layer].past_tokens(chunk)
+        if num_keys is None:
+            return torch.full((self.batch,), past, dtype=torch.int32, device=self.device)
+        return num_keys.clamp(max=past)
 
 
 def begin_pages(
@@ -163,6 +181,7 @@ def begin_pages(
     spilled = caps.host_slots > 0
     outputs = demand.outputs or demand.nothing_kept
     config, chunks, swept = demand.config, demand.chunks, demand.swept
+    demand = replace(demand, rank=placement.rank)
     # Where lists and pages have to travel, two chunks of the fill hide it for each other, unless
     # one needs the states that the other leaves.
     paired = spilled and demand.selection is not None and not demand.chained
@@ -177,6 +196,7 @@ def begin_pages(
         batch=demand.batch,
         blocks=[shape.block for shape in demand.shapes],
         latents=[shape.latent for shape in demand.shapes],
+        divisions=demand.divisions,
         wave_pages=demand.wave_pages,
         chunks=chunks,
         layers=demand.layers,

@@ -59,6 +59,10 @@ class Chunks:
         """First page of a whole chunk's own and last + 1."""
         return self.first_page(chunk), self.first_page(chunk + 1)
 
+    def pages_of(self, tokens: int) -> int:
+        """Pages of the first ``tokens`` of the sequence, the last of them perhaps not full."""
+        return -(-tokens // self.page_size)
+
     def past(self, chunk: int) -> tuple[tuple[int, int], ...]:
         """Pages [first, last) of a chunk's past, in the order of its tokens: at least one range."""
         return ((0, self.first_page(chunk)),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,12 +13,14 @@ import torch
 
 from oomb import _C
 from oomb.config import Config, PageRule, TopKPages
+from oomb.core.divided_chunks import Division, divided
 from oomb.core.inputs import CallInputs
 from oomb.core.kept_outputs import Keeping, KeptOutputs
 from oomb.core.latent_groups import Expanded, pages_at_once
 from oomb.core.layout import Chunks, GradientReach, PagedLayers
 from oomb.core.page_lists import ListSizes, PageLists
 from oomb.core.tiers import PageLayout, wave_pages
+from oomb.core.tree import TreeChunks
 from oomb.core.window_pages import (
     existing_pages,
     gradients_in_window,
@@ -98,6 +100,7 @@ class PageDemand:
         every_output: the fill runs all chunks to their end, though a sweep follows.
         border_bytes: of the host's memory that states at borders take.
         ranks: that share the sequences.
+        rank: whose pages they are, where ranks divide them; of plain chunks the first has most.
     """
 
     chunks: Chunks
@@ -113,6 +116,7 @@ class PageDemand:
     every_output: bool = False
     border_bytes: int = 0
     ranks: int = 1
+    rank: int = 0
 
     @property
     def swept(self) -> Sequence[int]:
@@ -133,7 +137,16 @@ class PageDemand:
     def layers(self) -> PagedLayers:
         """Layers with attention, and where their keys and values stand."""
         chooses = self.selection is not None
-        return PagedLayers.of(self.shapes, self.chunks, self.layout, chooses=chooses)
+        layers = PagedLayers.of(self.shapes, self.chunks, self.layout, chooses=chooses)
+        return divided(layers, self.divisions)
+
+    @cached_property
+    def divisions(self) -> list[Division]:
+        """Of each layer's pages among ranks."""
+        return [
+            Division(shape.copies, self.rank % shape.copies) if shape.divided else Division()
+            for shape in self.shapes
+        ]
 
     @cached_property
     def pages_per_sequence(self) -> list[int]:
@@ -148,7 +161,7 @@ class PageDemand:
         pages = chunks.first_page(self.filled)
         if self.lengths is None:
             return [pages] * self.batch
-        return [min(pages, -(-length // chunks.page_size)) for length in self.lengths]
+        return [min(pages, chunks.pages_of(length)) for length in self.lengths]
 
     @property
     def wave_pages(self) -> int:
@@ -188,20 +201,30 @@ class PageDemand:
     @cached_property
     def page_slots(self) -> int:
         """Slots that pages have at once at most: the start of the sweep, with every page of both
-        kinds alive."""
-        alike = Counter(self._kind_of(layer) for layer in self.layers.storing)
+        kinds alive; of the rank that has most."""
+        uneven = isinstance(self.chunks, TreeChunks)  # chunks of several sizes
+        ranks = max(division.ranks for division in self.divisions) if uneven else 1
+        return max(replace(self, rank=rank)._own_slots for rank in range(ranks))
+
+    @property
+    def _own_slots(self) -> int:
+        alike = Counter(
+            (*self._kind_of(layer), self.divisions[layer]) for layer in self.layers.storing
+        )
         return sum(number * self._slots_of(*kind) for kind, number in alike.items())
 
     def _kind_of(self, layer: int) -> tuple[Chunks, int]:
         return self.layers.chunks[layer], self.layers.widest[layer]
 
-    def _slots_of(self, chunks: Chunks, window: int) -> int:
+    def _slots_of(self, chunks: Chunks, window: int, division: Division) -> int:
         """Of a layer that stores keys and values."""
         extents, gradients = self._extents(chunks), 0
         if not window:
             slots = sum(extents)
             if self.reach is not None:
-                reached = self.reach.at_once(one_more=self._reads_beside)
+                at_start = self.reach.at_start
+                reached = self.reach.at_once(one_more=self._reads_beside) - len(at_start)
+                reached += division.most_of(at_start)
                 gradients = min(reached * chunks.most_pages, chunks.first_page(self.filled))
         elif self.filled > _COUNTED_CHUNKS:
             kept = self.filled * most_of_chunk(chunks, window)
@@ -230,7 +253,20 @@ class PageDemand:
     @property
     def needed_slots(self) -> int:
         """Slots with which no page ever leaves the device, beside what is kept."""
-        return max(self.page_slots, self.smallest_slots)
+        return max(self.page_slots, self.smallest_slots) + self.travel_slots
+
+    @property
+    def travel_slots(self) -> int:
+        """Slots besides, for pages that two full tiers exchange: of a chunk in each layer.
+
+        A sweep gives a chunk's pages back after each chunk, and pages travel through the room that
+        is left. Where ranks divide chunks, a rank comes to none of its own for some time.
+        """
+        if self.reach is None:
+            return 0
+        divided = [x for x in self.layers.storing if self.divisions[x].ranks > 1]
+        pages = sum(self.layers.chunks[layer].most_pages for layer in divided)
+        return pages * self.batch * (1 + self.layout.grad_slots)
 
     @property
     def nothing_kept(self) -> KeptOutputs:

@@ -274,7 +274,7 @@ class Calls:
             model, config, demand, tokens, recompute, self.weights, begun=True, image_tokens=shown
         )
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
-        attention = ChunkAttention(pages)
+        attention = ChunkAttention(pages, placement)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         routers = model.routers
         loop = ChunkLoop(

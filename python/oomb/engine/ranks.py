@@ -24,10 +24,12 @@ def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[La
     """Attention of each layer with the heads that one of ``ranks`` holds.
 
     Pages hold latents where a layer has them, each rank all of them; but keys and values where a
-    page rule chooses by these, and where those of a rank's heads take no more.
+    page rule chooses by these, and where those of a rank's heads take no more. Pages of windows are
+    never divided: their number does not grow with the sequence.
 
     Raises:
-        UnsupportedModelError: some rank would have no queries of its own.
+        UnsupportedModelError: some rank would have no queries of its own, or pages that shall be
+            divided hold latents.
     """
     shares = [HeadShares(s.query_heads, s.kv_heads, ranks) for s in shapes]
     if not all(of_layer.fits for of_layer in shares):
@@ -39,16 +41,25 @@ def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[La
             f"{ranks} ranks, of which some would have no queries: share a sequence among "
             f"{', '.join(map(str, fitting))}"
         )
-    return [
+    stored = [layer if s.source is None else s.source for layer, s in enumerate(shapes)]
+    windowed = {source for source, shape in zip(stored, shapes, strict=True) if shape.window}
+    here = [
         replace(
             shape,
             query_heads=of_rank.queries,
             kv_heads=of_rank.keys,
             copies=of_rank.copies,
+            divided=config.divide_pages and of_rank.copies > 1 and source not in windowed,
             latent=shape.latent if _holds_latents(shape, of_rank.keys, config) else 0,
         )
-        for shape, of_rank in zip(shapes, shares, strict=True)
+        for shape, source, of_rank in zip(shapes, stored, shares, strict=True)
     ]
+    if any(shape.divided and shape.latent for shape in here):
+        raise UnsupportedModelError(
+            "divide_pages: expected a model whose pages hold keys and values, got one whose pages "
+            "hold latents, of which each rank has all"
+        )
+    return here
 
 
 def _holds_latents(shape: LayerShape, kv_heads: int, config: Config) -> bool:

@@ -17,6 +17,7 @@ class LayerShape:
     Attributes:
         head_dim: of queries, keys and values as kernels and pages have them.
         copies: ranks that hold the same keys and values.
+        divided: they hold a part of these each, in place of all.
         block: tokens see their own block of so many, which is a window as well; 0: no blocks.
         latent: numbers of a token that its keys and values are expanded from, where pages hold
             these; 0: pages hold keys and values.
@@ -28,6 +29,7 @@ class LayerShape:
     window: int  # 0: unlimited
     source: int | None = None  # layer with attention whose keys and values it reads; None: its own
     copies: int = 1
+    divided: bool = False
     block: int = 0
     latent: int = 0
 

@@ -81,7 +81,8 @@ def least_pools(call: PageCall, device_slots: int) -> PoolUse:
 
 def _needed_slots(call: PageCall) -> int:
     """Of pages and kept outputs that are there at once, at most, in both tiers together."""
-    return call.page_slots + (0 if call.outputs is None else call.outputs.slots)
+    pages = call.page_slots + call.travel_slots
+    return pages + (0 if call.outputs is None else call.outputs.slots)
 
 
 def slots_at_once(call: PageCall) -> int:

@@ -170,6 +170,38 @@ CASES |= {
         "own rule": Widest(share="kv_head"),
     }.items()
 }
+# The same, but ranks that share a head hold a part of its pages each.
+DIVIDED: dict[str, Any] = {"divide_pages": True}
+CASES |= {
+    "divided": Case(heads=(7, 1), config=DIVIDED),
+    "divided, two heads": Case(heads=(14, 2), config=DIVIDED, batch=2, call="masked"),
+    "divided, recompute": Case(heads=(14, 2), config={**DIVIDED, "recompute": "layer"}),
+    "divided, documents": Case(heads=(8, 1), config=DIVIDED, batch=2, call="documents"),
+    "divided, padding": Case(heads=(14, 2), config=DIVIDED, batch=3, call="padded"),
+    "divided, two tiers": Case(heads=(14, 2), config=DIVIDED, slots=14, tokens=140),
+    "divided, kept outputs": Case(heads=(7, 1), config={**DIVIDED, "keep_outputs": "all"}),
+    "divided, kept outputs, two tiers": Case(
+        heads=(14, 2), config={**DIVIDED, "keep_outputs": 0.5}, slots=14, tokens=140
+    ),
+    "divided, sinks": Case(model="gpt-oss", heads=(14, 2), config=DIVIDED),
+    "divided, soft caps": Case(model="gemma2", heads=(8, 2), config=DIVIDED, batch=2),
+    "divided, shared keys": Case(model="gemma4-e2b", heads=(8, 2), config=DIVIDED),
+    "divided, 3 tokens": Case(heads=(7, 1), config=DIVIDED, tokens=3),
+    "divided, a token behind a border": Case(heads=(7, 1), config=DIVIDED, tokens=18),
+    "divided, two chunks": Case(heads=(7, 1), config=DIVIDED, tokens=30),
+    "divided, sampled": Case(
+        heads=(14, 2),
+        config={**DIVIDED, "backward": oomb.SampledChunks(keep=0.6, seed=3)},
+        is_ordinary=False,
+        tokens=120,
+    ),
+    "divided, truncated": Case(
+        heads=(7, 1),
+        config={**DIVIDED, "backward": oomb.TruncatedChunks(window=3)},
+        is_ordinary=False,
+        tokens=120,
+    ),
+}
 CASES |= {
     "28 heads": Case(heads=(28, 4), batch=2, call="masked"),
     "28 heads, recompute": Case(heads=(28, 4), config={"recompute": "layer"}),
@@ -197,6 +229,10 @@ CASES |= {
         heads=(28, 4), config={"keep_outputs": 0.5}, slots=26, tokens=140
     ),
     "28 heads, 3 tokens": Case(heads=(28, 4), tokens=3),
+    "28 heads, divided": Case(heads=(28, 4), config=DIVIDED, batch=2, call="masked"),
+    "28 heads, 2 keys, divided": Case(
+        heads=(28, 2), config={**DIVIDED, "keep_outputs": 0.5}, slots=10, tokens=140
+    ),
     "32 heads, norms of heads": Case(model="qwen3", heads=(32, 8), batch=2, call="documents"),
     "32 heads, two tiers": Case(model="qwen3", heads=(32, 8), slots=26, tokens=140),
 }
@@ -294,16 +330,23 @@ EIGHT = [name for name in CASES if name.startswith(("28 heads", "32 heads"))]
 
 # Run each time on more than two ranks too; the others on 3 and 4 are slow.
 QUICK = ("dense", "recompute", "sinks", "documents", "pages", *(n for n in CASES if "border" in n))
+SHARED = ("copies", "divided")
 COPIES = {
     *(("copies", ranks) for ranks in (2, 3, 4)),
     *((f"copies, {name}", 4) for name in ("recompute", "sinks", "pages", "own rule")),
     ("copies of two", 3),
     ("copies, documents", 3),
+    *(("divided", ranks) for ranks in (2, 3, 4)),
+    *(
+        (f"divided, {name}", 4)
+        for name in ("padding", "kept outputs, two tiers", "sinks", "soft caps", "shared keys")
+    ),
+    *((f"divided, {name}", 3) for name in ("documents", "two chunks", "truncated")),
 }
 
 
 def is_quick(name: str, ranks: int) -> bool:
-    if name.startswith("copies"):
+    if name.startswith(SHARED):
         return (name, ranks) in COPIES
     return ranks == 2 or name in QUICK
 
@@ -313,7 +356,7 @@ WHERE = [
     for name in CASES
     if name not in EIGHT
     for ranks in (2, 3, 4)
-    if ranks == 4 or not name.startswith("copies") or (name, ranks) in COPIES
+    if ranks == 4 or not name.startswith(SHARED) or (name, ranks) in COPIES
 ]
 
 

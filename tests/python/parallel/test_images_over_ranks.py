@@ -65,6 +65,7 @@ SIX = {
 COPIES = {
     "copies": Case("qwen3-vl", heads=(6, 2)),
     "copies, both ways": Case("gemma3", heads=(6, 2)),
+    "divided, both ways": Case("gemma3", heads=(6, 2), config={"divide_pages": True}),
 }
 
 
@@ -120,6 +121,7 @@ QUICK = (
     "one token, an image's",
     "three ranks, both ways",
     "copies, both ways",
+    "divided, both ways",
 )
 WHERE = [
     pytest.param(name, ranks, marks=[] if name in QUICK else pytest.mark.slow)

@@ -1,0 +1,94 @@
+"""Pages of a sequence divided among the ranks that share a key/value head, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from oomb.core.layout import Chunks, PagedLayers
+from oomb.core.tree import TreeChunks
+
+
+@dataclass(frozen=True)
+class Division:
+    """Ranks take chunks in turn. Each numbers its own pages alone, in the order of the sequence.
+
+        chunk              0     1     2     3     4
+        pages of rank 0    0-3         4-7         8-11     past of chunk 3: 0-7
+        pages of rank 1          0-3         4-7            past of chunk 3: 0-3
+
+    So the pages of a past lie one behind the other, and its keys have other numbers than in the
+    sequence. The keys of a chunk itself are seen by its rank alone.
+
+    Attributes:
+        ranks: that share a key/value head; 1: nothing is divided.
+        rank: this one among them.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+
+    def owns(self, chunk: int) -> bool:
+        """Whether this rank has the pages of a chunk."""
+        return chunk % self.ranks == self.rank
+
+    def chunks(self, whole: Chunks) -> Chunks:
+        """Chunks of a sequence with the pages that this rank has of them."""
+        if self.ranks == 1:
+            return whole
+        if isinstance(whole, TreeChunks):
+            return self._of_tree(whole)
+        return DividedChunks(whole.tokens, whole.chunk_size, whole.page_size, self)
+
+    def _of_tree(self, whole: TreeChunks) -> TreeChunks:
+        pages = [last - first for first, last in pairwise(whole.first_pages)]
+        own = [number * self.owns(chunk) for chunk, number in enumerate(pages)]
+        firsts = tuple(accumulate(own, initial=0))
+        place = dict(zip(whole.first_pages, firsts, strict=True))  # of a border between pages
+        pasts = tuple(
+            tuple((place[first], place[last]) for first, last in past) for past in whole.pasts
+        )
+        return replace(whole, first_pages=firsts, pasts=pasts)
+
+    def keys_before(self, whole: Chunks, keys: torch.Tensor) -> torch.Tensor:
+        """int32: of each key of the sequence, how many of this rank's come before it."""
+        begins = [begin for begin, _ in whole.spans]
+        own = [self.owns(chunk) * (end - begin) for chunk, (begin, end) in enumerate(whole.spans)]
+        device = keys.device
+        starts = torch.tensor(begins, dtype=keys.dtype, device=device)
+        before = torch.tensor([0, *accumulate(own)], dtype=keys.dtype, device=device)
+        chunk = torch.searchsorted(starts, keys.contiguous(), right=True) - 1
+        inside = keys - starts[chunk]
+        return (before[chunk] + inside.minimum(before[chunk + 1] - before[chunk])).to(torch.int32)
+
+    def most_of(self, chunks: Sequence[int]) -> int:
+        """Of some chunks the most that one rank has."""
+        if self.ranks == 1 or not chunks:
+            return len(chunks)
+        return int(np.bincount(np.asarray(chunks) % self.ranks).max())
+
+
+@dataclass(frozen=True)
+class DividedChunks(Chunks):
+    """Chunks of a plain sequence, with the pages of one rank."""
+
+    division: Division
+
+    def first_page(self, chunk: int) -> int:
+        ranks, rank = self.division.ranks, self.division.rank
+        return (chunk + ranks - 1 - rank) // ranks * self.most_pages
+
+    def pages_of(self, tokens: int) -> int:
+        whole = tokens // self.chunk_size
+        rest = -(-(tokens % self.chunk_size) // self.page_size)
+        return self.first_page(whole) + rest * self.division.owns(whole)
+
+
+def divided(layers: PagedLayers, divisions: Sequence[Division]) -> PagedLayers:
+    """Layers whose pages ranks divide, each as its own division says."""
+    cut = zip(layers.chunks, divisions, strict=True)
+    return replace(layers, chunks=tuple(division.chunks(chunks) for chunks, division in cut))
