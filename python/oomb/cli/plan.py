@@ -63,6 +63,9 @@ def plan(
     sharded_weights: Annotated[
         str, typer.Option(help="GPUs share weights: zero1, zero2 or zero3; '': each has all.")
     ] = "",
+    divide_pages: Annotated[
+        bool, typer.Option("--divide-pages", help="GPUs divide pages in place of copies of heads.")
+    ] = False,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
@@ -125,6 +128,7 @@ def plan(
             main_grad_device=main_grad_device,  # type: ignore[arg-type]
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
+            divide_pages=divide_pages,
             **chosen,
         )
         tokens = parse_length("context", context)

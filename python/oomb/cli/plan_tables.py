@@ -73,6 +73,7 @@ def _settings(prediction: Prediction) -> str:
             if prediction.machine.weights == "replicated"
             else [f"sharded_weights={prediction.machine.weights}"]
         ),
+        *(["divide_pages=True"] if config.divide_pages else []),
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",

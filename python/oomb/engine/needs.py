@@ -224,6 +224,7 @@ def setting_of(
         main_grad_dtype=config.main_grad_dtype,
         expanded=demand.expanded,
         ranks=1 if recurrent else demand.ranks,
+        divides_pages=config.divide_pages,
     )
 
 

@@ -78,10 +78,7 @@ class PartialAttention(WholeAttention):
         every = self._gathered(q)
         part, part_lse = torch.empty_like(every), lse.new_empty(every.shape[:3])
         yield every, part, part_lse
-        del every
-        parts, lses = self._returned(part), self._returned(part_lse)
-        del part, part_lse
-        whole, whole_lse = merged(parts, lses)
+        whole, whole_lse = merged(self._returned(part), self._returned(part_lse))
         o.copy_(whole)
         lse.copy_(whole_lse)
 
@@ -104,7 +101,6 @@ class PartialAttention(WholeAttention):
         every_lse, every_minus_delta = self._gathered(torch.cat([lse, minus_delta])).chunk(2)
         zeros, part = torch.zeros_like(every), torch.empty_like(every)
         yield every, zeros, every_lse, every_d, every_minus_delta, part
-        del every, zeros, every_lse, every_d, every_minus_delta
         dq.copy_(added_in_order(self._returned(part)))
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:

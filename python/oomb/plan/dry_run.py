@@ -95,10 +95,7 @@ class DryRun:
 
     def _coarser_layers(self) -> PagedLayers:
         """Those that are run, with pages that stand for several."""
-        call = self._call
-        layers = PagedLayers.of(
-            self._shapes, call.chunks, call.layout, chooses=call.selection is not None
-        )
+        layers = replace(self._call, shapes=self._shapes).layers
         coarse = [replace(c, page_size=c.page_size * self._factor) for c in layers.chunks]
         return replace(layers, chunks=tuple(coarse))
 

@@ -185,11 +185,14 @@ def _pairs(
     budget = call.selection.max_pages * call.chunks.page_size if call.selection else None
     totals = [0.0, 0.0]
     for window in {shape.window for shape in shapes}:
-        width = sum(
-            s.query_heads * s.head_dim * (rates.widest_cost if s.head_dim >= WIDEST else 1.0)
+        widths = [
+            (s, s.query_heads * s.head_dim * (rates.widest_cost if s.head_dim >= WIDEST else 1.0))
             for s in shapes
             if s.window == window
-        )
+        ]
+        width = sum(of_shape for _, of_shape in widths)
+        # Of divided pages the chunk's own rank has all queries of a head; the others wait for it.
+        own_width = sum(x * (s.copies if s.divided else 1) for s, x in widths)
         for chunk in chunks:
             begin, end = call.chunks.span(chunk)
             tokens, past = end - begin, begin
@@ -197,6 +200,6 @@ def _pairs(
             if window:
                 totals[0] += width * min(own + tokens * past, tokens * float(window))
             else:
-                totals[0] += width * own
+                totals[0] += own_width * own
                 totals[1] += width * tokens * (past if budget is None else min(past, budget))
     return totals[0] * call.batch, totals[1] * call.batch

@@ -155,6 +155,7 @@ class Prediction:
             "main_grad_device": config.main_grad_device,
             "weights": config.weights,
             "keep_outputs": config.keep_outputs,
+            "divide_pages": config.divide_pages,
             "device_memory": config.device_memory,
             "host_memory": config.host_memory,
         }

@@ -25,6 +25,7 @@ from oomb.model.interface import AttentionCall
 from oomb.model.latent import Latent, latent_width
 from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.parallel.group import Ranks
+from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
 from oomb.trace.meter import Meter
 
@@ -174,7 +175,8 @@ class TracedLoop(ChunkLoop):
         assert isinstance(attention, TracedAttention)
         layer = self._model.layer_of(call.module)
         attention.see(layer, call)
-        carried = attention.carried(layer, call)
+        shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
+        carried = attention.carried(layer, call, shares)
         result = super()._attend(call)
         del carried
         return result
@@ -190,9 +192,11 @@ class TracedAttention(ChunkAttention):
         capability: int | None,
         expanded: Expanded | None,
         meter: Meter,
+        placement: Placement,
+        divides_pages: bool,
     ) -> None:
         pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
-        super().__init__(pages)  # type: ignore[arg-type]
+        super().__init__(pages, placement)  # type: ignore[arg-type]
         self._last_filled = last_filled
         self.shapes: dict[int, LayerShape] = {}
         self._stored: dict[int, tuple[weakref.ref[torch.Tensor], ...]] = {}
@@ -200,6 +204,7 @@ class TracedAttention(ChunkAttention):
         self._in_waves = waves
         self._capability = capability
         self._expanded, self._meter = expanded, meter
+        self._divides_pages = divides_pages
 
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -234,11 +239,27 @@ class TracedAttention(ChunkAttention):
             heads = 0, self._expanded.heads, number  # of one rank, which runs all tokens
         return super().vector(layer, latent, dtype, heads)
 
-    def begin(self, run: ChunkRun, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> None:
+    def begin(
+        self,
+        run: ChunkRun,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        shares: HeadShares,
+    ) -> None:
         if run.ends_with == "pages" and layer == self._last_filled:
             raise FillComplete
         if self.holds_latents(layer):
             self._attend_in_scratch(layer, q)
+        if self._is_divided(layer, shares):
+            self._shares[layer] = shares
+            self._attend_in_parts(layer, q)
+
+    def _is_divided(self, layer: int, shares: HeadShares) -> bool:
+        shape = self.shapes[layer]
+        divides = self._divides_pages and shares.copies > 1
+        return divides and not shape.window and not self.holds_latents(layer)
 
     @property
     def numbered_shapes(self) -> list[LayerShape]:
@@ -249,13 +270,12 @@ class TracedAttention(ChunkAttention):
             s if s.source is None else replace(s, source=layers.index(s.source)) for s in shapes
         ]
 
-    def carried(self, layer: int, call: AttentionCall) -> list[torch.Tensor]:
-        """Softmax state between launches: accumulator, maximum, sum."""
-        if not self._in_waves and not self.holds_latents(layer):
+    def carried(self, layer: int, call: AttentionCall, shares: HeadShares) -> list[torch.Tensor]:
+        """Softmax state between launches, where its queries are a rank's own."""
+        is_divided = self._is_divided(layer, shares)
+        if is_divided or (not self._in_waves and not self.holds_latents(layer)):
             return []
-        state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shapes = (call.q.shape, call.q.shape[:3], call.q.shape[:3])
-        return [torch.empty(shape, dtype=state) for shape in shapes]
+        return _softmax_state(call.q)
 
     def backward(
         self,
@@ -269,11 +289,20 @@ class TracedAttention(ChunkAttention):
         *others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        own, width = [torch.empty_like(lse)], others[-1]
-        if self._in_waves or width:
-            own.append(torch.empty(q.shape, dtype=lse.dtype))
+        d_o, d_lse, width = others[0], others[1], others[-1]
+        with self._over_ranks(layer).backward(q, o, lse, d_o, d_lse, dq) as given:
+            own = [torch.empty_like(given[2])]
+            if self._in_waves or width:
+                own.append(torch.empty(given[0].shape, dtype=lse.dtype))
         d_vector = self._d_vector(layer, k, lse.dtype, width) if width else None
         return dq, dk, dv, d_vector
+
+    def _attend_in_parts(self, layer: int, q: torch.Tensor) -> None:
+        """What the forward of a chunk holds at once where ranks divide its past."""
+        o, lse = like_tokens_first(q), torch.empty(q.shape[:3], dtype=_state_dtype(q))
+        with self._over_ranks(layer).forward(q, o, lse) as given:
+            state = _softmax_state(given[0]) if self._in_waves else []
+        del given, state
 
     def _attend_in_scratch(self, layer: int, q: torch.Tensor) -> None:
         """What the forward of a chunk holds at once beside its state."""
@@ -315,3 +344,13 @@ class TracedAttention(ChunkAttention):
         known = self._expanded
         assert known is not None
         return vectors[:, :, : known.group * known.page_size]
+
+
+def _state_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _softmax_state(q: torch.Tensor) -> list[torch.Tensor]:
+    """Accumulator, maximum, sum."""
+    shapes = (q.shape, q.shape[:3], q.shape[:3])
+    return [torch.empty(shape, dtype=_state_dtype(q)) for shape in shapes]

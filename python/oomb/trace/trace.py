@@ -82,6 +82,7 @@ class Setting:
         main_grad_dtype: as in :class:`oomb.Config`.
         expanded: of the past, where pages hold latents; None: they hold keys and values.
         ranks: that run as many tokens each, and exchange them for heads.
+        divides_pages: those that share a key/value head divide its pages.
     """
 
     tokens: int
@@ -91,6 +92,7 @@ class Setting:
     main_grad_dtype: str = "float32"
     expanded: Expanded | None = None
     ranks: int = 1
+    divides_pages: bool = False
 
 
 class Tracer:
@@ -245,7 +247,13 @@ class Tracer:
             total = torch.zeros((), dtype=torch.float64)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         attention = TracedAttention(
-            self._last_filled(causal), setting.waves, self._capability, setting.expanded, meter
+            self._last_filled(causal),
+            setting.waves,
+            self._capability,
+            setting.expanded,
+            meter,
+            placement,
+            setting.divides_pages,
         )
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         runner = TracedRunner(setting.recompute, meter, border)

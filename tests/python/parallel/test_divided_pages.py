@@ -23,6 +23,11 @@ from oomb.core.tiers import PageLayout
 from oomb.core.tree import TreeChunks
 from oomb.engine.ranks import shapes_here
 from oomb.model.layer_shape import LayerShape
+from oomb.plan.exchange import exchange_seconds
+from oomb.plan.machine import Machine
+from oomb.plan.planner import Planner
+from oomb.trace.meter import Work
+from oomb.trace.trace import Trace
 
 from .world import World, meshes
 
@@ -156,6 +161,65 @@ def test_a_rank_has_its_share(world: World) -> None:
     for rank, (taken, loss) in enumerate(divided):
         assert taken == [per_chunk * ((n + 3 - rank) // 4) for n in range(1, 10)]
         assert abs(loss / copies[0][1] - 1) < EXACT
+
+
+@pytest.mark.parametrize("slots", [None, 14])
+def test_plan_is_of_the_rank_that_has_most(world: World, slots: int | None) -> None:
+    world.start(pools_of, slots)
+    machine = Machine.here("cpu").of_rank(4, 4, "replicated")
+    predicted = Planner(tiny(), machine).predict(1500, in_tiers(slots), optimizer=None, timed=False)
+    found = world.answers()
+    assert predicted.device_pool_bytes == found[0][0] == max(device for device, *_ in found)
+    assert predicted.host_pool_bytes == found[0][1]
+    assert predicted.h2d_bytes == found[0][2]
+    assert bool(predicted.h2d_bytes) == (slots is not None)
+
+
+def in_tiers(slots: int | None) -> oomb.Config:
+    tiers: dict[str, Any] = {}
+    if slots is not None:
+        tiers = {"device_memory": slots * SLOT, "host_memory": "8MiB"}
+    return oomb.Config(**PLAIN, divide_pages=True, keep_outputs=0.5, **tiers)
+
+
+def pools_of(rank: int, slots: int | None) -> tuple[int, int, int]:
+    ids = random_ids(1, 1500)
+    with oomb.Engine(tiny(), in_tiers(slots), mesh=meshes[4]) as engine:
+        stats = engine.forward_backward(ids, ids).stats
+    return stats.device_peak_bytes, stats.host_peak_bytes, stats.h2d_bytes
+
+
+def test_exchanges_are_planned(world: World) -> None:
+    """What divided pages send more than copies is what a plan counts more."""
+    sent = [world.run(received_bytes, divide)[0] for divide in (False, True)]
+    machine, planned = Machine.described(gpu="h200").of_rank(4, 4, "replicated"), []
+    assert machine.gpu is not None
+    for divide in (False, True):
+        config = oomb.Config(**PLAIN, divide_pages=divide)
+        call = demand(config, 64, 4, (0, 0))
+        call = replace(call, batch=1, lengths=None, outputs=call.keeping.share(1.0))
+        trace = Trace(fill_peak_bytes=0, sweep_peak_bytes=0, sum_bytes=0, fill=Work(), sweep=Work())
+        seconds = exchange_seconds(call, trace, machine)  # type: ignore[arg-type]
+        planned.append(seconds * machine.gpu.peer_bytes_per_second)
+    assert planned[1] - planned[0] == pytest.approx(sent[1] - sent[0], rel=1e-9)
+
+
+def received_bytes(rank: int, divide: bool) -> int:
+    """What a rank gets of others in a call."""
+    total, ids = 0, random_ids(1, 65)
+    config = oomb.Config(**PLAIN, divide_pages=divide, keep_outputs="all")
+    with oomb.Engine(tiny(), config, mesh=meshes[4]) as engine:
+        group: Any = engine._placement.group  # type: ignore[attr-defined]
+        exchange = group.all_to_all
+
+        def counted(send: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
+            nonlocal total
+            total += (sum(received) - received[rank]) * send.element_size()
+            return exchange(send, sizes, received)
+
+        group.all_to_all = counted
+        engine.forward_backward(ids, ids)
+    return total
 
 
 def within(rank: int, divide: bool, memory: int) -> str | Result:

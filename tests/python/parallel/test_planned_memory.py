@@ -28,12 +28,21 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     tokens: int = 1025
+    heads: tuple[int, int] = (6, 2)  # of queries and keys, of qwen2
 
 
 CASES = {
     "keys and values": Case("qwen2"),
     "keys and values, recompute": Case(  # chunks outweigh the exchange of sums at the end
         "qwen2", {"recompute": "layer", "chunk_size": 1024}, tokens=2049
+    ),
+    "copies": Case("qwen2", heads=(8, 1)),
+    "divided pages": Case("qwen2", {"divide_pages": True}, heads=(8, 1), batch=2),
+    "divided pages, recompute": Case(
+        "qwen2",
+        {"divide_pages": True, "recompute": "layer", "chunk_size": 1024},
+        heads=(8, 1),
+        tokens=2049,
     ),
     "latents": Case(),
     "latents, recompute": Case(config={"recompute": "layer"}, batch=2),
@@ -43,7 +52,9 @@ CASES = {
 
 def model_of(case: Case) -> Any:
     if case.model == "qwen2":
-        return make("qwen2", torch.float32, max_position_embeddings=4096)
+        queries, keys = case.heads
+        sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
+        return make("qwen2", torch.float32, max_position_embeddings=4096, **sizes)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     return make_latent(case.model, torch.float32, max_position_embeddings=4096, **heads)
 
@@ -87,5 +98,6 @@ def test_memory_of_a_rank(world: World, name: str, monkeypatch: pytest.MonkeyPat
     assert len(found) == 4
     peak = min(peak for peak, _, _ in found)
     assert made == pytest.approx(peak, rel=0.03)
-    for _, planned, pools in found:
-        assert planned == pytest.approx(peak + pools, rel=0.06)
+    most = max(pools for _, _, pools in found)  # of divided pages ranks have unequal shares
+    for _, planned, _ in found:
+        assert planned == pytest.approx(peak + most, rel=0.06)
