@@ -14,7 +14,7 @@ import torch
 
 from oomb import _C
 from oomb.config import SampledChunks
-from oomb.core.divided_chunks import Division
+from oomb.core.divided_chunks import Division, KeyNumbers
 from oomb.core.inputs import document_places
 from oomb.core.layout import GradientReach, call_order
 from oomb.core.page_choice import PageChoice
@@ -155,12 +155,17 @@ class CallPages(PageProtocol):
         num_keys, division = self.num_keys, self.divisions[layer]
         if division.ranks > 1:
             if first_key is not None:
-                first_key = division.keys_before(self.chunks, first_key)
+                first_key = self._key_numbers[division].of_keys(first_key)
             if num_keys is not None:
-                num_keys = division.keys_before(self.chunks, num_keys)
+                num_keys = self._key_numbers[division].of_keys(num_keys)
             if not division.owns(chunk):
                 num_keys = self._past_alone(layer, chunk, num_keys)
         return _C.Visibility(window=window, first_key=first_key, num_keys=num_keys)
+
+    @cached_property
+    def _key_numbers(self) -> dict[Division, KeyNumbers]:
+        divisions = {division for division in self.divisions if division.ranks > 1}
+        return {x: KeyNumbers.of(x, self.chunks, self.device) for x in divisions}
 
     def _past_alone(self, layer: int, chunk: int, num_keys: torch.Tensor | None) -> torch.Tensor:
         """int32 [B] in place of ``num_keys``: as if the chunk's own keys were padding."""

@@ -54,22 +54,38 @@ class Division:
         )
         return replace(whole, first_pages=firsts, pasts=pasts)
 
-    def keys_before(self, whole: Chunks, keys: torch.Tensor) -> torch.Tensor:
-        """int32: of each key of the sequence, how many of this rank's come before it."""
-        begins = [begin for begin, _ in whole.spans]
-        own = [self.owns(chunk) * (end - begin) for chunk, (begin, end) in enumerate(whole.spans)]
-        device = keys.device
-        starts = torch.tensor(begins, dtype=keys.dtype, device=device)
-        before = torch.tensor([0, *accumulate(own)], dtype=keys.dtype, device=device)
-        chunk = torch.searchsorted(starts, keys.contiguous(), right=True) - 1
-        inside = keys - starts[chunk]
-        return (before[chunk] + inside.minimum(before[chunk + 1] - before[chunk])).to(torch.int32)
-
     def most_of(self, chunks: Sequence[int]) -> int:
         """Of some chunks the most that one rank has."""
         if self.ranks == 1 or not chunks:
             return len(chunks)
         return int(np.bincount(np.asarray(chunks) % self.ranks).max())
+
+
+@dataclass(frozen=True)
+class KeyNumbers:
+    """How a rank numbers the keys of a sequence, of which it has those of its chunks.
+
+    Attributes:
+        begins: int32 [chunks]: first key of each chunk, as the sequence numbers it.
+        before: int32 [chunks + 1]: keys that the rank has before each of them, and of all.
+    """
+
+    begins: torch.Tensor
+    before: torch.Tensor
+
+    @staticmethod
+    def of(division: Division, whole: Chunks, device: torch.device) -> KeyNumbers:
+        own = [division.owns(c) * (end - begin) for c, (begin, end) in enumerate(whole.spans)]
+        return KeyNumbers(
+            torch.tensor([begin for begin, _ in whole.spans], dtype=torch.int32, device=device),
+            torch.tensor([0, *accumulate(own)], dtype=torch.int32, device=device),
+        )
+
+    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """Of each key of the sequence, how many of the rank's come before it; all int32."""
+        chunk = torch.searchsorted(self.begins, keys.contiguous(), right=True) - 1
+        inside, before = keys - self.begins[chunk], self.before[chunk]
+        return before + inside.minimum(self.before[chunk + 1] - before)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pages": {"attention": oomb.TopKPages(budget=4), "record_selection": True},
     "copies": {},
     "copies, pages": {"attention": oomb.TopKPages(budget=4, share="kv_head")},
+    "copies, divided": {"divide_pages": True},
+    "copies, divided, two tiers": {
+        "divide_pages": True,
+        "keep_outputs": "none",
+        "device_memory": 40 * SLOT,
+        "host_memory": "64MiB",
+    },
     "pages that spill": {
         "attention": oomb.TopKPages(budget=4),
         "device_memory": 80 * SLOT,

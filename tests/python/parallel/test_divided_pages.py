@@ -16,7 +16,7 @@ from engine.reference import EXACT, Result, assert_equal, chunked, random_ids, t
 from engine.test_shared_prefixes import GROUPS, Batch, assert_same
 from engine.test_shared_prefixes import ordinary as ordinary_of_rows
 from engine.two_pass_losses import values_of
-from oomb.core.divided_chunks import Division
+from oomb.core.divided_chunks import Division, KeyNumbers
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import PageLayout
@@ -83,7 +83,8 @@ def test_keys_of_a_rank_are_numbered_in_order(name: str, ranks: int) -> None:
     owner = [c % ranks for c in range(whole.number) for _ in range(*whole.span(c))]
     keys = torch.arange(whole.tokens + 1, dtype=torch.int32).expand(2, -1)
     for rank in range(ranks):
-        found = Division(ranks, rank).keys_before(whole, keys)
+        numbers = KeyNumbers.of(Division(ranks, rank), whole, keys.device)
+        found = numbers.of_keys(keys)
         expected = [sum(x == rank for x in owner[:key]) for key in range(whole.tokens + 1)]
         assert found.dtype == torch.int32
         assert found.tolist() == [expected, expected]
@@ -126,6 +127,16 @@ def test_pages_that_are_counted(backward: Any, ranks: int) -> None:
     assert whole / ranks <= counted <= whole / ranks + (3 if uneven else 1) * chunk
     own = [replace(demand(config, 800, ranks, (0, 0)), rank=r)._own_slots for r in range(ranks)]
     assert max(own) == own[0] == counted
+
+
+def test_chunks_of_several_sizes_are_counted() -> None:
+    """The first rank has less of them: two pages, where another one has three."""
+    config = oomb.Config(**PLAIN, divide_pages=True)
+    whole = WHOLE["chunks of several sizes"]
+    call = replace(demand(config, 64, 3, (0, 0)), chunks=whole, lengths=None)
+    call = replace(call, reach=GradientReach(range(whole.number), None))
+    own = [replace(call, rank=rank)._own_slots for rank in range(3)]
+    assert call.page_slots == max(own) == own[1] > own[0]
 
 
 def test_windows_are_not_divided() -> None:
