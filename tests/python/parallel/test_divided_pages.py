@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -23,6 +24,7 @@ from oomb.core.tiers import PageLayout
 from oomb.core.tree import TreeChunks
 from oomb.engine.ranks import shapes_here
 from oomb.model.layer_shape import LayerShape
+from oomb.plan.duration import forward_seconds
 from oomb.plan.exchange import exchange_seconds
 from oomb.plan.machine import Machine
 from oomb.plan.planner import Planner
@@ -213,6 +215,18 @@ def test_exchanges_are_planned(world: World) -> None:
         seconds = exchange_seconds(call, trace, machine)  # type: ignore[arg-type]
         planned.append(seconds * machine.gpu.peer_bytes_per_second)
     assert planned[1] - planned[0] == pytest.approx(sent[1] - sent[0], rel=1e-9)
+
+
+def test_the_chunks_own_keys_take_one_rank_longer() -> None:
+    """Of a first chunk, which has no past, one of four ranks computes what four did."""
+    rates: Any = SimpleNamespace(own_forward=1.0, past_forward=1.0, matrix=1.0, widest_cost=1.0)
+    seconds: list[list[float]] = []
+    for divide in (False, True):
+        call: Any = demand(oomb.Config(**PLAIN, divide_pages=divide), 800, 4, (0, 24))
+        by_layer = [[shape] for shape in call.shapes]
+        seconds.append([forward_seconds(call, rates, [0], layer) for layer in by_layer])
+    copies, divided = seconds
+    assert divided == [4 * copies[0], copies[1]]
 
 
 def received_bytes(rank: int, divide: bool) -> int:
