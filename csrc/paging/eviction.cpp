@@ -125,9 +125,23 @@ void Tiers::evict_chosen() {
 bool Tiers::make_room(int64_t slots) {
   host_error_.clear();
   if (available_slots() >= slots) return true;
-  if (!choose_victims(slots, kAny)) return false;
+  if (!choose_victims(slots, kAny) && !(give_up_copies() && choose_victims(slots, kAny))) {
+    return false;
+  }
   evict_chosen();
   return true;
+}
+
+bool Tiers::give_up_copies() {
+  bool any = false;
+  for (const PageIndex index : owner_) {
+    if (index < 0 || records_[at(index)].pins == 0 || !records_[at(index)].on_host()) continue;
+    if (records_[at(index)].state == Residency::kResident) move(index, Residency::kDirty);
+    if (records_[at(index)].state != Residency::kDirty) continue;  // its copy is on the way
+    free_host_slots(index);
+    any = true;
+  }
+  return any;
 }
 
 int64_t Tiers::make_room_ahead(int64_t slots, int32_t visit) {

@@ -136,6 +136,7 @@ class PageManager {
   void use(void* stream);
   void advance(int32_t visit);
   void acquire_pages(std::span<const PageIndex> pages, bool will_write);
+  bool find_room(int64_t slots);
   void require_room(int64_t slots);
   void prefetch(int64_t page);
   void store_ahead();

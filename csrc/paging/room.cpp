@@ -12,12 +12,16 @@ using Growth = memory::SlotPool::Growth;
 
 // Where the device gives no further step, pages go to the host; it is made to give its last only
 // where they cannot.
-void PageManager::require_room(int64_t slots) {
+bool PageManager::find_room(int64_t slots) {
   for (const Growth growth : {Growth::kSteps, Growth::kMissing}) {
     tiers_.reserve(slots, growth);
-    if (tiers_.make_room(slots)) return;
+    if (tiers_.make_room(slots)) return true;
   }
-  throw_out_of_memory(slots);
+  return false;
+}
+
+void PageManager::require_room(int64_t slots) {
+  if (!find_room(slots)) throw_out_of_memory(slots);
 }
 
 void PageManager::throw_out_of_memory(int64_t slots) const {

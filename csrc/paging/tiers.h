@@ -159,6 +159,8 @@ class Tiers {
   void store(std::span<const PageIndex> pages);
   void store_batch(std::span<const PageIndex> pages);
   bool choose_victims(int64_t slots, int32_t visit);
+  // Pages in use leave their places on the host, if they have any, to pages that have to go there.
+  bool give_up_copies();
   void evict_chosen();
   void evict(PageIndex index);
   void clear_ahead(PageIndex index);

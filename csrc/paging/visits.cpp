@@ -139,11 +139,26 @@ void PageManager::acquire_pages(std::span<const PageIndex> pages, bool will_writ
     for (const PageIndex index : pages) {
       if (tiers_[index].on_device()) pin(index);
     }
-    require_room(slots);
-    tiers_.load(missing_, now_ - 1, false);
-    for (const PageIndex index : missing_) pin(index);
-    tiers_.create(fresh_, true);
-    pinned_.insert(pinned_.end(), fresh_.begin(), fresh_.end());
+    const auto bring = [&](std::span<const PageIndex> missing, std::span<const PageIndex> fresh) {
+      tiers_.load(missing, now_ - 1, false);
+      for (const PageIndex index : missing) pin(index);
+      tiers_.create(fresh, true);
+      pinned_.insert(pinned_.end(), fresh.begin(), fresh.end());
+    };
+    if (find_room(slots)) {
+      bring(missing_, fresh_);
+    } else {
+      // Two tiers that are full have pages change places one at a time: the place on the host that
+      // one leaves is the next one's.
+      for (const PageIndex& index : missing_) {
+        require_room(tiers_.slots_of(index));
+        bring({&index, 1}, {});
+      }
+      for (const PageIndex& index : fresh_) {
+        require_room(tiers_.slots_of(index));
+        bring({}, {&index, 1});
+      }
+    }
     tiers_.order_compute();
   } catch (...) {
     for (const PageIndex index : pinned_) tiers_.cancel_pin(index, now_ - 1);

@@ -166,7 +166,8 @@ def fit(
     except OutOfMemoryError:
         slot = demand.layout.slot_bytes
         device = room.device // slot
-        free = device + room.host(device * slot) // slot - demand.needed_slots
+        on_host = max(0, room.host(device * slot) // slot - demand.transit_slots)
+        free = device + on_host - demand.needed_slots
         raise _too_much_kept(keeping, outputs, free) from None
 
 
@@ -186,11 +187,13 @@ def _caps(demand: PageDemand, needed: int, room: Room, held: Held | None) -> Cap
         )
     if held is not None and held.device_slots >= _ENOUGH * device:
         usable = min(device, held.device_slots)
-        if usable >= smallest and needed <= usable + held.host_slots:
-            spills = needed > usable
-            return Caps(usable, held.host_slots if spills else 0, held.host_slots)
+        if usable >= smallest and needed <= usable:
+            return Caps(usable, 0, held.host_slots)
+        if usable >= smallest and needed + demand.transit_slots <= usable + held.host_slots:
+            return Caps(usable, held.host_slots, held.host_slots)
     if device == needed:
         return Caps(device, 0, 0)
+    needed += demand.transit_slots
     host = room.host(device * slot)
     capacity = host // slot
     if capacity + device < needed:
@@ -229,7 +232,8 @@ def _worthwhile(
         on_device = room.device_for_outputs(needed * slot) // slot
     if spills or not (room.one_memory or demand.selection):
         on_tier = (pages.device_slots + on_device) * slot
-        on_host = room.host_for_outputs(on_tier, (needed - pages.device_slots) * slot) // slot
+        spilled = needed - pages.device_slots + demand.transit_slots
+        on_host = room.host_for_outputs(on_tier, spilled * slot) // slot
     copying = Copying(demand, linear_flops, 1 - pages.device_slots / needed)
 
     def within(on_device: int, on_host: int) -> Fit:

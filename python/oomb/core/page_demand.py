@@ -253,20 +253,13 @@ class PageDemand:
     @property
     def needed_slots(self) -> int:
         """Slots with which no page ever leaves the device, beside what is kept."""
-        return max(self.page_slots, self.smallest_slots) + self.travel_slots
+        return max(self.page_slots, self.smallest_slots)
 
     @property
-    def travel_slots(self) -> int:
-        """Slots besides, for pages that two full tiers exchange: of a chunk in each layer.
-
-        A sweep gives a chunk's pages back after each chunk, and pages travel through the room that
-        is left. Where ranks divide chunks, a rank comes to none of its own for some time.
-        """
-        if self.reach is None:
-            return 0
-        divided = [x for x in self.layers.storing if self.divisions[x].ranks > 1]
-        pages = sum(self.layers.chunks[layer].most_pages for layer in divided)
-        return pages * self.batch * (1 + self.layout.grad_slots)
+    def transit_slots(self) -> int:
+        """Slots besides, where pages leave the device: two tiers that are full exchange pages one
+        at a time, and each is in both on its way."""
+        return 2 * self.layout.grad_slots
 
     @property
     def nothing_kept(self) -> KeptOutputs:

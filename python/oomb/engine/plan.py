@@ -127,7 +127,7 @@ def _advice(
     if room.device < demand.smallest_slots * slot:
         settings = [] if recompute else ["set recompute='layer'"]
         return [*settings, "lower chunk_size" if room.device_cap is None else "raise device_memory"]
-    on_host = demand.needed_slots * slot - on_device
+    on_host = (demand.needed_slots + demand.transit_slots) * slot - on_device
     if on_host <= room.host(on_device):  # it is what shall be kept that does not fit
         return [str(error)]
     advice = []

@@ -71,9 +71,10 @@ def least_pools(call: PageCall, device_slots: int) -> PoolUse:
     """Sizes of the pools below which the call is refused, with so many slots on the device."""
     needed = _needed_slots(call)
     on_device = min(device_slots, needed)
+    on_host = needed - on_device + call.transit_slots if needed > on_device else 0
     return PoolUse(
         device_peak_bytes=on_device * call.layout.slot_bytes,
-        host_peak_bytes=(needed - on_device) * call.layout.slot_bytes,
+        host_peak_bytes=on_host * call.layout.slot_bytes,
         h2d_bytes=0,
         d2h_bytes=0,
     )
@@ -81,8 +82,7 @@ def least_pools(call: PageCall, device_slots: int) -> PoolUse:
 
 def _needed_slots(call: PageCall) -> int:
     """Of pages and kept outputs that are there at once, at most, in both tiers together."""
-    pages = call.page_slots + call.travel_slots
-    return pages + (0 if call.outputs is None else call.outputs.slots)
+    return call.page_slots + (0 if call.outputs is None else call.outputs.slots)
 
 
 def slots_at_once(call: PageCall) -> int:

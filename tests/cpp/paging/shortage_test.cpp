@@ -77,6 +77,24 @@ TEST(Shortage, TakesTheLastOfTheDeviceWhereTheHostIsFull) {
   }
 }
 
+// As many slots in both tiers as pages and their gradients take, and two for the page on its way.
+TEST(Shortage, ExchangesPagesOfTiersThatAreFull) {
+  for (const int64_t device_slots : {4, 11, 30}) {
+    ManagedTiers f(device_slots, 40 + 2 - device_slots);
+    std::vector<Visit> visits(3, Visit{0, VisitKind::kRead, 0, 20});
+    visits.insert(visits.end(), 3, Visit{0, VisitKind::kAccumulate, 0, 20});
+    f.manager.begin_call(plan(1, {20}, visits));
+    f.manager.create_gradients(0, 0, 20);
+    f.write(0, 0, 20);
+    for (int32_t t = 0; t < 6; ++t) {
+      f.visit(t);
+      f.manager.check_integrity();
+    }
+    EXPECT_GT(f.manager.statistics().h2d_bytes, 0);
+    f.manager.end_call();
+  }
+}
+
 TEST(Shortage, SaysThatNeitherTierHasRoom) {
   ManagedTiers f(8, 2);
   f.manager.begin_call(plan(1, {8}, {{0, VisitKind::kRead, 0, 8}}));
