@@ -90,6 +90,8 @@ def plan_call(
         on_device = min(room.device // slot, slots) * slot
         advice = _advice(error, config, demand, room, recompute)
     on_host = slots * slot - on_device
+    if on_host > 0:
+        on_host += demand.transit_slots * slot
     fits, kept_bytes = kept is not None, 0 if kept is None else kept.num_bytes
     lists = demand.list_bytes + demand.border_bytes
     layerwise = layerwise_bytes(

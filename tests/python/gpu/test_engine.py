@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,34 @@ def test_tier_sizes_and_runs_change_no_bit(attention: oomb.Dense | oomb.TopKPage
         assert torch.equal(step.loss, first.loss)
         for name, value in expected.items():
             assert torch.equal(again[name], value), (slots, name)
+
+
+@pytest.mark.parametrize("slots", [40, 100])
+@pytest.mark.parametrize("keep", ["none", "all"])
+def test_tiers_that_are_full_have_the_same_bits(keep: str, slots: int) -> None:
+    """With the smallest host tier that a plan allows."""
+    ids, model = tokens(batch=2), make_model(torch.bfloat16)
+    slot = 2 * PAGE * 64 * 2
+    _, expected = chunked(model, ids, keep_outputs=keep)
+
+    def fits(host_slots: int) -> bool:
+        config = oomb.Config(
+            chunk_size=CHUNK,
+            page_size=PAGE,
+            keep_outputs=keep,  # type: ignore[arg-type]
+            device_memory=slots * slot,
+            host_memory=host_slots * slot,
+        )
+        with oomb.Engine(model, config) as engine:
+            return engine.plan(ids.shape[1], batch_size=ids.shape[0]).fits
+
+    host = 1 + bisect_left(range(1, 4096), True, key=fits)
+    assert 1 < host < 4096
+    step, again = chunked(
+        model, ids, keep_outputs=keep, device_memory=slots * slot, host_memory=host * slot
+    )
+    assert step.stats.h2d_bytes > 0
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("alone", [True, False])
