@@ -21,7 +21,8 @@ CPP_LAYERS = {
     "paging": {"common", "memory"},
     "offload": {"common", "memory", "paging"},
     "attention": {"common"},
-    "bindings": {"common", "sums", "memory", "paging", "offload", "attention"},
+    "peers": {"common"},
+    "bindings": {"common", "sums", "memory", "paging", "offload", "attention", "peers"},
 }
 FORBIDDEN = re.compile(r"^(torch|ATen|c10|caffe2)/")
 BINDINGS_ONLY = re.compile(r"^(pybind11/|Python\.h$)")
@@ -36,7 +37,7 @@ PYTHON_LAYERS = {
     "checkpoint": set(),
     "monitor": set(),
     "model": {"_C"},
-    "parallel": set(),
+    "parallel": {"_C"},
     "core": {"_C", "ops", "model", "parallel"},
     "trace": {"model", "core", "parallel"},
     "engine": {"_C", "model", "core", "trace", "parallel"},

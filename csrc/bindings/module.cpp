@@ -6,6 +6,7 @@ void bind_exceptions(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
+void bind_peers(pybind11::module_& module);
 void bind_sums(pybind11::module_& module);
 
 }  // namespace oomb::bindings
@@ -16,5 +17,6 @@ PYBIND11_MODULE(_C, module) {
   oomb::bindings::bind_build_info(module);
   oomb::bindings::bind_attention(module);
   oomb::bindings::bind_paging(module);
+  oomb::bindings::bind_peers(module);
   oomb::bindings::bind_sums(module);
 }

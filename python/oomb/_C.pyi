@@ -358,6 +358,56 @@ def set_num_threads(count: int) -> None: ...
 def num_threads() -> int: ...
 def cpu_instruction_set() -> str: ...
 
+class PeerExchange:  # CUDA builds
+    """Exchanges between GPUs of one host whose processes write into one another's memory."""
+
+    def __init__(self, *, device: int, side_bytes: int) -> None: ...
+    def begin(self, *, timeout_seconds: float) -> bytes: ...
+    def connect(self, *, rank: int, handles: list[bytes]) -> None: ...
+    def disconnect(self) -> None: ...
+    def all_to_all(
+        self,
+        *,
+        send: int,
+        send_bytes: list[int],
+        received: int,
+        received_bytes: list[int],
+        message_bytes: int,
+        same_to_all: bool = False,
+        stream: int,
+    ) -> None: ...
+    def to_heads(
+        self,
+        *,
+        tensors: list[tuple[int, int, int, int, int]],
+        received: int,
+        tokens: list[int],
+        rank: int,
+        batch: int,
+        row_bytes: int,
+        message_bytes: int,
+        stream: int,
+    ) -> None: ...
+    def to_tokens(
+        self,
+        *,
+        tensors: list[tuple[int, int, int, int, int]],
+        results: list[tuple[int, int, int, int, int]],
+        tokens: list[int],
+        rank: int,
+        batch: int,
+        row_bytes: int,
+        message_bytes: int,
+        stream: int,
+    ) -> None: ...
+    def abort(self) -> None: ...
+    @property
+    def timed_out(self) -> bool: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def side_bytes(self) -> int: ...
+
 class PageCopier:  # CUDA builds; for bench/page_copy.py
     def __init__(
         self,

@@ -16,12 +16,13 @@ class Stopwatch:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
         """Counts what is done inside."""
         if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = self._free.pop() if self._free else _two_events()
             begin.record(torch.cuda.current_stream(device))
             yield
             end.record(torch.cuda.current_stream(device))
@@ -44,3 +45,8 @@ class Stopwatch:
         begin, end = self._events.popleft()
         end.synchronize()
         self._seconds += begin.elapsed_time(end) / 1000
+        self._free.append((begin, end))
+
+
+def _two_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

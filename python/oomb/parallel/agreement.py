@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,42 @@ def model_text(model: nn.Module) -> dict[str, str]:
         "model": _digest(repr((type(model).__name__, model.training, shapes)).encode()),
         "weights of the model": _digest(repr(values).encode()),
     }
+
+
+def expect_own_device(
+    collect: Callable[[Callable[[], tuple[str, str]]], list[tuple[str, str]]],
+    members: list[int],
+    mesh: torch.device,
+    device: torch.device,
+) -> None:
+    """Raise unless a model is where the mesh is, and each rank's has a GPU of its own.
+
+    Args:
+        collect: what work returns on each rank, which all do.
+        members: ranks of the job.
+    """
+
+    def place_of_gpu() -> tuple[str, str]:
+        if mesh.type != device.type:
+            raise ValueError(
+                f"mesh: expected a mesh of the model's device type {device.type!r}, got "
+                f"{mesh.type!r}"
+            )
+        is_gpu = device.type == "cuda"
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
+        return socket.gethostname(), gpu
+
+    places = collect(place_of_gpu)
+    if device.type != "cuda":
+        return
+    for rank, place in enumerate(places):
+        if place in places[:rank]:
+            other = members[places.index(place)]
+            raise ValueError(
+                f"mesh: expected a GPU for each rank, got ranks {other} and {members[rank]} with "
+                f"one GPU of {place[0]}: start as many processes as there are GPUs, and load the "
+                "model with device_map={'': LOCAL_RANK}"
+            )
 
 
 def expect_same(gathered: list[dict[str, str]], members: list[int]) -> None:

@@ -6,7 +6,8 @@
 
 Queries, keys and values of one rank for another are one message, tokens first:
 [tokens, batch, heads of q, k and v, head_dim]. Keys and values go to all ranks that hold a copy of
-their head; what these give back is summed.
+their head; what these give back is summed. Where ranks write into each other's memory and hold no
+copies, heads go from their tensors into messages, and from messages into tensors, on the way.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class ToWhole(torch.autograd.Function):
         width = own[:1].numel() if own.shape[0] else x[:, :1].numel()
         sent = own.contiguous().view(-1).repeat(ranks.size)
         received = ranks.all_to_all(
-            sent, [own.numel()] * ranks.size, [size * width for size in sizes]
+            sent,
+            [own.numel()] * ranks.size,
+            [size * width for size in sizes],
+            max(sizes) * width,
         )
         return received.view(sum(sizes), *own.shape[1:]).transpose(0, 1)
 
@@ -82,7 +86,10 @@ class ToWhole(torch.autograd.Function):
         own, rows = sizes[slices.rank], grad.transpose(0, 1).contiguous()
         width = rows[:1].numel()
         received = ranks.all_to_all(
-            rows.view(-1), [size * width for size in sizes], [own * width] * ranks.size
+            rows.view(-1),
+            [size * width for size in sizes],
+            [own * width] * ranks.size,
+            max(sizes) * width,
         )
         parts = received.view(ranks.size, own, *rows.shape[1:])
         first, last = slices.run
@@ -97,13 +104,23 @@ def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Te
     batch, _, _, head_dim = tensors[0].shape
     heads = [shares.queries, *[shares.keys] * (len(tensors) - 1)]
     width = batch * sum(heads) * head_dim  # elements of a token in a message
-    send = tensors[0].new_empty(ranks.size, own, batch, sum(heads), head_dim)
-    for place, (part, x) in enumerate(zip(send.split(heads, dim=3), tensors, strict=True)):
-        put = shares.put_keys if place else shares.put_queries
-        put(part, x[:, :, :own])
-    received = ranks.all_to_all(
-        send.view(-1), [own * width] * ranks.size, [size * width for size in sizes]
-    )
+    largest = max(sizes) * width
+    peers, received = ranks.peers if shares.copies == 1 else None, None
+    if peers is not None:
+        received = tensors[0].new_empty(total * width)
+        with ranks.measured():
+            if peers.to_heads(tensors, sizes, largest, received):
+                ranks.expect_no_failure()
+            else:
+                received = None
+    if received is None:
+        send = tensors[0].new_empty(ranks.size, own, batch, sum(heads), head_dim)
+        for place, (part, x) in enumerate(zip(send.split(heads, dim=3), tensors, strict=True)):
+            put = shares.put_keys if place else shares.put_queries
+            put(part, x[:, :, :own])
+        received = ranks.all_to_all(
+            send.view(-1), [own * width] * ranks.size, [size * width for size in sizes], largest
+        )
     whole = received.view(total, batch, sum(heads), head_dim)
     return tuple(part.permute(1, 2, 0, 3) for part in whole.split(heads, dim=2))
 
@@ -114,21 +131,26 @@ def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: T
     batch, _, _, head_dim = tensors[0].shape
     heads = [x.shape[1] for x in tensors]
     width = batch * sum(heads) * head_dim
+    largest = max(sizes) * width
+    first, last = slices.run
+    # Zeros where the rank runs a token that is nobody's.
+    like = tensors[0].new_empty if own else tensors[0].new_zeros
+    numbers = [shares.query_heads, *[shares.kv_heads] * (len(tensors) - 1)]
+    results = [like(batch, last - first, n, head_dim).transpose(1, 2) for n in numbers]
+    peers = ranks.peers if shares.copies == 1 else None
+    if peers is not None:
+        with ranks.measured():
+            if peers.to_tokens(tensors, sizes, largest, results):
+                ranks.expect_no_failure()
+                return tuple(results)
     send = tensors[0].new_empty(total, batch, sum(heads), head_dim)
     for part, x in zip(send.split(heads, dim=2), tensors, strict=True):
         copy_heads(part, x.permute(2, 0, 1, 3))
     received = ranks.all_to_all(
-        send.view(-1), [size * width for size in sizes], [own * width] * ranks.size
+        send.view(-1), [size * width for size in sizes], [own * width] * ranks.size, largest
     )
     mine = received.view(ranks.size, own, batch, sum(heads), head_dim)
-    first, last = slices.run
-    results = []
-    for place, parts in enumerate(mine.split(heads, dim=3)):
-        number = shares.kv_heads if place else shares.query_heads
+    for place, (parts, result) in enumerate(zip(mine.split(heads, dim=3), results, strict=True)):
         take = shares.take_keys if place else shares.take_queries
-        # Zeros where the rank runs a token that is nobody's.
-        like = parts.new_empty if own else parts.new_zeros
-        result = like(batch, last - first, number, head_dim)
-        take(result[:, :own], parts)
-        results.append(result.transpose(1, 2))
+        take(result.transpose(1, 2)[:, :own], parts)
     return tuple(results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from oomb.errors import Error
 from oomb.held_signals import with_signals_held
 from oomb.parallel.arrival import connected
 from oomb.parallel.failure import Alarm, Failure, RankLostError
+from oomb.parallel.peer_copies import PeerCopies
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
 T = TypeVar("T")
@@ -40,7 +40,8 @@ class Ranks:
 
     Groups are made directly over the job's store, under a name of their own: the user's groups are
     never aborted, no communicator is split from them, and after a failure the next call makes new
-    ones. Notes go through gloo, tensors through gloo on CPUs and NCCL on GPUs.
+    ones. Notes go through gloo. So do tensors on CPUs; on GPUs ranks copy them into each other's
+    memory, or NCCL carries them where that cannot be reached.
 
     Args:
         members: ranks of the job, in the order of the sequence.
@@ -50,6 +51,8 @@ class Ranks:
     Attributes:
         rank: this one's place among them.
         size: their number.
+        device: where the tensors are.
+        peers: exchanges without a library, where tensors are on GPUs; None: not.
         stopwatch: measures exchanges of tensors; None: nobody does.
     """
 
@@ -60,7 +63,7 @@ class Ranks:
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
         self.stopwatch: Any = None
-        self._device = device
+        self.device = device
         self._timeout = timeout
         key = tuple(members)
         self._name = f"oomb/{'-'.join(map(str, key))}/{_engines[key]}"
@@ -70,6 +73,8 @@ class Ranks:
         self._notes: Any = None
         self._tensors: Any = None
         self._weights: Any = None
+        self.peers: PeerCopies | None = None
+        self._border: Any = None
         self._alarm: Alarm | None = None
         self._settled = False
         self._places: list[Place] = []
@@ -117,12 +122,19 @@ class Ranks:
         with_signals_held(settle)
 
     def border(self) -> None:
-        """Chunks end on all ranks together, so that no host runs ahead of a rank that is gone."""
-        self._wait_on_host(self._notes.allreduce([torch.ones(1)]))
+        """A chunk ends. No host is more than one ahead of another, nor of a rank that is gone.
+
+        The wait is for the chunk before, so that hosts need not come here together.
+        """
+        before, self._border = self._border, self._notes.allreduce([torch.ones(1)])
+        if before is not None:
+            self._wait_on_host(before)
+        if self.peers is not None:
+            self.peers.expect_in_time()
 
     def close(self) -> None:
         """Leave the others; who still waits for this rank is told that it is gone."""
-        if self._device.type == "cuda" and self._tensors is not None:
+        if self.device.type == "cuda" and self._tensors is not None:
             torch.cuda.synchronize()  # what is under way may end
         self._disconnect()
 
@@ -136,9 +148,10 @@ class Ranks:
         store, own = c10d._get_default_store(), self.members[self.rank]
         connect = partial(_gloo, store, name, self.rank, self.size, self._timeout)
         notes = connected(connect, store, name, own, self.members, self._timeout)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._tensors = self._on_gpus(f"{name}/tensors")
             self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
+            self.peers = PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
         else:
             self._tensors = notes
         self._notes = notes  # last, so that an error above leaves nothing that looks connected
@@ -160,12 +173,16 @@ class Ranks:
 
     def _disconnect(self) -> None:
         self._abort()
-        self._notes = self._tensors = self._weights = None
+        if self.peers is not None:
+            with suppress(RuntimeError):  # the GPU itself has failed
+                self.peers.close()
+        self._notes = self._tensors = self._weights = self.peers = self._border = None
         self._generation += 1
 
     def _abort(self) -> None:
         """Frees whoever waits in a collective on the GPU."""
-        if self._device.type == "cuda" and self._tensors is not None:
+        if self.peers is not None:
+            self.peers.abort()
             for group in (self._tensors, self._weights):
                 with suppress(RuntimeError):
                     group.abort()
@@ -221,13 +238,21 @@ class Ranks:
     # Tensors --------------------------------------------------------------------------------------
 
     def all_to_all(
-        self, send: torch.Tensor, send_sizes: list[int], received_sizes: list[int]
+        self, send: torch.Tensor, send_sizes: list[int], received_sizes: list[int], largest: int
     ) -> torch.Tensor:
-        """Elements [sum of received_sizes], of each rank in turn; ``send`` is flat, likewise."""
+        """Elements [sum of received_sizes], of each rank in turn; ``send`` is flat, likewise.
+
+        Args:
+            largest: at least the size of every message between two ranks; the same on all of them.
+        """
         received = send.new_empty(sum(received_sizes))
-        on_gpu, group = self._device.type == "cuda", self._tensors
-        options = _options(c10d.AllToAllOptions(), on_gpu)
-        with self._measured():
+        peers, group = self.peers, self._tensors
+        with self.measured():
+            if peers and peers.all_to_all(send, send_sizes, received, received_sizes, largest):
+                self.expect_no_failure()
+                return received
+            on_gpu = self.device.type == "cuda"
+            options = _options(c10d.AllToAllOptions(), on_gpu)
             if on_gpu:
                 of, to = list(send.split(send_sizes)), list(received.split(received_sizes))
                 # NCCL would move a rank's own part beside the others', through the same channels.
@@ -246,11 +271,11 @@ class Ranks:
             later: on a GPU the stream does not wait; the work that is returned can be waited for.
                 It runs beside other exchanges, on a connection of its own.
         """
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         if not later:
             options = _options(options, on_gpu)
-        with nullcontext() if later else self._measured():
+        with nullcontext() if later else self.measured():
             group = self._weights if on_gpu else self._tensors
             work = group._allgather_base(out.view(-1), x.view(-1), options)
             if later and on_gpu:
@@ -260,7 +285,13 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks, …]: the tensor of each rank."""
-        with self._measured():
+        x = x.contiguous()
+        with self.measured():
+            if self.peers is not None:
+                parts = x.new_empty(self.size, *x.shape)
+                if self.peers.gather(x, parts):
+                    self.expect_no_failure()
+                    return parts
             return self._all_gather(self._tensors, x)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,10 +310,11 @@ class Ranks:
         self._wait(work, on_gpu=on_gpu)
         return parts
 
-    def _measured(self) -> Any:
+    def measured(self) -> Any:
+        """Inside, an exchange of tensors takes place."""
         if self.stopwatch is None:
             return nullcontext()
-        return self.stopwatch.running(self._device)
+        return self.stopwatch.running(self.device)
 
     def _wait(self, work: Any, *, on_gpu: bool) -> None:
         """Until a collective is done; on a GPU, until the stream waits for it."""
@@ -291,6 +323,10 @@ class Ranks:
             return
         if work is not None:
             work.wait()
+        self.expect_no_failure()
+
+    def expect_no_failure(self) -> None:
+        """Raise where another rank of the call has failed."""
         if self._alarm is not None:
             self._alarm.expect_none()
 
@@ -321,31 +357,6 @@ class Ranks:
             self._disconnect()
             raise Failure.of(rank, RankLostError.of(error)).error() from error
         self._alarm.explain(rank, error).raise_again(None)
-
-    def expect_device(self, device: torch.device) -> None:
-        """Raise unless a model is where the mesh is, and each rank's has a GPU of its own."""
-
-        def place_of_gpu() -> tuple[str, str]:
-            if self._device.type != device.type:
-                raise ValueError(
-                    f"mesh: expected a mesh of the model's device type {device.type!r}, got "
-                    f"{self._device.type!r}"
-                )
-            is_gpu = device.type == "cuda"
-            gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-            return socket.gethostname(), gpu
-
-        places = self.collect(place_of_gpu)
-        if device.type != "cuda":
-            return
-        for rank, place in enumerate(places):
-            if place in places[:rank]:
-                other = self.members[places.index(place)]
-                raise ValueError(
-                    f"mesh: expected a GPU for each rank, got ranks {other} and "
-                    f"{self.members[rank]} with one GPU of {place[0]}: start as many processes as "
-                    "there are GPUs, and load the model with device_map={'': LOCAL_RANK}"
-                )
 
 
 def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from oomb.parallel.agreement import expect_same
+from oomb.parallel.agreement import expect_own_device, expect_same
 from oomb.parallel.exchange import ToHeads, ToTokens, ToWhole
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
@@ -249,7 +249,8 @@ class HeadsOverRanks:
         return self.group.neighbours
 
     def expect_device(self, device: torch.device) -> None:
-        self.group.expect_device(device)
+        group = self.group
+        expect_own_device(group.collect, group.members, group.device, device)
 
     def close(self) -> None:
         self.group.close()
@@ -297,13 +298,15 @@ class HeadsOverRanks:
         if shares.copies == 1:
             return q
         sent, sizes = q.contiguous().view(-1).repeat(shares.copies), self._sizes(q, shares)
-        received = self.group.all_to_all(sent, sizes, sizes)
+        received = self.group.all_to_all(sent, sizes, sizes, q.numel())
         return shares.together(received.view(shares.copies, *q.shape))
 
     def parts_of_queries(self, x: torch.Tensor, shares: HeadShares) -> torch.Tensor:
         parts = shares.apart(x)
         sizes = self._sizes(parts[0], shares)
-        return self.group.all_to_all(parts.view(-1), sizes, sizes).view(parts.shape)
+        return self.group.all_to_all(parts.view(-1), sizes, sizes, parts[0].numel()).view(
+            parts.shape
+        )
 
     def _sizes(self, message: torch.Tensor, shares: HeadShares) -> list[int]:
         """Of messages to each rank, where those that hold copies of a head get one each."""

@@ -50,7 +50,7 @@ def _scatter(ranks: Ranks, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> No
     sizes = [sum(part.numel() for part in parts) for parts in of_rank]
     send = torch.cat([part for parts in of_rank for part in parts])
     size = sizes[ranks.rank]
-    received = ranks.all_to_all(send, sizes, [size] * ranks.size).view(ranks.size, size)
+    received = ranks.all_to_all(send, sizes, [size] * ranks.size, max(sizes)).view(ranks.size, size)
     total = added_in_order(received)
     rooms = [room for _, room in pairs]
     for part, room in zip(total.split([room.numel() for room in rooms]), rooms, strict=True):

@@ -10,7 +10,7 @@ import torch
 from oomb.parallel.group import Ranks
 from oomb.parallel.in_order import added_in_order
 
-_BUCKET_BYTES = 256 * 2**20
+_BUCKET_BYTES = 64 * 2**20
 
 
 def sum_in_rank_order(ranks: Ranks, tensors: list[torch.Tensor]) -> None:
@@ -33,7 +33,7 @@ def _sum(ranks: Ranks, flat: torch.Tensor) -> torch.Tensor:
     send = flat.new_zeros(share * ranks.size)
     send[: flat.numel()] = flat
     sizes = [share] * ranks.size
-    parts = ranks.all_to_all(send, sizes, sizes).view(ranks.size, share)
+    parts = ranks.all_to_all(send, sizes, sizes, share).view(ranks.size, share)
     return ranks.all_gather(added_in_order(parts).to(flat.dtype)).view(-1)[: flat.numel()]
 
 

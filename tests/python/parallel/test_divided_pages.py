@@ -237,10 +237,13 @@ def received_bytes(rank: int, divide: bool) -> int:
         group: Any = engine._placement.group  # type: ignore[attr-defined]
         exchange = group.all_to_all
 
-        def counted(send: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
+        def counted(
+            send: torch.Tensor, sizes: list[int], received: list[int], largest: int
+        ) -> torch.Tensor:
             nonlocal total
+            assert largest >= max(*sizes, *received)
             total += (sum(received) - received[rank]) * send.element_size()
-            return exchange(send, sizes, received)
+            return exchange(send, sizes, received, largest)
 
         group.all_to_all = counted
         engine.forward_backward(ids, ids)

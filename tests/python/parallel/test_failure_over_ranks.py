@@ -27,6 +27,7 @@ from oomb.core.chunk_run import ChunkRun
 from oomb.engine.call import Call
 from oomb.engine.two_pass import TwoPass
 from oomb.parallel import peers
+from oomb.parallel.agreement import expect_own_device
 from oomb.parallel.group import Ranks
 
 from .world import Died, World, meshes
@@ -254,7 +255,8 @@ def test_an_error_after_the_last_message_is_raised_by_all(pair: World, kind: str
 def with_a_model_elsewhere(rank: int) -> str:
     ranks = Ranks([0, 1], torch.device("cpu"))
     try:
-        ranks.expect_device(torch.device("cpu" if rank == 0 else "meta"))
+        device = torch.device("cpu" if rank == 0 else "meta")
+        expect_own_device(ranks.collect, ranks.members, ranks.device, device)
     except ValueError as error:
         return str(error)
     finally:

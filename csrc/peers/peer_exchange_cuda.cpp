@@ -1,0 +1,202 @@
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <iterator>
+
+#include "common/cuda_check.h"
+#include "common/error.h"
+#include "peers/peer_exchange.h"
+#include "peers/peer_kernels.h"
+
+namespace oomb::peers {
+namespace {
+
+constexpr int64_t kFlagBytes = kMostRanks * kFlagStride;
+constexpr int64_t kHeadBytes = 4096;
+static_assert(kFlagBytes <= kHeadBytes);
+constexpr double kCyclesPerSecond = 2e9;  // about what GPUs run at most; slower ones wait longer
+constexpr int64_t kMostPieceBytes = (int64_t{1} << 31) - 1;  // kernels count words in 32 bits
+
+class CudaPeerExchange final : public PeerExchange {
+ public:
+  CudaPeerExchange(int device, int64_t side_bytes) : device_(device), side_bytes_(side_bytes) {
+    const DeviceGuard guard(device_);
+    try {
+      void* memory = nullptr;
+      check_cuda(cudaMalloc(&memory, static_cast<size_t>(kHeadBytes + 2 * side_bytes_)),
+                 "cudaMalloc");
+      memory_ = static_cast<std::byte*>(memory);
+      void* halt = nullptr;
+      check_cuda(cudaHostAlloc(&halt, sizeof(int), cudaHostAllocMapped), "cudaHostAlloc");
+      halt_ = static_cast<volatile int*>(halt);
+      *halt_ = static_cast<int>(Halt::kNone);
+      void* seen = nullptr;
+      check_cuda(cudaHostGetDevicePointer(&seen, halt, 0), "cudaHostGetDevicePointer");
+      halt_on_device_ = static_cast<int*>(seen);
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+  CudaPeerExchange(const CudaPeerExchange&) = delete;
+  CudaPeerExchange& operator=(const CudaPeerExchange&) = delete;
+  ~CudaPeerExchange() override { release(); }
+
+  std::string begin(double timeout_seconds) override {
+    expect(timeout_seconds > 0, "timeout_seconds", "a positive number", timeout_seconds);
+    const DeviceGuard guard(device_);
+    disconnect();
+    limit_cycles_ = static_cast<int64_t>(timeout_seconds * kCyclesPerSecond);
+    number_ = 0;
+    *halt_ = static_cast<int>(Halt::kNone);
+    check_cuda(cudaMemset(memory_, 0, kHeadBytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cudaIpcMemHandle_t handle;
+    check_cuda(cudaIpcGetMemHandle(&handle, memory_), "cudaIpcGetMemHandle");
+    return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
+  }
+
+  void connect(int rank, const std::vector<std::string>& handles) override {
+    const int ranks = static_cast<int>(handles.size());
+    expect(ranks >= 1 && ranks <= kMostRanks, "handles", "1 to 16 of them", ranks);
+    expect(rank >= 0 && rank < ranks, "rank", "one of them", rank);
+    for (const std::string& handle : handles) {
+      expect(handle.size() == sizeof(cudaIpcMemHandle_t), "handles", "what begin() returned",
+             Parts(handle.size(), " bytes"));
+    }
+    const DeviceGuard guard(device_);
+    disconnect();
+    rank_ = rank;
+    try {
+      for (int other = 0; other < ranks; ++other) {
+        void* reached = memory_;
+        if (other != rank) {
+          cudaIpcMemHandle_t handle;
+          std::memcpy(&handle, handles[static_cast<size_t>(other)].data(), sizeof(handle));
+          check_cuda(cudaIpcOpenMemHandle(&reached, handle, cudaIpcMemLazyEnablePeerAccess),
+                     "cudaIpcOpenMemHandle");
+        }
+        of_rank_.push_back(static_cast<std::byte*>(reached));
+      }
+    } catch (...) {
+      disconnect();
+      throw;
+    }
+  }
+
+  void disconnect() noexcept override {
+    for (size_t other = 0; other < of_rank_.size(); ++other) {
+      if (static_cast<int>(other) != rank_) cudaIpcCloseMemHandle(of_rank_[other]);
+    }
+    of_rank_.clear();
+  }
+
+  void exchange(const Exchange& exchange) override {
+    check(exchange);
+    const DeviceGuard guard(device_);
+    const auto stream = static_cast<cudaStream_t>(exchange.stream);
+    ++number_;
+    const int64_t side = kHeadBytes + static_cast<int64_t>(number_ % 2) * side_bytes_;
+    RowCopies push, pull;
+    for (const Piece& piece : exchange.sent) {
+      if (is_empty(piece)) continue;
+      std::byte* slot = of_rank_[static_cast<size_t>(piece.rank)] + side;
+      push.copy[push.count++] = {.source = piece.tensor,
+                                 .target = slot + rank_ * exchange.slot_bytes + piece.offset,
+                                 .in_source = piece.in_tensor,
+                                 .in_target = piece.in_message,
+                                 .tokens = piece.tokens,
+                                 .batch = piece.batch,
+                                 .heads = piece.heads,
+                                 .row_bytes = piece.row_bytes};
+    }
+    for (const Piece& piece : exchange.received) {
+      if (is_empty(piece)) continue;
+      const std::byte* slot = memory_ + side + piece.rank * exchange.slot_bytes;
+      pull.copy[pull.count++] = {.source = slot + piece.offset,
+                                 .target = piece.tensor,
+                                 .in_source = piece.in_message,
+                                 .in_target = piece.in_tensor,
+                                 .tokens = piece.tokens,
+                                 .batch = piece.batch,
+                                 .heads = piece.heads,
+                                 .row_bytes = piece.row_bytes};
+    }
+    Meeting meeting{};
+    meeting.number = number_;
+    meeting.halt = halt_on_device_;
+    meeting.limit_cycles = limit_cycles_;
+    meeting.ranks = static_cast<int>(of_rank_.size());
+    meeting.rank = rank_;
+    for (size_t other = 0; other < of_rank_.size(); ++other) {
+      meeting.theirs[other] = reinterpret_cast<uint64_t*>(of_rank_[other] + rank_ * kFlagStride);
+      meeting.ours[other] =
+          reinterpret_cast<const uint64_t*>(memory_ + static_cast<int64_t>(other) * kFlagStride);
+    }
+    launch_copies(push, stream);
+    launch_meeting(meeting, stream);
+    launch_copies(pull, stream);
+  }
+
+  void abort() noexcept override { *halt_ = static_cast<int>(Halt::kAborted); }
+
+  Halt halted() const noexcept override { return static_cast<Halt>(*halt_); }
+
+  int device() const override { return device_; }
+
+  int64_t side_bytes() const override { return side_bytes_; }
+
+ private:
+  static bool is_empty(const Piece& piece) {
+    return piece.tokens * piece.batch * piece.heads * piece.row_bytes == 0;
+  }
+
+  void check(const Exchange& exchange) const {
+    const auto ranks = static_cast<int64_t>(of_rank_.size());
+    expect(ranks > 0, "exchange", "a connected one", "none");
+    expect(exchange.slot_bytes * ranks <= side_bytes_, "slot_bytes",
+           Parts("at most ", side_bytes_ / ranks), exchange.slot_bytes);
+    for (const auto* pieces : {&exchange.sent, &exchange.received}) {
+      expect(std::ssize(*pieces) <= kMostPieces, "pieces", Parts("at most ", kMostPieces),
+             pieces->size());
+      for (const Piece& piece : *pieces) {
+        expect(piece.rank >= 0 && piece.rank < ranks, "rank", Parts("below ", ranks), piece.rank);
+        if (is_empty(piece)) continue;
+        const Spacing& spacing = piece.in_message;
+        const int64_t end = piece.offset + (piece.tokens - 1) * spacing.token +
+                            (piece.batch - 1) * spacing.batch + (piece.heads - 1) * spacing.head +
+                            piece.row_bytes;
+        expect(end <= exchange.slot_bytes, "slot_bytes", Parts("at least ", end),
+               exchange.slot_bytes);
+        expect(piece.tokens * piece.batch * piece.heads * piece.row_bytes <= kMostPieceBytes,
+               "tokens", "a piece of less than 2^31 bytes", piece.tokens);
+      }
+    }
+  }
+
+  void release() noexcept {
+    disconnect();
+    if (halt_ != nullptr) cudaFreeHost(const_cast<int*>(halt_));
+    if (memory_ != nullptr) cudaFree(memory_);
+  }
+
+  int device_ = 0;
+  int64_t side_bytes_ = 0;
+  int64_t limit_cycles_ = 0;
+  std::byte* memory_ = nullptr;
+  volatile int* halt_ = nullptr;
+  int* halt_on_device_ = nullptr;
+  int rank_ = 0;
+  uint64_t number_ = 0;              // exchanges so far
+  std::vector<std::byte*> of_rank_;  // each rank's memory, as it is seen here
+};
+
+}  // namespace
+
+std::unique_ptr<PeerExchange> make_peer_exchange(int device, int64_t side_bytes) {
+  expect(side_bytes > 0 && side_bytes % 16 == 0, "side_bytes", "a positive multiple of 16",
+         side_bytes);
+  return std::make_unique<CudaPeerExchange>(device, side_bytes);
+}
+
+}  // namespace oomb::peers

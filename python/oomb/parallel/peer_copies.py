@@ -1,0 +1,229 @@
+"""Messages between GPUs of one host, whose processes write into one another's memory.
+
+    rank 0   copies into rank 1's memory, sets its flag there     waits for its own flag, copies out
+    rank 1   copies into rank 0's memory, sets its flag there     waits for its own flag, copies out
+
+Two kernels make an exchange, with no library's host work between. Waiting kernels end where a rank
+fails. NCCL carries the messages where processes cannot reach each other's memory, or
+``NCCL_P2P_DISABLE=1`` says that they must not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from oomb import _C
+from oomb.errors import Error
+from oomb.parallel.peers import place_of_this
+
+_LEAST_BYTES, _MOST_BYTES = 8 * 2**20, 256 * 2**20  # of one exchange; there is room for two
+_MOST_RANKS, _MOST_PIECES = 16, 32  # of which kernels are told
+
+Tensors = tuple[torch.Tensor, ...]
+Collect = Callable[[Callable[[], Any]], list[Any]]
+
+
+class PeerCopies:
+    """Of the ranks of one group; each asks for the same exchanges in the same order.
+
+    Memory that other processes have reached is not freed while this one lives, since they may close
+    it later: the next group takes it over.
+
+    Args:
+        collect: what work returns on each rank, which all do.
+        timeout: of one wait.
+    """
+
+    _unused: ClassVar[list[Any]] = []
+
+    def __init__(
+        self, device: torch.device, rank: int, size: int, collect: Collect, timeout: timedelta
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._size = size
+        self._collect = collect
+        self._timeout = timeout
+        self._exchange: Any = None
+        self._refused = size > _MOST_RANKS
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_sizes: list[int],
+        received: torch.Tensor,
+        received_sizes: list[int],
+        largest: int,
+        *,
+        same_to_all: bool = False,
+    ) -> bool:
+        """Messages to and from each rank, in elements of flat tensors; False: nothing was done.
+
+        Args:
+            largest: at least the size of every message between two ranks; the same on all of them.
+            same_to_all: all of ``send`` goes to each.
+        """
+        item = send.element_size()
+        if not self._has_room(largest * item):
+            return False
+        self._exchange.all_to_all(
+            send=send.data_ptr(),
+            send_bytes=[size * item for size in send_sizes],
+            received=received.data_ptr(),
+            received_bytes=[size * item for size in received_sizes],
+            message_bytes=largest * item,
+            same_to_all=same_to_all,
+            stream=torch.cuda.current_stream(self._device).cuda_stream,
+        )
+        self.expect_in_time()
+        return True
+
+    def gather(self, x: torch.Tensor, parts: torch.Tensor) -> bool:
+        """A tensor of each rank, [ranks, …], of equal shapes; False: nothing was done."""
+        sizes = [x.numel()] * self._size
+        return self.all_to_all(x, sizes, parts, sizes, x.numel(), same_to_all=True)
+
+    def to_heads(
+        self, tensors: Tensors, tokens: list[int], message: int, received: torch.Tensor
+    ) -> bool:
+        """Each rank gets its share of the heads, of all tokens; False: nothing was done.
+
+        Args:
+            tensors: [B, heads, at least the own tokens, D] each, in any order of memory.
+            tokens: of each rank.
+            message: elements of the largest message between two ranks.
+            received: [tokens of all, B, heads of a rank of all tensors, D].
+        """
+        if not self._takes(tensors) or not self._has_room(message * received.element_size()):
+            return False
+        self._exchange.to_heads(
+            tensors=[_view(x) for x in tensors],
+            received=received.data_ptr(),
+            **self._messages(tensors[0], tokens, message),
+        )
+        self.expect_in_time()
+        return True
+
+    def to_tokens(
+        self, tensors: Tensors, tokens: list[int], message: int, results: list[torch.Tensor]
+    ) -> bool:
+        """The way back: each rank gets its tokens, of all heads; False: nothing was done.
+
+        Args:
+            tensors: [B, heads of a rank, tokens of all, D] each, in any order of memory.
+            results: [B, heads, at least the own tokens, D], likewise.
+        """
+        item = tensors[0].element_size()
+        if not self._takes((*tensors, *results)) or not self._has_room(message * item):
+            return False
+        self._exchange.to_tokens(
+            tensors=[_view(x) for x in tensors],
+            results=[_view(x) for x in results],
+            **self._messages(tensors[0], tokens, message),
+        )
+        self.expect_in_time()
+        return True
+
+    def _takes(self, tensors: Tensors) -> bool:
+        """Whether kernels can move their heads as they are; messages are the same if not."""
+        few = self._size * len(tensors) <= _MOST_PIECES
+        return few and all(x.stride(-1) == 1 and x.dtype == tensors[0].dtype for x in tensors)
+
+    def _messages(self, x: torch.Tensor, tokens: list[int], message: int) -> dict[str, Any]:
+        return {
+            "tokens": tokens,
+            "rank": self._rank,
+            "batch": x.shape[0],
+            "row_bytes": x.shape[-1] * x.element_size(),
+            "message_bytes": message * x.element_size(),
+            "stream": torch.cuda.current_stream(self._device).cuda_stream,
+        }
+
+    def expect_in_time(self) -> None:
+        """Raise where a rank has waited too long; what it has received since is undefined."""
+        if self._exchange is not None and self._exchange.timed_out:
+            raise TimeoutError(f"no answer within {self._timeout}")
+
+    def abort(self) -> None:
+        """From any thread: whoever waits here is freed."""
+        if self._exchange is not None:
+            self._exchange.abort()
+
+    def close(self) -> None:
+        """No exchange will come. Waits for those under way."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        torch.cuda.synchronize(self._device)
+        exchange.disconnect()
+        self._unused.append(exchange)
+
+    def _has_room(self, message_bytes: int) -> bool:
+        """Whether messages of so many bytes fit; all ranks together make room where they can."""
+        needed = self._size * (-(-message_bytes // 16) * 16)
+        if self._refused or needed > _MOST_BYTES:
+            return False
+        if self._exchange is None or self._exchange.side_bytes < needed:
+            self._connect(max(_LEAST_BYTES, 1 << (needed - 1).bit_length()))
+        return self._exchange is not None
+
+    def _connect(self, side_bytes: int) -> None:
+        self.close()
+
+        def begin() -> tuple[tuple[str, str], bytes | None]:
+            host, processes, _ = place_of_this()
+            return (host, processes), self._begin(side_bytes)
+
+        def connect() -> bool:
+            hosts, handles = zip(*begun, strict=True)
+            if None in handles or len(set(hosts)) > 1:
+                return False
+            with suppress(Error):  # no way between the GPUs, or between the processes
+                self._exchange.connect(rank=self._rank, handles=list(handles))
+                return True
+            return False
+
+        self._collect(lambda: torch.cuda.synchronize(self._device))  # nobody writes any more
+        begun = self._collect(begin)
+        self._refused = not all(self._collect(connect))
+        if self._refused:
+            self.close()
+
+    def _begin(self, side_bytes: int) -> bytes | None:
+        """What others reach this GPU's memory by; None: they cannot."""
+        if _forbidden():
+            return None
+        for _ in range(2):
+            with suppress(Error):
+                self._exchange = self._room(side_bytes)
+                seconds = self._timeout.total_seconds()
+                return bytes(self._exchange.begin(timeout_seconds=seconds))
+            torch.cuda.empty_cache()  # torch may hold what is missing
+        return None
+
+    def _room(self, side_bytes: int) -> Any:
+        given = self._device.index
+        index = torch.cuda.current_device() if given is None else given
+        for found in self._unused:
+            if found.device == index and found.side_bytes >= side_bytes:
+                self._unused.remove(found)
+                return found
+        return _C.PeerExchange(device=index, side_bytes=side_bytes)
+
+
+def _view(x: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Address; bytes between tokens, sequences and heads of [B, heads, tokens, D]; heads."""
+    item = x.element_size()
+    batch, heads, tokens, _ = (stride * item for stride in x.stride())
+    return x.data_ptr(), tokens, batch, heads, x.shape[1]
+
+
+def _forbidden() -> bool:
+    """Whether the user says, as one does to NCCL, that GPUs must not reach each other's memory."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
