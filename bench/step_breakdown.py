@@ -8,7 +8,8 @@
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
 (products of the head included). Gaps are the time in which no kernel ran; of them, waits for pages
 are counted by the page manager. Ranks share each step; rank 0's kernels are told of, and of each
-rank the longest exchanges and gaps, with when they began.
+rank the longest exchanges and gaps, with when they began. ``--host`` tells where the thread that
+starts the kernels was meanwhile, in the fill and in all of a step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.host_samples import HostSamples
 from support.published import published
 from support.record import write_record
 from torch.profiler import ProfilerActivity, profile
@@ -29,11 +31,12 @@ from oomb.cli.bench_step import SELECTIONS, prepare_lists, with_selection
 from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
 from oomb.parallel.job import is_first, of_ranks, ranks_of_job
+from oomb.parallel.peer_copies import PeerCopies
 from oomb.trace.shapes import SHAPES, random_model
 from oomb.train.float8 import with_float8
 
 _KINDS = {  # first match counts
-    "exchanges": r"^nccl",
+    "exchanges": r"^nccl|oomb::peers",
     "copies": r"^Memcpy",
     "memset": r"^Memset",
     "attention": r"oomb::attention::(sm90|sm80|plain)|oomb::attention::delta|delta_kernel",
@@ -131,6 +134,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--top", type=int, default=25, help="kernels")
     parser.add_argument("--longest", type=int, default=0, help="exchanges and gaps")
+    parser.add_argument("--nccl", action="store_true", help="exchanges go through NCCL")
+    parser.add_argument("--host", type=int, default=0, help="functions of the host's thread")
     arguments = parser.parse_args()
 
     length = parse_length("tokens", arguments.tokens)
@@ -153,6 +158,8 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
     if arguments.float8:
         with_float8(network, arguments.float8, torch.device("cuda"))
     _marked_loss()
+    if arguments.nccl:
+        PeerCopies._has_room = lambda *_: False  # type: ignore[method-assign]
     settings = network.config
     config = with_selection(config, arguments.selection, settings.num_hidden_layers)
     with oomb.Engine(network, config, mesh=mesh) as engine:
@@ -166,6 +173,12 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
         plain = engine.forward_backward(ids, ids)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
+        in_fill, in_step = HostSamples(), HostSamples()
+        if arguments.host:
+            with torch.no_grad(), in_fill.looking():
+                engine.evaluate(ids, ids)
+            with in_step.looking():
+                engine.forward_backward(ids, ids)
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             engine.forward_backward(ids, ids)
             torch.cuda.synchronize()
@@ -187,6 +200,10 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
     for rank, ones in enumerate(longest):
         for at, spent, name in ones:
             print(f"rank {rank}, {at:9.4f} s: {1e3 * spent:8.2f} ms  {name}")
+    if arguments.host:
+        for what, looks in (("evaluate", in_fill), ("step", in_step)):
+            print(f"\n{what}, {looks.spent:.2f} s with looks at the host's stack")
+            print("\n".join(looks.lines(arguments.host)))
     if arguments.json is not None:
         given = {k: str(v) for k, v in vars(arguments).items() if k != "json"}
         record = {"arguments": given, "seconds": seconds}

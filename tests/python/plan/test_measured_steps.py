@@ -40,6 +40,9 @@ STEPS = {
     "two GPUs, exact 256K": ("several-gpus-h200-2026-11-26", 3),
     "two GPUs, sparse 1M": ("several-gpus-h200-2026-11-26", 5),
     "two GPUs, exact 1M": ("several-gpus-h200-2026-11-26", 6),
+    "two GPUs that write to each other, exact 128K": ("peer-copies-h200-2026-11-26", 0),
+    "two GPUs that write to each other, sparse 256K": ("peer-copies-h200-2026-11-26", 1),
+    "two GPUs that write to each other, sparse 1M": ("peer-copies-h200-2026-11-26", 2),
 }
 MACHINE = Machine.described(gpu="h200", host_memory="128GiB")
 
