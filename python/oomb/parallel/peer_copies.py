@@ -1,10 +1,10 @@
 """Messages between GPUs of one host, whose processes write into one another's memory.
 
-    rank 0   copies into rank 1's memory, sets its flag there     waits for its own flag, copies out
-    rank 1   copies into rank 0's memory, sets its flag there     waits for its own flag, copies out
+    rank 0   copies into rank 1's memory   sets a flag there, waits for its own   copies out
+    rank 1   copies into rank 0's memory   sets a flag there, waits for its own   copies out
 
-Two kernels make an exchange, with no library's host work between. Waiting kernels end where a rank
-fails. NCCL carries the messages where processes cannot reach each other's memory, or
+Three kernels make an exchange, with no library's host work between. The one that waits ends where a
+rank fails. NCCL carries the messages where processes cannot reach each other's memory, or
 ``NCCL_P2P_DISABLE=1`` says that they must not.
 """
 
@@ -40,6 +40,7 @@ class PeerCopies:
         timeout: of one wait.
     """
 
+    _reached: ClassVar[list[Any]] = []
     _unused: ClassVar[list[Any]] = []
 
     def __init__(
@@ -152,8 +153,9 @@ class PeerCopies:
 
     def abort(self) -> None:
         """From any thread: whoever waits here is freed."""
-        if self._exchange is not None:
-            self._exchange.abort()
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.abort()
 
     def close(self) -> None:
         """No exchange will come. Waits for those under way."""
@@ -199,22 +201,27 @@ class PeerCopies:
         """What others reach this GPU's memory by; None: they cannot."""
         if _forbidden():
             return None
-        for _ in range(2):
-            with suppress(Error):
+        with suppress(Error):
+            try:
                 self._exchange = self._room(side_bytes)
-                seconds = self._timeout.total_seconds()
-                return bytes(self._exchange.begin(timeout_seconds=seconds))
-            torch.cuda.empty_cache()  # torch may hold what is missing
+            except Error:
+                torch.cuda.empty_cache()  # torch may hold what is missing
+                self._exchange = self._room(side_bytes)
+            seconds = self._timeout.total_seconds()
+            return bytes(self._exchange.begin(timeout_seconds=seconds))
         return None
 
     def _room(self, side_bytes: int) -> Any:
+        """Memory of that size alone: each rank writes, and asks for more, as if all had as much."""
         given = self._device.index
         index = torch.cuda.current_device() if given is None else given
         for found in self._unused:
-            if found.device == index and found.side_bytes >= side_bytes:
+            if (found.device, found.side_bytes) == (index, side_bytes):
                 self._unused.remove(found)
                 return found
-        return _C.PeerExchange(device=index, side_bytes=side_bytes)
+        made = _C.PeerExchange(device=index, side_bytes=side_bytes)
+        self._reached.append(made)
+        return made
 
 
 def _view(x: torch.Tensor) -> tuple[int, int, int, int, int]:

@@ -23,7 +23,7 @@ class OtherMemory:
     """Memory of a GPU in the place of the native class."""
 
     made: list[OtherMemory]
-    refuses = False
+    refuses = hides = False
 
     def __init__(self, *, device: int, side_bytes: int) -> None:
         self.device, self.side_bytes, self.timed_out = device, side_bytes, False
@@ -33,6 +33,8 @@ class OtherMemory:
 
     def begin(self, *, timeout_seconds: float) -> bytes:
         assert timeout_seconds == 60
+        if self.hides:
+            raise Error("no handle")
         return b"mine"
 
     def connect(self, *, rank: int, handles: list[bytes]) -> None:
@@ -54,6 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[OtherMemory]:
     memory: Any = type("Memory", (OtherMemory,), {"made": []})
     monkeypatch.setattr(_C, "PeerExchange", memory, raising=False)
     monkeypatch.setattr(PeerCopies, "_unused", [])
+    monkeypatch.setattr(PeerCopies, "_reached", [])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     stream = SimpleNamespace(cuda_stream=0)
@@ -100,13 +103,21 @@ def test_larger_messages_make_room_and_the_next_group_has_it(made: list[OtherMem
     assert made[1].sent == 2
 
 
+def test_ranks_have_equal_room_whatever_they_had_before(made: list[OtherMemory]) -> None:
+    earlier = of_two()
+    assert sends(earlier, 5 * MIB)
+    earlier.close()
+    assert sends(of_two(), 100)  # the other rank may have had no earlier group
+    assert [one.side_bytes for one in made] == [16 * MIB, 8 * MIB]
+
+
 def test_the_largest_messages_go_through_nccl() -> None:
     peers = of_two()
     assert not peers._has_room(129 * MIB)  # of two ranks
     assert peers._has_room(128 * MIB)
 
 
-@pytest.mark.parametrize("case", ["forbidden", "other host", "other cannot", "no way"])
+@pytest.mark.parametrize("case", ["forbidden", "other host", "other cannot", "no handle", "no way"])
 def test_all_ranks_use_nccl_where_one_cannot_reach(
     made: list[OtherMemory], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -114,6 +125,8 @@ def test_all_ranks_use_nccl_where_one_cannot_reach(
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     if case == "no way":
         monkeypatch.setattr(peer_copies._C.PeerExchange, "refuses", True)
+    if case == "no handle":
+        monkeypatch.setattr(peer_copies._C.PeerExchange, "hides", True)
     peers = of_two(
         host="another" if case == "other host" else None,
         handle=None if case == "other cannot" else b"theirs",
