@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 bench/peer_copies.py [--json peers.json]
 
 Both carry the same messages in one process, in turn: bytes, and heads with what puts them into
-messages and takes them out. The seconds of an exchange are those of the
-slowest rank, medians; the host's are what its thread takes to start one.
+messages and takes them out. The seconds of an exchange are those of the slowest rank, medians; the
+host's are what its thread takes to start one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.record import reduced, write_record
+from support.record import write_record
 
 from oomb.parallel.exchange import _to_heads, _to_tokens
 from oomb.parallel.group import Ranks
@@ -111,7 +111,7 @@ def main() -> None:
         nccl.close()
     if arguments.json is not None and is_first():
         name = torch.cuda.get_device_name()
-        write_record(arguments.json, reduced({"device": name, "rows": rows}))
+        write_record(arguments.json, {"device": name, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Every kernel falls into one kind by its name; the loss is what runs between two 
 (products of the head included). Gaps are the time in which no kernel ran; of them, waits for pages
 are counted by the page manager. Ranks share each step; rank 0's kernels are told of, and of each
 rank the longest exchanges and gaps, with when they began. ``--host`` tells where the thread that
-starts the kernels was meanwhile, in the fill and in all of a step.
+starts the kernels was meanwhile, in an evaluation and in a step.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
         plain = engine.forward_backward(ids, ids)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        in_fill, in_step = HostSamples(), HostSamples()
+        in_evaluation, in_step = HostSamples(), HostSamples()
         if arguments.host:
-            with torch.no_grad(), in_fill.looking():
+            with in_evaluation.looking():
                 engine.evaluate(ids, ids)
             with in_step.looking():
                 engine.forward_backward(ids, ids)
@@ -201,7 +201,7 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
         for at, spent, name in ones:
             print(f"rank {rank}, {at:9.4f} s: {1e3 * spent:8.2f} ms  {name}")
     if arguments.host:
-        for what, looks in (("evaluate", in_fill), ("step", in_step)):
+        for what, looks in (("evaluate", in_evaluation), ("step", in_step)):
             print(f"\n{what}, {looks.spent:.2f} s with looks at the host's stack")
             print("\n".join(looks.lines(arguments.host)))
     if arguments.json is not None:

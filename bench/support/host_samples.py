@@ -60,11 +60,12 @@ class HostSamples:
             thread.join()
             sys.setswitchinterval(interval)
 
-    def _take(self, frame: FrameType | None) -> None:
-        assert frame is not None
+    def _take(self, innermost: FrameType) -> None:
         self.taken += 1
-        self.at[f"{_place(frame)}:{frame.f_lineno} {frame.f_code.co_name}"] += 1
+        code = innermost.f_code
+        self.at[f"{_place(innermost)}:{innermost.f_lineno} {code.co_name}"] += 1
         seen = set()
+        frame: FrameType | None = innermost
         while frame is not None:
             seen.add(f"{_place(frame)} {frame.f_code.co_name}")
             frame = frame.f_back

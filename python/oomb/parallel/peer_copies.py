@@ -120,8 +120,8 @@ class PeerCopies:
             tensors: [B, heads of a rank, tokens of all, D] each, in any order of memory.
             results: [B, heads, at least the own tokens, D], likewise.
         """
-        item = tensors[0].element_size()
-        if not self._takes((*tensors, *results)) or not self._has_room(message * item):
+        takes = self._takes(tensors) and self._takes(tuple(results))
+        if not takes or not self._has_room(message * tensors[0].element_size()):
             return False
         self._exchange.to_tokens(
             tensors=[_view(x) for x in tensors],

@@ -10,7 +10,7 @@ import torch
 from oomb.parallel.group import Ranks
 from oomb.parallel.in_order import added_in_order
 
-_BUCKET_BYTES = 64 * 2**20
+_BUCKET_BYTES = 64 * 2**20  # so that GPUs need little room for each other's buckets
 
 
 def sum_in_rank_order(ranks: Ranks, tensors: list[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 import oomb
 from engine.models import make
@@ -35,6 +37,7 @@ from .world import Died, World, meshes
 LAYERS, CHUNKS = 2, 3
 TOKENS = 16 * CHUNKS
 SUMS = 2000
+BORDERS = 4
 LONGEST_SECONDS = 25.0  # far more than it takes on a busy machine, far less than a timeout
 LONGEST = timedelta(seconds=LONGEST_SECONDS)
 
@@ -305,6 +308,29 @@ def with_waits_that_run_out(rank: int) -> bool:
 
 def test_a_wait_that_runs_out_is_no_failure(pair: World) -> None:
     assert pair.run(with_waits_that_run_out) == [True, True]
+
+
+def borders_passed(rank: int) -> list[int]:
+    """Before each border of the second rank, which is slow: how many the first has passed."""
+    ranks, store = Ranks([0, 1], torch.device("cpu")), c10d._get_default_store()
+    seen = []
+    for number in range(1, BORDERS + 1):
+        if rank == 1:
+            deadline = time.monotonic() + LONGEST_SECONDS
+            while store.add("borders", 0) < number and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)  # in which the first could pass more
+            seen.append(store.add("borders", 0))
+        ranks.border()
+        if rank == 0:
+            store.add("borders", 1)
+    ranks.collect(lambda: None)
+    ranks.close()
+    return seen
+
+
+def test_a_host_is_one_border_ahead_of_another_and_no_more(pair: World) -> None:
+    assert pair.run(borders_passed) == [[], list(range(1, BORDERS + 1))]
 
 
 def sums_under_a_profile(rank: int) -> float:

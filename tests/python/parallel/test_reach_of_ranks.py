@@ -50,6 +50,10 @@ class OtherMemory:
         assert self.connected == [b"mine", b"theirs"]
         self.sent += 1
 
+    def to_tokens(self, *, tensors: list[Any], results: list[Any], **_: Any) -> None:
+        assert len(tensors) == len(results)
+        self.sent += 1
+
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[OtherMemory]:
@@ -135,6 +139,22 @@ def test_all_ranks_use_nccl_where_one_cannot_reach(
     assert not sends(peers, 100)
     assert all(one.sent == 0 for one in made)
     assert len(made) == (case != "forbidden")
+
+
+@pytest.mark.parametrize(("ranks", "taken"), [(8, True), (10, True), (11, False)])
+def test_kernels_move_the_heads_of_up_to_ten_ranks(
+    made: list[OtherMemory], ranks: int, taken: bool
+) -> None:
+    """Three tensors to and from each: gradients of queries, keys and values."""
+
+    def collect(work: Callable[[], Any]) -> list[Any]:
+        return [work()] * ranks
+
+    peers = PeerCopies(torch.device("cuda", 0), 0, ranks, collect, timedelta(seconds=60))
+    tensors = tuple(torch.zeros(1, 1, ranks, 8) for _ in range(3))
+    results = [torch.zeros(1, ranks, 1, 8) for _ in range(3)]
+    assert peers.to_tokens(tensors, [1] * ranks, 3 * 8, results) == taken
+    assert sum(one.sent for one in made) == taken
 
 
 def test_a_wait_that_took_too_long_is_told(made: list[OtherMemory]) -> None:
