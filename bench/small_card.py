@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.four_bits import in_four_bits
 from support.record import write_record
-from torch import nn
-from transformers import PreTrainedModel
 
 import oomb
 from oomb.optim import HostStates
@@ -32,33 +31,6 @@ from oomb.trace.shapes import SHAPES, random_model
 from oomb.train.float8 import with_float8
 
 GIB = 2**30
-
-
-def in_four_bits(model: PreTrainedModel) -> None:
-    """Linear layers but the head, one at a time on the GPU."""
-    from bitsandbytes.nn import Linear4bit, Params4bit  # optional
-
-    for module in list(model.model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                packed = Linear4bit(
-                    child.in_features,
-                    child.out_features,
-                    bias=False,
-                    compute_dtype=torch.bfloat16,
-                    quant_type="nf4",
-                    device="meta",
-                )
-                packed.bias = child.bias
-                packed.weight = Params4bit(
-                    child.weight.data,
-                    requires_grad=False,
-                    quant_type="nf4",
-                    compress_statistics=True,
-                    module=packed,
-                )
-                setattr(module, name, packed.to(child.weight.device))  # packs it
-    model.is_loaded_in_4bit = True  # how peft knows them
 
 
 def used_bytes() -> int:

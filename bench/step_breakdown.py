@@ -3,6 +3,7 @@
     python bench/step_breakdown.py --tokens 64K [--attention topk] [--device-memory 8GiB]
     python bench/step_breakdown.py --tokens 32K --layers 4 --float8 rowwise_with_gw_hp
     python bench/step_breakdown.py --tokens 32K --model deepseek-v2-lite --layers 3 --lora 16
+    python bench/step_breakdown.py --tokens 16K --model qwen2.5-32b --layers 8 --lora 16 --nf4
     torchrun --nproc-per-node 2 bench/step_breakdown.py --tokens 256K --layers 4 --chunk-size 8192
 
 Every kernel falls into one kind by its name; the loss is what runs between two markers around it
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.four_bits import in_four_bits
 from support.host_samples import HostSamples
 from support.published import published
 from support.record import write_record
@@ -42,6 +44,7 @@ _KINDS = {  # first match counts
     "attention": r"oomb::attention::(sm90|sm80|plain)|oomb::attention::delta|delta_kernel",
     "selection": r"page_score|page_select|score_|query_sums",
     "pages": r"oomb::",
+    "unpacking": r"[dD]equantize",
     "linear": r"nvjet|gemm|cutlass|xmma|cublas",
     "norm, gate": r"_rms_norm|_swiglu|silu|liger",
     "other elementwise": r".",
@@ -104,17 +107,24 @@ def _longest(events: list[tuple[float, float, str]], number: int) -> list[tuple[
 
 def _network(arguments: argparse.Namespace, length: int) -> Any:
     """On the GPU, in bf16."""
-    layers, name = arguments.layers, arguments.model
-    if name in SHAPES:
-        return random_model(
-            SHAPES[name],
-            device="cuda",
-            dtype=torch.bfloat16,
-            positions=length,
-            layers=layers or None,
-        )
-    found = published(name, tokens=length, layers=layers, lora=arguments.lora, device="cuda")
-    return found.model
+    layers, name, lora = arguments.layers, arguments.model, arguments.lora
+    if name not in SHAPES:
+        return published(name, tokens=length, layers=layers, lora=lora, device="cuda").model
+    model: Any = random_model(
+        SHAPES[name],
+        device="cuda",
+        dtype=torch.bfloat16,
+        positions=length,
+        layers=layers or None,
+    )
+    if arguments.nf4:
+        in_four_bits(model)
+    if lora:
+        from peft import LoraConfig, get_peft_model  # optional
+
+        adapter = LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
+    return model.train()
 
 
 def main() -> None:
@@ -122,7 +132,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-7b", help="of oomb plan")
     parser.add_argument("--tokens", default="64K")
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--lora", type=int, default=0, help="rank, of a published model; 0: full")
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser.add_argument("--nf4", action="store_true", help="linear layers in NF4, with --lora")
     parser.add_argument("--float8", metavar="RECIPE", help="linear layers, of torchao")
     parser.add_argument("--attention", default="dense", choices=["dense", "topk"])
     parser.add_argument("--selection", default="synthetic", choices=list(SELECTIONS))

@@ -20,7 +20,8 @@ endfunction()
 
 target_compile_definitions(oomb_options INTERFACE OOMB_WITH_CUDA=$<BOOL:${OOMB_WITH_CUDA}>)
 
-# oomb_core: common, sums, memory, paging, offload, peers; oomb_attention: the kernels. Neither knows the other.
+# oomb_core: common, adapters, sums, memory, paging, offload, peers; oomb_attention: the kernels.
+# Neither knows the other.
 function(oomb_add_layer name)
   oomb_glob(sources ${ARGN})
   if(NOT OOMB_WITH_CUDA)
@@ -44,8 +45,8 @@ function(oomb_add_layer name)
   target_link_libraries(${name} PUBLIC oomb_options)
 endfunction()
 
-oomb_add_layer(oomb_core common/*.cpp sums/*.cpp memory/*.cpp paging/*.cpp offload/*.cpp
-  peers/*.cpp)
+oomb_add_layer(oomb_core common/*.cpp adapters/*.cpp sums/*.cpp memory/*.cpp paging/*.cpp
+  offload/*.cpp peers/*.cpp)
 oomb_add_layer(oomb_attention attention/*.cpp)
 target_link_libraries(oomb_attention PUBLIC oomb_core)
 
@@ -84,7 +85,7 @@ if(OOMB_WITH_CUDA)
     attention/sm80/*.cu attention/plain/*.cu)
   oomb_add_kernels(oomb_attention oomb_pages "80-real;90-real;80-virtual" attention/pages/*.cu)
   oomb_add_kernels(oomb_core oomb_device "80-real;90-real;80-virtual"
-    common/*.cu sums/*.cu memory/*.cu paging/*.cu offload/*.cu peers/*.cu)
+    common/*.cu adapters/*.cu sums/*.cu memory/*.cu paging/*.cu offload/*.cu peers/*.cu)
   set_target_properties(oomb_core oomb_attention PROPERTIES LINKER_LANGUAGE CXX)
   target_link_directories(oomb_core PUBLIC ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
     ${OOMB_CUDA_LIBRARY_DIR})

@@ -16,13 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each folder of csrc/ may include besides itself.
 CPP_LAYERS = {
     "common": set(),
+    "adapters": {"common"},
     "sums": {"common"},
     "memory": {"common"},
     "paging": {"common", "memory"},
     "offload": {"common", "memory", "paging"},
     "attention": {"common"},
     "peers": {"common"},
-    "bindings": {"common", "sums", "memory", "paging", "offload", "attention", "peers"},
+    "bindings": {
+        *("common", "adapters", "sums", "memory", "paging", "offload", "attention", "peers")
+    },
 }
 FORBIDDEN = re.compile(r"^(torch|ATen|c10|caffe2)/")
 BINDINGS_ONLY = re.compile(r"^(pybind11/|Python\.h$)")

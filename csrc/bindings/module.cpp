@@ -2,6 +2,7 @@
 
 namespace oomb::bindings {
 
+void bind_adapters(pybind11::module_& module);
 void bind_exceptions(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_C, module) {
   oomb::bindings::bind_paging(module);
   oomb::bindings::bind_peers(module);
   oomb::bindings::bind_sums(module);
+  oomb::bindings::bind_adapters(module);
 }

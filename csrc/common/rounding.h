@@ -1,8 +1,8 @@
 #pragma once
 
-// Stochastic rounding to bfloat16. A value becomes one of its two neighbours, each as often as it
-// is near to it, so that the expected value is exact: a thousand small additions are not lost, as
-// they are when each is rounded to nearest.
+// Rounding to bfloat16: to nearest, and stochastically. There a value becomes one of its two
+// neighbours, each as often as it is near to it, so that the expected value is exact: a thousand
+// small additions are not lost, as they are when each is rounded to nearest.
 
 #include <bit>
 #include <cstdint>
@@ -10,6 +10,14 @@
 #include "common/math.h"
 
 namespace oomb {
+
+// The bits of the nearest bfloat16, of two as near the even one; NaN stays NaN. Always inlined:
+// files compiled for other processors call it too.
+[[gnu::always_inline]] OOMB_HOST_DEVICE constexpr uint16_t nearest_bits(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
 
 // Spreads every bit of a word over all of it: odd multiplications carry upwards, shifts bring down.
 OOMB_HOST_DEVICE constexpr uint64_t spread(uint64_t word) {

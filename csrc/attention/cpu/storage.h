@@ -9,6 +9,7 @@
 
 #include "common/dtype.h"
 #include "common/error.h"
+#include "common/rounding.h"
 
 namespace oomb::attention::cpu {
 
@@ -42,10 +43,7 @@ using RealOf = std::conditional_t<std::is_same_v<Storage, double>, double, float
 template <typename Storage>
 [[gnu::always_inline]] inline Storage narrow(RealOf<Storage> value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    if (value != value) return BFloat16{static_cast<uint16_t>((bits >> 16) | 0x0040u)};
-    const uint32_t nearest_even = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return BFloat16{static_cast<uint16_t>(nearest_even >> 16)};
+    return BFloat16{nearest_bits(value)};
   } else if constexpr (std::is_same_v<Storage, Half>) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);

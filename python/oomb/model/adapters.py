@@ -8,11 +8,15 @@ between A and B. All products then take factors in bf16 and add up in fp32:
     y += u B^T          [u1 u1 u2] [B1 B2 B1]^T, added to y within the product
 
 Left out is u2 B2: products are exact to some 2^-16, and the layer's output is rounded to 2^-9.
+
+A layer in 4 bits of bitsandbytes is unpacked in the same autograd function: few steps of Python per
+layer are what keeps short chunks from waiting for the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,28 +24,38 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from oomb.model.linear import runs_as_is
-
-# [rows, columns] in fp32 of two matrices in bf16.
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from oomb import _C
+from oomb.model.linear import is_watched, runs_as_is
 
 # PEFT's, whose forward adds an adapter's product and does nothing more.
 _LAYERS = ("Linear", "Linear4bit", "TorchaoLoraLinear")
 
 
-def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right`` in fp32, of factors in bf16."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+class Products:
+    """What adapters are computed with; a plan puts shapes in their place."""
+
+    def wide(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """``left @ right`` in fp32, of factors in bf16."""
+        if left.is_cuda:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return left.float() @ right.float()
+
+    def row_factor(self, halves: torch.Tensor, scale: float) -> torch.Tensor:
+        """[u1 u1 u2] in bf16, [rows, 3 r], whose right two thirds are the parts of u.
+
+        Args:
+            halves: [rows, 2 r] in fp32; u is the sum of both, times ``scale``.
+        """
+        rows, columns = halves.shape
+        factor = halves.new_empty((rows, columns // 2 * 3), dtype=torch.bfloat16)
+        stream = torch.cuda.current_stream(halves.device).cuda_stream if halves.is_cuda else 0
+        _C.row_factor(halves=halves, factor=factor, scale=scale, stream=stream)
+        return factor
 
 
-def adapter_forwards(decoder: nn.Module, product: Product) -> dict[nn.Module, Callable[..., Any]]:
+def adapter_forwards(decoder: nn.Module, products: Products) -> dict[nn.Module, Callable[..., Any]]:
     """A faster forward, for one call, of each adapted linear layer that can have one; it falls back
     on the module's own where it is run in another way.
-
-    Args:
-        product: :func:`wide_product`, or what stands in for it.
     """
     if find_spec("peft") is None:
         return {}
@@ -49,7 +63,7 @@ def adapter_forwards(decoder: nn.Module, product: Product) -> dict[nn.Module, Ca
 
     kinds: tuple[type, ...] = (Linear,)
     return {
-        module: _AdaptedForward(module, product)
+        module: _AdaptedForward(module, products)
         for module in decoder.modules()
         if type(module).__name__ in _LAYERS and _is_lora(module, kinds)
     }
@@ -69,54 +83,56 @@ def device_multiplies_wide(device: torch.device) -> bool:
 class _Factors:
     """An adapter as its products take it: a [3 r, in] of A, b [3 r, out] of B^T."""
 
-    def __init__(self, a: Any, b: Any, scale: float, product: Product) -> None:
+    def __init__(self, a: Any, b: Any, scale: float, products: Products) -> None:
         with torch.no_grad():
             self.a, self.b = _weight_factor(a.weight), _weight_factor(b.weight.t())
-        self._scale, self._product = scale, product
+        parts = self.a.shape[0] // 3 * 2
+        self._of_a, self._of_b = self.a[:parts].t(), self.b[:parts].t()
+        self._scale, self._products = scale, products
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The factor of ``b`` in y: [rows, 3 r] of scale * x A^T."""
-        return self._times(x.reshape(-1, x.shape[-1]), self.a)
-
-    def _times(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parts = weight[: weight.shape[0] // 3 * 2]
-        return _row_factor(_sum_of_halves(self._product(x, parts.t())) * self._scale)
+        """The factor of ``b`` in y: [rows, 3 r] of scale * x A^T; x [rows, in]."""
+        return self._products.row_factor(self._products.wide(x, self._of_a), self._scale)
 
     def backward(
         self, d_y: torch.Tensor, x: torch.Tensor, left: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The factor of ``a`` in the gradient of x, [rows, 3 r], and the gradients of A and B."""
-        d_rows, rows = d_y.reshape(-1, d_y.shape[-1]), x.reshape(-1, x.shape[-1])
-        right, rank = self._times(d_rows, self.b), left.shape[1] // 3
-        d_b = _sum_of_halves(self._product(d_rows.t(), left[:, rank:]))
-        d_a = _sum_of_halves(self._product(rows.t(), right[:, rank:]))
+        """The factor of ``a`` in the gradient of x, [rows, 3 r], and the gradients of A and B.
+
+        Args:
+            d_y: [rows, out]
+            x: [rows, in]
+            left: of :meth:`rows`.
+        """
+        wide, rank = self._products.wide, left.shape[1] // 3
+        right = self._products.row_factor(wide(d_y, self._of_b), self._scale)
+        d_b = _sum_of_halves(wide(d_y.t(), left[:, rank:]))
+        d_a = _sum_of_halves(wide(x.t(), right[:, rank:]))
         return right, d_a.t(), d_b
 
 
 class _AdaptedForward:
-    """A LoRA layer's forward during one call, in which adapters keep their values."""
+    """A LoRA layer's forward during one call, in which adapters and settings keep their values."""
 
-    def __init__(self, module: Any, product: Product) -> None:
-        self._module, self._product, self._plain = module, product, module.forward
-        self._factors: _Factors | None = None
+    def __init__(self, module: Any, products: Products) -> None:
+        self._module, self._products, self._plain = module, products, module.forward
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = None if args or kwargs else self._adapter(x)
+        adapter = None if args or kwargs or x.dtype != torch.bfloat16 else self._adapter
         if adapter is None:
             return self._stock(x, *args, **kwargs)
         a, b, scale = adapter
         base: Any = self._module.base_layer
-        if torch.is_autocast_enabled(x.device.type):  # which casts to fp32 and back without this
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # which casts to fp32 and back without this
+            if torch.get_autocast_dtype(kind) != x.dtype:
+                return self._stock(x)
             y = base(x)
             together: torch.Tensor = (y + b(a(x)) * scale).to(y.dtype)
             return together
-        if self._factors is None:
-            self._factors = _Factors(a, b, scale, self._product)
         factors = a.weight, b.weight, self._factors
-        frozen = not any(p.requires_grad for p in base.parameters())
-        if frozen and runs_as_is(base):
-            whole: Callable[..., torch.Tensor] = _AdaptedLinear.apply
-            return whole(x, base.weight, base.bias, *factors)
+        if self._beside is not None:
+            return self._beside(x, base.weight, base.bias, *factors)
         y = base(x)
         if y.dtype != x.dtype:
             return self._stock(x)
@@ -127,13 +143,26 @@ class _AdaptedForward:
         y: torch.Tensor = self._plain(*args, **kwargs)
         return y
 
-    def _adapter(self, x: torch.Tensor) -> tuple[Any, Any, float] | None:
+    @cached_property
+    def _factors(self) -> _Factors:
+        assert self._adapter is not None
+        return _Factors(*self._adapter, self._products)
+
+    @cached_property
+    def _beside(self) -> Callable[..., torch.Tensor] | None:
+        """The layer and the adapter beside it in one function; None: the layer has its own way."""
+        base: Any = self._module.base_layer
+        if any(p.requires_grad for p in base.parameters()):
+            return None
+        if runs_as_is(base):
+            return _AdaptedLinear.apply
+        return _AdaptedPacked.apply if _is_packed(base) else None
+
+    @cached_property
+    def _adapter(self) -> tuple[Any, Any, float] | None:
         """The one that is active: layers A and B, and what their product is scaled by; None where
         the call is for the module's own forward."""
-        m, kind = self._module, x.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        if x.dtype != torch.bfloat16 or (autocast and torch.get_autocast_dtype(kind) != x.dtype):
-            return None
+        m = self._module
         if m.disable_adapters or m.merged or len(m.active_adapters) != 1:
             return None
         (name,) = m.active_adapters
@@ -148,26 +177,38 @@ class _AdaptedForward:
         return a, b, float(m.scaling[name])
 
 
-def _tripled(x: torch.Tensor, dim: int, order: tuple[int, int, int]) -> torch.Tensor:
-    """x = parts[0] + parts[1], up to 2^-16, both in bf16; three of them side by side."""
-    first = x.to(torch.bfloat16)
-    parts = first, (x - first).to(torch.bfloat16)
-    return torch.cat([parts[number] for number in order], dim)
+def _is_packed(base: Any) -> bool:
+    """Whether a layer of bitsandbytes unpacks 4 bits to bf16, multiplies, and does nothing more."""
+    if type(base).__name__ != "Linear4bit" or not type(base).__module__.startswith("bitsandbytes"):
+        return False
+    state = getattr(base.weight, "quant_state", None)
+    if state is None or getattr(state, "packing_format_for_cpu", False) or is_watched(base):
+        return False
+    in_order = tuple(state.shape) == (base.out_features, base.in_features)
+    # Without a type of its own a layer takes its first input's.
+    types = {state.dtype, base.compute_dtype or torch.bfloat16}
+    if base.bias is not None:
+        types.add(base.bias.dtype)
+    return in_order and types == {torch.bfloat16}
 
 
 def _weight_factor(weight: torch.Tensor) -> torch.Tensor:
-    """[w1; w2; w1], whose upper two thirds are the parts; weight [r, n] in fp32."""
-    return _tripled(weight, 0, (0, 1, 0))
+    """[w1; w2; w1] in bf16, whose upper two thirds are the parts: weight = w1 + w2, up to 2^-16.
 
-
-def _row_factor(u: torch.Tensor) -> torch.Tensor:
-    """[u1 u1 u2], whose right two thirds are the parts; u [rows, r] in fp32."""
-    return _tripled(u, 1, (0, 0, 1))
+    Args:
+        weight: [r, n] in fp32.
+    """
+    first = weight.to(torch.bfloat16)
+    return torch.cat([first, (weight - first).to(torch.bfloat16), first])
 
 
 def _sum_of_halves(parts: torch.Tensor) -> torch.Tensor:
     rank = parts.shape[1] // 2
     return parts[:, :rank] + parts[:, rank:]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 class _Adapted(torch.autograd.Function):
@@ -182,17 +223,16 @@ class _Adapted(torch.autograd.Function):
         b: torch.Tensor,
         factors: _Factors,
     ) -> torch.Tensor:
-        left = factors.rows(x)
+        left = factors.rows(_rows(x))
         ctx.save_for_backward(x, left)
         ctx.factors = factors
-        added = torch.addmm(y.reshape(-1, y.shape[-1]), left, factors.b)
-        return added.view(y.shape)
+        return torch.addmm(_rows(y), left, factors.b).view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_y,) = grads
         x, left = ctx.saved_tensors
-        right, d_a, d_b = ctx.factors.backward(d_y, x, left)
+        right, d_a, d_b = ctx.factors.backward(_rows(d_y), _rows(x), left)
         d_x = (right @ ctx.factors.a).view(x.shape) if ctx.needs_input_grad[1] else None
         return d_y, d_x, d_a, d_b, None
 
@@ -210,19 +250,66 @@ class _AdaptedLinear(torch.autograd.Function):
         b: torch.Tensor,
         factors: _Factors,
     ) -> torch.Tensor:
-        left = factors.rows(x)
+        rows = _rows(x)
+        left = factors.rows(rows)
         ctx.save_for_backward(x, left, weight)
         ctx.factors = factors
-        y = F.linear(x.reshape(-1, x.shape[-1]), weight, bias).addmm_(left, factors.b)
+        y = F.linear(rows, weight, bias).addmm_(left, factors.b)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (d_y,) = grads
         x, left, weight = ctx.saved_tensors
-        right, d_a, d_b = ctx.factors.backward(d_y, x, left)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = (d_y.reshape(-1, d_y.shape[-1]) @ weight).addmm_(right, ctx.factors.a)
-            d_x = d_x.view(x.shape)
-        return d_x, None, None, d_a, d_b, None
+        return _backward_beside(ctx, grads[0], x, left, lambda: weight)
+
+
+class _AdaptedPacked(torch.autograd.Function):
+    """The same, where W is in 4 bits of bitsandbytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        factors: _Factors,
+    ) -> torch.Tensor:
+        import bitsandbytes  # optional
+
+        rows = _rows(x)
+        left = factors.rows(rows)
+        with torch._C.DisableTorchFunctionSubclass():  # each step of a Params4bit would take one
+            codes = weight.detach().view(-1, 1)
+            y = bitsandbytes.matmul_4bit(rows, codes, weight.quant_state, bias=bias)  # type: ignore[attr-defined]
+            y.addmm_(left, factors.b)
+        ctx.save_for_backward(x, left)
+        ctx.factors, ctx.codes, ctx.state = factors, codes, weight.quant_state  # frozen
+        unflattened: torch.Tensor = y.view(*x.shape[:-1], y.shape[-1])
+        return unflattened
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from bitsandbytes.functional import dequantize_4bit  # optional
+
+        x, left = ctx.saved_tensors
+        return _backward_beside(
+            ctx, grads[0], x, left, lambda: dequantize_4bit(ctx.codes, ctx.state)
+        )
+
+
+def _backward_beside(
+    ctx: Any,
+    d_y: torch.Tensor,
+    x: torch.Tensor,
+    left: torch.Tensor,
+    weight: Callable[[], torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """Of a frozen weight with an adapter beside it."""
+    d_rows = _rows(d_y)
+    right, d_a, d_b = ctx.factors.backward(d_rows, _rows(x), left)
+    d_x = None
+    if ctx.needs_input_grad[0]:
+        d_x = (d_rows @ weight()).addmm_(right, ctx.factors.a).view(x.shape)
+    return d_x, None, None, d_a, d_b, None

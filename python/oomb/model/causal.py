@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
-from oomb.model.adapters import adapter_forwards, device_multiplies_wide, wide_product
+from oomb.model.adapters import Products, adapter_forwards, device_multiplies_wide
 from oomb.model.embedding import summed_embedding
 from oomb.model.float8 import float8_forwards
 from oomb.model.fused import fused_forwards, replaced_forwards
@@ -77,7 +77,7 @@ class CausalModel:
         _refuse_jitter(self.causal)
         _refuse_replaced(self.causal)
         self._fused = fused_forwards(self.decoder, self.device)
-        self._wide_product = wide_product if device_multiplies_wide(self.device) else None
+        self._products = Products() if device_multiplies_wide(self.device) else None
         self._rotating = modeling_files(self.decoder)
         self._rotation = fused_rotation(self.device)
 
@@ -126,7 +126,7 @@ class CausalModel:
     @property
     def rounds_elsewhere(self) -> bool:
         """Some of its parts, rotation included, run as other kernels than its own."""
-        if self._wide_product is not None and adapter_forwards(self.decoder, self._wide_product):
+        if self._products is not None and adapter_forwards(self.decoder, self._products):
             return True
         if float8_forwards(self.causal, None):
             return True
@@ -198,8 +198,8 @@ class CausalModel:
                 if getattr(module, "gradient_checkpointing", False):
                     swaps.replace(module, "gradient_checkpointing", False)
             swaps.also(replaced_forwards(self._fused))
-            if self._wide_product is not None:
-                swaps.also(replaced_forwards(adapter_forwards(self.decoder, self._wide_product)))
+            if self._products is not None:
+                swaps.also(replaced_forwards(adapter_forwards(self.decoder, self._products)))
             swaps.also(replaced_forwards(unpacking_forwards(self.causal)))
             swaps.also(replaced_forwards(float8_forwards(self.causal, sums)))
             swaps.also(replaced_rotation(self._rotating, self._rotation))

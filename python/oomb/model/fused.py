@@ -47,9 +47,11 @@ _GELU_TANH = ("GELUTanh", "PytorchGELUTanh")
 
 
 def fused_forwards(decoder: nn.Module, device: torch.device) -> dict[nn.Module, Callable[..., Any]]:
-    """A faster forward for each module that has one; none on the CPU or without Liger."""
+    """A faster forward for each module that has one; none on the CPU, in fp64 or without Liger."""
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         return {}
+    if any(p.dtype == torch.float64 for p in decoder.parameters()):
+        return {}  # Liger's kernels have no fp64
     from liger_kernel.ops.geglu import LigerGELUMulFunction  # optional
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # optional
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # optional

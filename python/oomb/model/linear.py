@@ -115,9 +115,14 @@ def runs_as_is(module: nn.Module) -> bool:
     """Whether weight and bias make a linear layer's outputs, and nobody watches or changes them."""
     if type(module) is not nn.Linear or not _is_plain(module.weight):
         return False
+    return not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody sees or changes what goes through a linear layer, by a hook or a forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     forward = vars(module).get("forward")
-    return not any(hooks) and (forward is None or isinstance(forward, _SummedForward))
+    return any(hooks) or not (forward is None or isinstance(forward, _SummedForward))
 
 
 class DividedForward:

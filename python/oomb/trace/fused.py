@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomb.model.adapters import Products
 from oomb.model.fused import fusible_modules
 
 
@@ -21,9 +22,15 @@ def fused_on_shapes(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     return forwards
 
 
-def wide_product_of_shapes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A product in fp32 of factors in 16 bits, which a CPU does not have."""
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32)
+class ProductsOfShapes(Products):
+    """Of adapters: products in fp32 of factors in 16 bits, which a CPU does not have."""
+
+    def wide(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32)
+
+    def row_factor(self, halves: torch.Tensor, scale: float) -> torch.Tensor:
+        rows, columns = halves.shape
+        return halves.new_empty((rows, columns // 2 * 3), dtype=torch.bfloat16)
 
 
 def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:

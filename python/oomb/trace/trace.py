@@ -31,7 +31,7 @@ from oomb.trace.autocast import autocast_of_device, autocast_state
 from oomb.trace.bare import shapes_only
 from oomb.trace.copied import copied_model
 from oomb.trace.experts import experts_of_any_dtype
-from oomb.trace.fused import fused_on_shapes, rotate_on_shapes, wide_product_of_shapes
+from oomb.trace.fused import ProductsOfShapes, fused_on_shapes, rotate_on_shapes
 from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import kernels_in_torch, recurrences_on_shapes
@@ -236,8 +236,8 @@ class Tracer:
         if self._fused:
             causal._fused = fused_on_shapes(causal.decoder)
             causal._rotation = rotate_on_shapes
-        if self._device_type == "cuda":
-            causal._wide_product = wide_product_of_shapes
+        if self._device_type == "cuda" or causal._products is not None:
+            causal._products = ProductsOfShapes()
         parameters = [p for p in causal.causal.parameters() if p.requires_grad]
         of_chunk = setting.tokens * setting.ranks
         chunks = Chunks(_TRACED * of_chunk, of_chunk, of_chunk)

@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import oomb
+from oomb import _C
 from oomb.model import causal
-from oomb.model.adapters import adapter_forwards, wide_product
+from oomb.model.adapters import Products, adapter_forwards
 
 from .models import VOCABULARY, make
 from .reference import relative_error
@@ -45,6 +46,33 @@ def adapted(bias: bool = True, more: Sequence[str] = (), **settings: Any) -> Any
     return layer
 
 
+def four_bits(layer: Any, kind: str = "nf4", double: bool = True, **settings: Any) -> Any:
+    """The same with a base of bitsandbytes that unpacks to bf16."""
+    bnb = pytest.importorskip("bitsandbytes")
+    base = layer.base_layer
+    settings = {"compute_dtype": torch.bfloat16, **settings}
+    packed = bnb.nn.Linear4bit(INPUTS, OUTPUTS, bias=base.bias is not None, **settings)
+    packed.weight = bnb.nn.Params4bit(
+        base.weight.data,
+        requires_grad=False,
+        quant_type=kind,
+        compress_statistics=double,
+        blocksize=32,
+        module=packed,
+    )
+    packed.bias = base.bias
+    layer.base_layer = packed.to("cpu").requires_grad_(False)
+    return layer
+
+
+def unpacked(layer: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = layer.base_layer.weight
+    state = getattr(weight, "quant_state", None)
+    return weight.detach() if state is None else dequantize_4bit(weight.data, state)
+
+
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, ROWS // 2, INPUTS, generator=generator).bfloat16().requires_grad_()
@@ -61,7 +89,7 @@ def run(layer: Any, forward: Any, x: torch.Tensor, d_y: torch.Tensor) -> dict[st
 def exact(layer: Any, x: torch.Tensor, d_y: torch.Tensor) -> dict[str, torch.Tensor]:
     """In fp64, by the formula."""
     x, d_y = (t.detach().double().reshape(-1, t.shape[-1]) for t in (x, d_y))
-    w = layer.base_layer.weight.detach().double()
+    w = unpacked(layer).double()
     a, b = (m["default"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
     s = layer.scaling["default"]
     y = x @ w.t() + s * x @ a.t() @ b.t()
@@ -76,7 +104,7 @@ def exact(layer: Any, x: torch.Tensor, d_y: torch.Tensor) -> dict[str, torch.Ten
 
 
 def fast(layer: Any) -> Any:
-    (forward,) = adapter_forwards(nn.ModuleList([layer]), wide_product).values()
+    (forward,) = adapter_forwards(nn.ModuleList([layer]), Products()).values()
     return forward
 
 
@@ -96,6 +124,66 @@ def test_as_near_as_pefts_own(bias: bool, trained_base: bool) -> None:
         limit = 1.05 * beside if name in ("y", "d_x") else 2e-5
         assert found <= limit, (name, found, beside)
         assert ours[name].dtype == theirs[name].dtype
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_four_bits_as_near_as_pefts_own(kind: str, double: bool, bias: bool) -> None:
+    layer = four_bits(adapted(bias), kind, double)
+    x, d_y = inputs()
+    assert "AdaptedPacked" in type(fast(layer)(x).grad_fn).__name__
+    expected = exact(layer, x, d_y)
+    ours, theirs = run(layer, fast(layer), x, d_y), run(layer, layer.forward, x, d_y)
+    for name, value in expected.items():
+        found, beside = (
+            relative_error(r[name].double().reshape(value.shape), value) for r in (ours, theirs)
+        )
+        limit = 1.05 * beside if name in ("y", "d_x") else 2e-5
+        assert found <= limit, (name, found, beside)
+        assert ours[name].dtype == theirs[name].dtype
+
+
+@pytest.mark.parametrize("name", ["fp32", "hook", "patched", "bias in fp32"])
+def test_other_layers_in_four_bits_run_by_themselves(name: str) -> None:
+    """Theirs is all that multiplies, once, and the adapter is added to it."""
+    layer = four_bits(adapted(), compute_dtype=torch.float32 if name == "fp32" else torch.bfloat16)
+    base = layer.base_layer
+    if name == "hook":
+        base.register_forward_hook(lambda m, args, y: 2 * y)
+    if name == "patched":
+        base.forward = lambda x: torch.ones(*x.shape[:-1], OUTPUTS, dtype=x.dtype)
+    if name == "bias in fp32":
+        base.bias.data = base.bias.data.float()
+    x, _ = inputs()
+    added, y = fast(layer)(x), base(x)
+    a, b = layer.lora_A["default"], layer.lora_B["default"]
+    expected = y.float() + layer.scaling["default"] * b(a(x.float()))
+    assert relative_error(added.double(), expected.double()) < 3e-3
+    assert "Packed" not in type(added.grad_fn).__name__
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_a_row_factor_has_torchs_bits(rows: int) -> None:
+    halves = torch.randn(rows, 2 * 5, generator=torch.Generator().manual_seed(3))
+    u = (halves[:, :5] + halves[:, 5:]) * 0.37
+    first = u.bfloat16()
+    expected = torch.cat([first, first, (u - first).bfloat16()], 1)
+    assert torch.equal(Products().row_factor(halves, 0.37), expected)
+
+
+@pytest.mark.parametrize(
+    ("halves", "factor", "message"),
+    [
+        (torch.zeros(4, 5), torch.zeros(4, 6).bfloat16(), "halves: expected an even number"),
+        (torch.zeros(4, 6), torch.zeros(4, 6).bfloat16(), "factor: expected .*4, 9"),
+        (torch.zeros(4, 4), torch.zeros(4, 6), "factor: expected bfloat16"),
+        (torch.zeros(4, 4).double(), torch.zeros(4, 6).bfloat16(), "halves: expected float32"),
+        (torch.zeros(4, 4).t(), torch.zeros(4, 6).bfloat16(), "halves: expected .*contiguous"),
+    ],
+)
+def test_factors_of_other_sizes(halves: Any, factor: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.row_factor(halves=halves, factor=factor, scale=1.0)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oomb
+from engine.image_models import batch_of, make_with_images
+from engine.latent_models import make_latent
+from engine.recurrent_models import nothing_rounds_to_float32
 from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
 from oomb.engine.lent import on_first
@@ -115,6 +119,52 @@ def compare(mesh: Any, say: Any) -> None:
                 say(mine <= 1.2 * theirs, f"{where}: error {mine:.1e}, of one GPU {theirs:.1e}")
                 apart = abs(float(step.loss) - float(alone.loss))
                 say(apart <= 1e-3 * float(alone.loss), f"{where}: losses {apart:.1e} apart")
+
+
+def _with_images(family: str) -> tuple[Any, Any, dict[str, Any]]:
+    sizes: dict[str, Any] = {"head_dim": 64, "max_position_embeddings": 4096}
+    if family == "qwen3-vl":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
+        sizes["rope_parameters"] = {**rope, "mrope_interleaved": True}
+    side = 2 if family == "gemma3" else 8
+    rows = [[(60 + 200 * n, side, side) for n in range(4)], [(250, side, side)]]
+    given = batch_of(family, rows, 900)
+    return make_with_images(family, **sizes), given.input_ids, given.arguments
+
+
+def other_families(mesh: Any, say: Any) -> None:
+    """Pages of latents, and images among tokens: in fp64, and in bf16 beside one GPU's error."""
+    ids = torch.arange(1500).mul(37).remainder(95)[None]
+    families: dict[str, Any] = {
+        name: lambda name=name: (make_latent(name, torch.float64), ids, {})
+        for name in ("deepseek-v3", "glm-4.7-flash")
+    }
+    families |= {name: lambda name=name: _with_images(name) for name in ("qwen3-vl", "gemma3")}
+    for name, make in families.items():
+        found: dict[tuple[torch.dtype, str], dict[str, torch.Tensor]] = {}
+        for dtype in (torch.float64, torch.bfloat16):
+            for where, place in (("one", None), ("ranks", mesh)):
+                model, tokens, others = make()
+                model.to("cuda", dtype)
+                given = {
+                    key: x.to("cuda", dtype if x.is_floating_point() else x.dtype)
+                    for key, x in others.items()
+                }
+                config = oomb.Config(chunk_size=CHUNK, page_size=PAGE)
+                wide = nothing_rounds_to_float32() if dtype == torch.float64 else nullcontext()
+                with wide, oomb.Engine(model, config, mesh=place) as engine:
+                    engine.forward_backward(tokens.cuda(), tokens.cuda(), **given)
+                trained = [(key, p.grad) for key, p in model.named_parameters()]
+                found[dtype, where] = {k: g.double() for k, g in trained if g is not None}
+        exact = found[torch.float64, "one"]
+        errors = {
+            key: max(float((x[n] - y).norm() / y.norm()) for n, y in exact.items() if y.any())
+            for key, x in found.items()
+        }
+        away = errors[torch.float64, "ranks"]
+        say(away <= 1e-10, f"{name}, fp64: {away:.1e} from one GPU")
+        mine, theirs = (errors[torch.bfloat16, where] for where in ("ranks", "one"))
+        say(mine <= 1.3 * theirs, f"{name}, bf16: error {mine:.1e}, of one GPU {theirs:.1e}")
 
 
 def two_passes(mesh: Any, say: Any) -> None:
@@ -296,6 +346,7 @@ def main() -> int:
             wrong.append(text)
 
     compare(mesh, say)
+    other_families(mesh, say)
     two_passes(mesh, say)
     shared_weights(mesh, say)
     checkpoints(mesh, say)

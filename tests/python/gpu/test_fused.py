@@ -13,7 +13,7 @@ from torch import nn
 import oomb
 from engine.models import VOCABULARY, of
 from engine.reference import relative_error
-from oomb.model.adapters import adapter_forwards, wide_product
+from oomb.model.adapters import Products, adapter_forwards
 from oomb.model.causal import CausalModel
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +80,7 @@ def test_lora_in_bf16_is_as_far_from_fp32_as_pefts_own(family: str) -> None:
 
     model, exact = adapted(torch.bfloat16), adapted(torch.float32)
     exact.load_state_dict(model.state_dict())
-    assert adapter_forwards(model, wide_product)
+    assert adapter_forwards(model, Products())
     exact(input_ids=ids(), labels=ids()).loss.backward()
     model(input_ids=ids(), labels=ids()).loss.backward()
     expected, beside = gradients(exact), gradients(model)
@@ -88,3 +88,57 @@ def test_lora_in_bf16_is_as_far_from_fp32_as_pefts_own(family: str) -> None:
     for name, gradient in expected.items():
         limit = 2 * relative_error(beside[name], gradient) + 1e-4
         assert relative_error(found[name], gradient) < limit, name
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(0, 8), (1, 1), (37, 3), (4096, 16), (70000, 64)])
+def test_a_row_factor_has_the_cpus_bits(rows: int, rank: int) -> None:
+    halves = torch.randn(rows, 2 * rank, generator=torch.Generator().manual_seed(3)) * 1e3
+    expected = Products().row_factor(halves, 0.37)
+    assert torch.equal(Products().row_factor(halves.cuda(), 0.37).cpu(), expected)
+
+
+@pytest.mark.parametrize("rows", [100, 2000])  # few go through a kernel that unpacks as it goes
+@pytest.mark.parametrize("double", [True, False])
+def test_lora_on_four_bits_is_as_far_from_wide_arithmetic_as_pefts_own(
+    double: bool, rows: int
+) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(4)
+    inputs, outputs = 1024, 512
+    base = bnb.nn.Linear4bit(
+        inputs,
+        outputs,
+        compute_dtype=torch.bfloat16,
+        quant_type="nf4",
+        compress_statistics=double,
+    )
+    base.bias.data = torch.randn(outputs).bfloat16()
+    model = get_peft_model(
+        nn.ModuleDict({"linear": base.bfloat16().cuda()}).requires_grad_(False),  # type: ignore[arg-type]
+        LoraConfig(r=8, lora_alpha=12, target_modules=["linear"]),
+    )
+    layer: Any = model.base_model.model["linear"]  # type: ignore[index]
+    a, b = (m["default"].weight for m in (layer.lora_A, layer.lora_B))
+    nn.init.normal_(b, std=0.1)
+    x = torch.randn(rows, inputs, device="cuda").bfloat16().requires_grad_()
+    d_y = torch.randn(rows, outputs, device="cuda").bfloat16()
+    (forward,) = adapter_forwards(model, Products()).values()
+
+    def run(forward: Any) -> list[torch.Tensor]:
+        y = forward(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, a, b), d_y)]
+
+    w = bnb.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).double()
+    wide_a, wide_b, s = a.detach().double(), b.detach().double(), layer.scaling["default"]
+    wide_x, wide_d = x.detach().double(), d_y.double()
+    expected = [
+        wide_x @ w.t() + base.bias.double() + s * wide_x @ wide_a.t() @ wide_b.t(),
+        wide_d @ w + s * wide_d @ wide_b @ wide_a,
+        s * (wide_d @ wide_b).t() @ wide_x,
+        s * wide_d.t() @ (wide_x @ wide_a.t()),
+    ]
+    assert "AdaptedPacked" in type(forward(x).grad_fn).__name__
+    ours, theirs = run(forward), run(layer)
+    for number, value in enumerate(expected):
+        found, beside = (relative_error(r[number].double(), value) for r in (ours, theirs))
+        assert found <= (1.05 * beside if number < 2 else 2e-5), (number, found, beside)

@@ -1,8 +1,9 @@
-"""Bases in 8 bits of torchao on a GPU: gradients of its own training, and codes on the host."""
+"""Bases of torchao on a GPU: gradients of its own training, and codes on the host."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import oomb
 
 logging.getLogger("torchao").setLevel(logging.ERROR)
 ao = pytest.importorskip("torchao.quantization")
+nf4_api = pytest.importorskip("torchao.prototype._nf4tensor_api")
+mx_formats = pytest.importorskip("torchao.prototype.mx_formats.inference_workflow")
 pytestmark = pytest.mark.gpu
 
 SHAPE = LlamaConfig(
@@ -28,13 +31,19 @@ SHAPE = LlamaConfig(
 )
 IDS = torch.randint(1, 1000, (1, 1500), generator=torch.Generator().manual_seed(1))
 CONFIG = oomb.Config(chunk_size=512, recompute="none")
+FORMATS: dict[str, Callable[[], Any]] = {
+    "int8": ao.Int8WeightOnlyConfig,
+    "float8": ao.Float8WeightOnlyConfig,
+    "nf4": nf4_api.NF4WeightOnlyConfig,
+    "nvfp4": mx_formats.NVFP4WeightOnlyConfig,
+}
 
 
 def _adapted(kind: str, dtype: torch.dtype) -> Any:
     """On the CPU, where the same weights get the same codes."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(SHAPE).to(dtype)
-    ao.quantize_(base.model, getattr(ao, kind)())
+    ao.quantize_(base.model, FORMATS[kind]())
     model: Any = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -48,9 +57,10 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_gradients_and_memory(kind: str) -> None:
-    """Of its own training, which keeps the unpacked weights of all layers."""
+    """Of its own training, which keeps the unpacked weights of all layers, but in NF4; to unpack a
+    weight in NVFP4 takes much more than its values meanwhile."""
     model, ids = _adapted(kind, torch.float32).cuda(), IDS.cuda()
     before = torch.cuda.memory_allocated()
     with oomb.Engine(model, CONFIG) as engine:
@@ -70,13 +80,13 @@ def test_gradients_and_memory(kind: str) -> None:
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).norm() / gradient.norm()) < 1e-4, name
     unpacked = 4 * 6 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)
-    assert ours_peak < their_peak - unpacked / 2
+    assert ours_peak < their_peak - (unpacked / 2 if kind in ("int8", "float8") else 0)
 
 
 def test_codes_on_the_host_change_no_bit() -> None:
     found = []
     for weights in ("device", "host"):
-        model = _adapted("Int8WeightOnlyConfig", torch.bfloat16)
+        model = _adapted("int8", torch.bfloat16)
         if weights == "device":
             model = model.cuda()
         config = oomb.Config(chunk_size=512, weights=weights)  # type: ignore[arg-type]

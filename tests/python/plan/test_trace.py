@@ -84,7 +84,7 @@ def test_memory_of_lora_without_casts(recompute: Any, monkeypatch: pytest.Monkey
 
     with_casts = predicted()
     monkeypatch.setattr(causal, "device_multiplies_wide", lambda _: True)
-    monkeypatch.setattr(causal, "wide_product", lambda left, right: (left @ right).float())
+    monkeypatch.setattr(causal.Products, "wide", lambda _, left, right: (left @ right).float())
     with oomb.Engine(model, config) as engine:
         measured = peak_allocated(lambda: engine.forward_backward(ids, ids))
     assert predicted() == pytest.approx(measured, rel=0.05)
