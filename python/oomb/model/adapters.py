@@ -282,7 +282,8 @@ class _AdaptedPacked(torch.autograd.Function):
         left = factors.rows(rows)
         with torch._C.DisableTorchFunctionSubclass():  # each step of a Params4bit would take one
             codes = weight.detach().view(-1, 1)
-            y = bitsandbytes.matmul_4bit(rows, codes, weight.quant_state, bias=bias)  # type: ignore[attr-defined]
+            # Before 0.50 it took codes in one row.
+            y = bitsandbytes.matmul_4bit(rows, codes.t(), weight.quant_state, bias=bias)  # type: ignore[attr-defined]
             y.addmm_(left, factors.b)
         ctx.save_for_backward(x, left)
         ctx.factors, ctx.codes, ctx.state = factors, codes, weight.quant_state  # frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import oomb
+from oomb.model import adapters, causal
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
 from oomb.trace.trace import Setting
@@ -88,17 +90,25 @@ def test_gradients_are_those_of_ordinary_training(
             assert float(error) < 1e-5, name
 
 
-def test_weights_on_the_host(folder: Path) -> None:
-    """What is packed travels, scales stay; no bit changes."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_weights_on_the_host(folder: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is packed travels, scales stay; no bit changes. Fast adapters keep codes meanwhile."""
+    monkeypatch.setattr(causal, "device_multiplies_wide", lambda _: fast)
+    kept = Counter[str]()
+    backward = adapters._AdaptedPacked.backward
+    counted = lambda *of: (kept.update(["packed"]), backward(*of))[1]  # noqa: E731
+    monkeypatch.setattr(adapters._AdaptedPacked, "backward", staticmethod(counted))
     results = []
     for weights in ("device", "host"):
         torch.manual_seed(2)
-        model = adapted(four_bits(folder), use_dora=True)
+        base = four_bits(folder, dtype=torch.bfloat16 if fast else torch.float32)
+        model = adapted(base, use_dora=not fast)
         settings = oomb.Config(chunk_size=32, page_size=16, weights=weights)  # type: ignore[arg-type]
         with oomb.Engine(model, settings) as engine:
             step = engine.forward_backward(IDS, IDS)
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         results.append((step.loss, grads))
+    assert (kept["packed"] > 0) == fast
     (loss, gradients), (ours, our_gradients) = results
     assert torch.equal(loss, ours) and gradients.keys() == our_gradients.keys()
     assert all(torch.equal(our_gradients[name], g) for name, g in gradients.items())
