@@ -20,6 +20,7 @@ from oomb.errors import Error
 from oomb.held_signals import with_signals_held
 from oomb.parallel.arrival import connected
 from oomb.parallel.failure import Alarm, Failure, RankLostError
+from oomb.parallel.leaving import let_go
 from oomb.parallel.peer_copies import PeerCopies
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
@@ -105,7 +106,7 @@ class Ranks:
             if self._settled:  # the others have what they wait for
                 raise
             failure = alarm.ring(Failure.of(self.members[self.rank], error))
-            self._disconnect()
+            self._disconnect(failed=True)
             failure.raise_again(error)
         finally:
             self._alarm = None
@@ -136,7 +137,7 @@ class Ranks:
         """Leave the others; who still waits for this rank is told that it is gone."""
         if self.device.type == "cuda" and self._tensors is not None:
             torch.cuda.synchronize()  # what is under way may end
-        self._disconnect()
+        self._disconnect(failed=False)
 
     def _connect(self) -> None:
         if self._notes is not None:
@@ -171,11 +172,13 @@ class Ranks:
             options.global_ranks_in_group = self.members
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, failed: bool) -> None:
         self._abort()
         if self.peers is not None:
             with suppress(RuntimeError):  # the GPU itself has failed
                 self.peers.close()
+        if failed and self._notes is not None:
+            let_go(self._notes)
         self._notes = self._tensors = self._weights = self.peers = self._border = None
         self._generation += 1
 
@@ -354,7 +357,7 @@ class Ranks:
     def _explain(self, error: BaseException) -> None:
         rank = self.members[self.rank]
         if self._alarm is None:
-            self._disconnect()
+            self._disconnect(failed=True)
             raise Failure.of(rank, RankLostError.of(error)).error() from error
         self._alarm.explain(rank, error).raise_again(None)
 
