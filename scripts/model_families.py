@@ -271,12 +271,12 @@ routers and recurrences that round to fp32 agree to about 1e-7. Layers may diffe
 dims, and read one another's keys and values, as in the released sizes of Gemma 4. These runs are on
 text; [images and videos](vision.md) says which families also take images exactly.
 
-On a GPU attention runs on tensor cores with heads of up to 512 in bf16 and fp16, of up to 256 on an
-A100, of up to 128 on consumer cards, in pages of 64 or 128 tokens. Heads of another size than 64,
-96, 128, 256 and 512 get zeros behind them, up to the next of these: 192 and 128 of latent attention
-become 256, and 80 becomes 96. The 512 of Gemma 4's global layers are fast since Hopper. Soft caps
-(Gemma 2, VaultGemma) run on the kernels for every GPU, on Hopper too. Heads below 32 run on the
-plain kernels, which are slow.
+On a GPU attention runs on tensor cores with heads of up to 512 in bf16 and fp16, of up to 256 on
+consumer cards, in pages of 64 or 128 tokens. Heads of another size than 64, 96, 128, 256 and 512
+get zeros behind them, up to the next of these: 192 and 128 of latent attention become 256, and 80
+becomes 96. The 512 of Gemma 4's global layers run on the plain kernels on consumer cards, and so do
+heads below 32 everywhere; these kernels are slow. Soft caps (Gemma 2, VaultGemma) run on the
+kernels for every GPU, on Hopper too.
 """
 _PARTS = (
     ("Exact, with keys and values alone", "exact", "(pages)", ""),

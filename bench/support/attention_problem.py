@@ -315,7 +315,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
         "--softcap", type=float, default=0.0, help="of the scores, beside FlexAttention alone"
     )
     result.add_argument(
-        "--path", choices=["sm80", "plain"], help="force the path for other GPUs, or the slow one"
+        "--path",
+        choices=["sm80", "sm80-small", "plain"],
+        help="force the path for other GPUs, its small tiles (with --wide), or the slow one",
     )
     result.add_argument("--repetitions", type=int, default=7)
     result.add_argument("--seconds", type=float, help="begin no further shape after that long")

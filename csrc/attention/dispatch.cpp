@@ -23,6 +23,7 @@ namespace {
 constexpr const Kernels* kPreference[] = {
     &sm90::kKernels,
     &sm80::kKernels,
+    &sm80::kSmallKernels,
     &plain::kKernels,
 };
 

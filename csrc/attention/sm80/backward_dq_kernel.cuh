@@ -13,8 +13,10 @@
 //
 // At head dim 256 the sums of one row tile fill the registers: Q and dO stay in shared memory too.
 //
-//   head dim 256: | Q 64 | dO 64 | K0 V0 32 | K1 V1 32 |      128 KiB
-//   head dim 512: | Q 64 | dO 64 | K0 V0 16 | K1 V1 16 | exchange |      208 KiB, eight warps
+//   head dim 256: | Q 64 | dO 64 | K0 V0 32 | K1 V1 32 |              128 KiB
+//   small tiles:  | Q 64 | dO 64 | K0 V0 16 | K1 V1 16 |               96 KiB
+//   head dim 512: | Q 64 | dO 64 | K0 V0 16 | K1 V1 16 | exchange |   208 KiB, eight warps
+//   small tiles:  | Q 32 | dO 32 | K0 V0 16 | K1 V1 16 | exchange |   136 KiB, four warps
 
 #include "attention/device/numeric.cuh"
 #include "attention/device/ptx.cuh"
@@ -24,17 +26,20 @@
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/soft_cap.cuh"
+#include "attention/sm80/tile_size.h"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
 
-template <int kDim, int kRowTiles>
+template <int kDim, int kRowTiles, TileSize kTileSize>
 struct QueryPass {
+  static constexpr bool kSmall = kTileSize == TileSize::kSmall;
   using Tile = device::Tile<kDim>;
-  using Parts = ColumnParts<kDim>;
+  using Parts = ColumnParts<kDim, kSmall && kDim == 512 ? 2 : 4>;
   static constexpr bool kInRegisters = kRowTiles == 1 && kDim <= 128;
-  static constexpr int kRows = kRowTiles * 64;
-  static constexpr int kKeys = kInRegisters ? 64 : kDim <= 256 ? 32 : 16;  // of one stage
+  static constexpr int kRows = kRowTiles * 16 * Parts::kWarps;
+  // Of one stage.
+  static constexpr int kKeys = kInRegisters ? 64 : kDim <= 256 && !kSmall ? 32 : 16;
   static constexpr int kPart =
       kInRegisters ? 16 : kKeys;  // keys whose dS is in registers at a time
   static constexpr int kMatrixBytes = Tile::bytes(kKeys);
@@ -45,23 +50,24 @@ struct QueryPass {
   static constexpr int kExchange = kStages + 2 * kStageBytes;         // where it begins
   static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(2 * kPart / 8);
   static constexpr int kBlocksPerProcessor = kDim == 64 ? 3 : kDim >= 256 ? 1 : 2;
+  static_assert(fits(kSharedBytes, kDim, kTileSize));
 };
 
 // Grid: (query tiles, query heads, batch).
-template <typename T, int kDim, int kRowTiles>
-__global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
-                                  (QueryPass<kDim, kRowTiles>::kBlocksPerProcessor))
+template <typename T, int kDim, int kRowTiles, TileSize kTileSize>
+__global__ void __launch_bounds__((QueryPass<kDim, kRowTiles, kTileSize>::Parts::kThreads),
+                                  (QueryPass<kDim, kRowTiles, kTileSize>::kBlocksPerProcessor))
     dq_kernel(const BackwardParams p) {
-  using Pass = QueryPass<kDim, kRowTiles>;
+  using Pass = QueryPass<kDim, kRowTiles, kTileSize>;
   using Tile = device::Tile<kDim>;
-  using Parts = ColumnParts<kDim>;
+  using Parts = Pass::Parts;
   constexpr int kKeys = Pass::kKeys, kPart = Pass::kPart;
   constexpr int kColumns = Parts::kColumns, kCopyThreads = Parts::kThreads;
   extern __shared__ __align__(1024) char shared_memory[];
   __shared__ KeyTiles<kKeys> tiles;
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column_part = Parts::part();
+  const int lane = threadIdx.x % 32, warp = Parts::row_warp(), column_part = Parts::part();
   {
     const BlockPlace place;
     const int first = place.x * Pass::kRows;
@@ -146,7 +152,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
     device::wait_copies<0>();
     __syncthreads();
     start_copies(index + 1);
-    if (lane == 0 && column_part == 0 && warp == index % 4)
+    if (lane == 0 && column_part == 0 && warp == index % Parts::kWarps)
       tiles.template describe<true>(p, index + 2);
     device::commit_copies();
     const uint32_t stage = shared + Pass::kStages + index % 2 * Pass::kStageBytes;
@@ -195,7 +201,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
       }
       if constexpr (Parts::kParts > 1) {
         static_assert(kRowTiles == 1 && kPart == kKeys);
-        const PartExchange<2 * kPart / 8> exchange(shared + Pass::kExchange);
+        const PartExchange<2 * kPart / 8, Parts::kWarps> exchange(shared + Pass::kExchange);
         exchange.send(s[0]);
         exchange.send(dp[0], kPart / 8);
         exchange.meet();
@@ -293,10 +299,10 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
   }
 }
 
-template <typename T, int kDim, int kRowTiles>
+template <typename T, int kDim, int kRowTiles, TileSize kTileSize>
 void launch_dq(const BackwardParams& params) {
-  using Pass = QueryPass<kDim, kRowTiles>;
-  const auto kernel = dq_kernel<T, kDim, kRowTiles>;
+  using Pass = QueryPass<kDim, kRowTiles, kTileSize>;
+  const auto kernel = dq_kernel<T, kDim, kRowTiles, kTileSize>;
   check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Pass::kSharedBytes),
       "cudaFuncSetAttribute");
@@ -310,10 +316,19 @@ void launch_dq(const BackwardParams& params) {
 // A tile of queries must not cross a query block where each block has its own page list.
 template <typename T, int kDim>
 void launch_dq(const BackwardParams& params) {
-  if (kDim >= 256 || (params.past.selection != nullptr && params.shape.page_size < 128)) {
-    launch_dq<T, kDim, 1>(params);
-  } else if constexpr (kDim < 256) {
-    launch_dq<T, kDim, 2>(params);
+  if (params.past.selection != nullptr && params.shape.page_size < 128) {
+    launch_dq<T, kDim, 1, TileSize::kLarge>(params);
+  } else {
+    launch_dq<T, kDim, 2, TileSize::kLarge>(params);
+  }
+}
+
+template <typename T, int kDim>
+void launch_wide_dq(const BackwardParams& params, TileSize size) {
+  if (size == TileSize::kSmall) {
+    launch_dq<T, kDim, 1, TileSize::kSmall>(params);
+  } else {
+    launch_dq<T, kDim, 1, TileSize::kLarge>(params);
   }
 }
 

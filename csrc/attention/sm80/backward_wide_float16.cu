@@ -3,11 +3,11 @@
 
 namespace oomb::attention::sm80 {
 
-void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan) {
+void wide_dkv_float16(const BackwardParams& params, const BackwardPlan& plan, TileSize size) {
   if (params.shape.head_dim == 256) {
-    launch_wide_dkv<__half, 256>(params, plan);
+    launch_wide_dkv<__half, 256>(params, plan, size);
   } else {
-    launch_wide_dkv<__half, 512>(params, plan);
+    launch_wide_dkv<__half, 512>(params, plan, size);
   }
 }
 

@@ -8,6 +8,11 @@
 //   256, in KiB: | K 32 | V 32 | Q0 dO0 32 | Q1 dO1 32 |                 V is dK's alone
 //   512, in KiB: | K 64 | V 64 | Q0 dO0 32 | Q1 dO1 32 | exchange 16 |
 //
+// Small tiles have half of the rows in a stage (256), or half of the keys and warps (512):
+//
+//   256, in KiB: | K 32 | V 32 | Q0 dO0 16 | Q1 dO1 16 |
+//   512, in KiB: | K 32 | V 32 | Q0 dO0 32 | Q1 dO1 32 | exchange 8 |
+//
 //   dV: S^T = K Q^T                   dV += P^T dO
 //   dK: S^T = K Q^T, dP^T = V dO^T    dK += dS^T Q,  dS^T = P^T (dP^T - delta)
 
@@ -21,16 +26,18 @@
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/query_steps.cuh"
 #include "attention/sm80/soft_cap.cuh"
+#include "attention/sm80/tile_size.h"
 #include "common/cuda_check.h"
 
 namespace oomb::attention::sm80 {
 
-template <int kDim>
+template <int kDim, TileSize kTileSize>
 struct WidePass {
+  static constexpr bool kSmall = kTileSize == TileSize::kSmall;
   using Tile = device::Tile<kDim>;
-  using Parts = ColumnParts<kDim>;
-  static constexpr int kKeys = 64;                  // of a block
-  static constexpr int kRows = 32 / Parts::kParts;  // of a stage
+  using Parts = ColumnParts<kDim, kSmall && kDim == 512 ? 2 : 4>;
+  static constexpr int kKeys = 16 * Parts::kWarps;              // of a block
+  static constexpr int kRows = kSmall || kDim > 256 ? 16 : 32;  // of a stage
   static constexpr int kStagesOfStep = kQueries / kRows;
   static constexpr int kKeyBytes = Tile::bytes(kKeys);
   static constexpr int kMatrixBytes = Tile::bytes(kRows);
@@ -40,13 +47,14 @@ struct WidePass {
   static constexpr int kStageBytes = kLse + Tile::kRowBytes;   // tiles begin at multiples of a row
   static constexpr int kExchange = kStages + 2 * kStageBytes;  // where it begins
   static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(2 * kRows / 8);
+  static_assert(fits(kSharedBytes, kDim, kTileSize));
 };
 
 // Grid: (own key tiles, then tiles of the wave's pages; kv heads and for each dK, dV; batch).
-template <typename T, int kDim>
-__global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
+template <typename T, int kDim, TileSize kTileSize>
+__global__ void __launch_bounds__((WidePass<kDim, kTileSize>::Parts::kThreads), 1)
     wide_dkv_kernel(const BackwardParams p, const BackwardPlan plan, int own_tiles) {
-  using Pass = WidePass<kDim>;
+  using Pass = WidePass<kDim, kTileSize>;
   using Tile = Pass::Tile;
   using Parts = Pass::Parts;
   constexpr int kKeys = Pass::kKeys, kRows = Pass::kRows, kStagesOfStep = Pass::kStagesOfStep;
@@ -56,7 +64,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
   __shared__ KeyBlock place;  // leaves the registers to the main loop
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = Parts::part();
+  const int lane = threadIdx.x % 32, warp = Parts::row_warp(), part = Parts::part();
   const int batch = blockIdx.z, kv_head = blockIdx.y / 2;
   const bool is_value = blockIdx.y % 2;
   KeyBlock block{static_cast<int>(blockIdx.x) < own_tiles, batch, kv_head, 0, 0};
@@ -110,7 +118,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
     __syncthreads();
     start_copies(index + 1);
     const int in_step = index % kStagesOfStep;
-    if (in_step == 0 && lane == 0 && part == 0 && warp == index / kStagesOfStep % 4) {
+    if (in_step == 0 && lane == 0 && part == 0 && warp == index / kStagesOfStep % Parts::kWarps) {
       steps.describe(p, plan, index / kStagesOfStep + 2);
     }
     device::commit_copies();
@@ -152,7 +160,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
       }
     }
     if constexpr (Parts::kParts > 1) {
-      const PartExchange<2 * kRows / 8> exchange(shared + Pass::kExchange);
+      const PartExchange<2 * kRows / 8, Parts::kWarps> exchange(shared + Pass::kExchange);
       exchange.send(s);
       if (!is_value) exchange.send(dp, kRows / 8);
       exchange.meet();
@@ -210,12 +218,12 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads, 1)
   }
 
   const float factor = is_value ? 1.0f : static_cast<float>(p.scale);
-  write_sum<T, kDim>(p, place, steps.key_end, is_value, sum, factor);
+  write_sum<T, kDim, Parts>(p, place, steps.key_end, is_value, sum, factor);
 }
 
-template <typename T, int kDim>
+template <typename T, int kDim, TileSize kTileSize>
 void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan) {
-  using Pass = WidePass<kDim>;
+  using Pass = WidePass<kDim, kTileSize>;
   const int64_t parts = params.shape.page_size / Pass::kKeys;
   const int64_t own_tiles = params.own_chunk ? ceil_div(params.shape.chunk, Pass::kKeys) : 0;
   int64_t page_tiles = 0;
@@ -223,7 +231,7 @@ void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan) {
     page_tiles = parts * (plan.work != nullptr ? plan.capacity : plan.pages);
   }
   if (own_tiles + page_tiles == 0) return;
-  const auto kernel = wide_dkv_kernel<T, kDim>;
+  const auto kernel = wide_dkv_kernel<T, kDim, kTileSize>;
   check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Pass::kSharedBytes),
       "cudaFuncSetAttribute");
@@ -231,6 +239,15 @@ void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan) {
   kernel<<<grid, Pass::Parts::kThreads, Pass::kSharedBytes,
            static_cast<cudaStream_t>(params.stream)>>>(params, plan, static_cast<int>(own_tiles));
   check_launch("attention_backward dK, dV (sm80)");
+}
+
+template <typename T, int kDim>
+void launch_wide_dkv(const BackwardParams& params, const BackwardPlan& plan, TileSize size) {
+  if (size == TileSize::kSmall) {
+    launch_wide_dkv<T, kDim, TileSize::kSmall>(params, plan);
+  } else {
+    launch_wide_dkv<T, kDim, TileSize::kLarge>(params, plan);
+  }
 }
 
 }  // namespace oomb::attention::sm80

@@ -3,10 +3,12 @@
 
 namespace oomb::attention::sm80 {
 
-void forward_float16(const ForwardParams& params) { launch_forward<__half>(params); }
+void forward_float16(const ForwardParams& params, TileSize size) {
+  launch_forward<__half>(params, size);
+}
 
-int64_t forward_workspace_float16(const ForwardParams& params) {
-  return forward_workspace<__half>(params);
+int64_t forward_workspace_float16(const ForwardParams& params, TileSize size) {
+  return forward_workspace<__half>(params, size);
 }
 
 }  // namespace oomb::attention::sm80

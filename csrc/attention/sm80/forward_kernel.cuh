@@ -9,6 +9,10 @@
 //
 // The probabilities never leave registers: the accumulators of S, rounded, are the A operand of P
 // V. A tile's keys may be parted among several blocks, one after the other (forward_plan.h).
+//
+//   KiB    large: | Q | K0 V0 | K1 V1 |         small: | Q | K0 V0 | K1 V1 |
+//   256           | 32 | 64 | 64 |                     | 32 | 32 | 32 |
+//   512           | 64 | 64 | 64 | exchange 16 |       | 64 | 32 | 32 | exchange 8 |
 
 #include "attention/device/device_attribute.h"
 #include "attention/device/numeric.cuh"
@@ -21,6 +25,7 @@
 #include "attention/sm80/key_tiles.cuh"
 #include "attention/sm80/loads.cuh"
 #include "attention/sm80/soft_cap.cuh"
+#include "attention/sm80/tile_size.h"
 #include "attention/sm80/turns.cuh"
 #include "common/cuda_check.h"
 
@@ -29,11 +34,12 @@ namespace oomb::attention::sm80 {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: finite, see softmax
 
-template <int kDim, int kRowTiles>
+template <int kDim, int kRowTiles, TileSize kTileSize>
 struct ForwardShape {
   using Tile = device::Tile<kDim>;
   using Parts = ColumnParts<kDim>;
-  static constexpr int kKeys = Parts::kParts == 1 ? 64 : 32;  // of one tile
+  static constexpr int kKeys =
+      64 / Parts::kParts / (kTileSize == TileSize::kSmall ? 2 : 1);  // of one
   static constexpr int kRows = kRowTiles * 64;
   static constexpr int kMatrixBytes = Tile::bytes(kKeys);
   static constexpr int kQueryBytes = Tile::bytes(kRows);
@@ -41,14 +47,15 @@ struct ForwardShape {
   static constexpr int kExchange = kQueryBytes + 2 * kStageBytes;  // where it begins
   static constexpr int kSharedBytes = kExchange + Parts::exchange_bytes(kKeys / 8);
   static constexpr int kBlocksPerProcessor = Parts::kParts == 1 ? 2 : 1;
+  static_assert(fits(kSharedBytes, kDim, kTileSize));
 };
 
 // Grid: plan.units.
-template <typename T, int kDim, int kRowTiles>
+template <typename T, int kDim, int kRowTiles, TileSize kTileSize>
 __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
-                                  (ForwardShape<kDim, kRowTiles>::kBlocksPerProcessor))
+                                  (ForwardShape<kDim, kRowTiles, kTileSize>::kBlocksPerProcessor))
     forward_kernel(const ForwardParams p, const ForwardPlan plan) {
-  using F = ForwardShape<kDim, kRowTiles>;
+  using F = ForwardShape<kDim, kRowTiles, kTileSize>;
   using Parts = ColumnParts<kDim>;
   constexpr int kKeys = F::kKeys, kColumns = Parts::kColumns, kCopyThreads = Parts::kThreads;
   using Tile = device::Tile<kDim>;
@@ -57,7 +64,7 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
   __shared__ ForwardUnit unit;
   const uint32_t shared = device::shared_address(shared_memory);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = Parts::part();
+  const int lane = threadIdx.x % 32, warp = Parts::row_warp(), part = Parts::part();
   if (threadIdx.x == 0) {
     const int index = plan.turns != nullptr ? atomicAdd(plan.next_unit, 1) : blockIdx.x;
     unit.choose(p, plan, index, F::kRows);
@@ -324,10 +331,10 @@ __global__ void __launch_bounds__(ColumnParts<kDim>::kThreads,
 }
 
 // One element type, head dim and tile height of the kernel.
-template <typename T, int kDim, int kRowTiles>
+template <typename T, int kDim, int kRowTiles, TileSize kTileSize = TileSize::kLarge>
 struct Forward {
-  using Shape = ForwardShape<kDim, kRowTiles>;
-  static constexpr auto kKernel = forward_kernel<T, kDim, kRowTiles>;
+  using Shape = ForwardShape<kDim, kRowTiles, kTileSize>;
+  static constexpr auto kKernel = forward_kernel<T, kDim, kRowTiles, kTileSize>;
   static constexpr int kThreads = Shape::Parts::kThreads;
 
   static ForwardPlan plan(const ForwardParams& params) {
@@ -362,7 +369,11 @@ struct Forward {
 // Calls function(Forward<...>{}) with the kernel to use. A tile of queries must not cross a query
 // block where each block has its own page list.
 template <typename T, typename Function>
-auto with_forward(const ForwardParams& params, Function&& function) {
+auto with_forward(const ForwardParams& params, TileSize size, Function&& function) {
+  if (size == TileSize::kSmall) {
+    return params.shape.head_dim == 256 ? function(Forward<T, 256, 1, TileSize::kSmall>{})
+                                        : function(Forward<T, 512, 1, TileSize::kSmall>{});
+  }
   const bool low = params.past.selection != nullptr && params.shape.page_size < 128;
   switch (params.shape.head_dim) {
     case 64: return low ? function(Forward<T, 64, 1>{}) : function(Forward<T, 64, 2>{});
@@ -374,13 +385,13 @@ auto with_forward(const ForwardParams& params, Function&& function) {
 }
 
 template <typename T>
-void launch_forward(const ForwardParams& params) {
-  with_forward<T>(params, [&](auto forward) { forward.launch(params); });
+void launch_forward(const ForwardParams& params, TileSize size) {
+  with_forward<T>(params, size, [&](auto forward) { forward.launch(params); });
 }
 
 template <typename T>
-int64_t forward_workspace(const ForwardParams& params) {
-  return with_forward<T>(params, [&](auto forward) { return forward.plan(params).bytes; });
+int64_t forward_workspace(const ForwardParams& params, TileSize size) {
+  return with_forward<T>(params, size, [&](auto forward) { return forward.plan(params).bytes; });
 }
 
 }  // namespace oomb::attention::sm80

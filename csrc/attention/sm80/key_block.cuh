@@ -128,14 +128,13 @@ __device__ void write_gradient(const BackwardParams& p, const KeyBlock& block, i
 }
 
 // The same for one of the two, and for the columns that the warp has: is_value says which.
-template <typename T, int kDim>
+template <typename T, int kDim, typename Parts>
 __device__ void write_sum(const BackwardParams& p, const KeyBlock& block, int key_end,
-                          bool is_value, const float (&sum)[ColumnParts<kDim>::kColumns / 8][4],
-                          float factor) {
-  constexpr int kColumns = ColumnParts<kDim>::kColumns;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first_row = block.row0 + warp * 16 + lane / 4;
-  const int column = ColumnParts<kDim>::part() * kColumns + (lane % 4) * 2;
+                          bool is_value, const float (&sum)[Parts::kColumns / 8][4], float factor) {
+  constexpr int kColumns = Parts::kColumns;
+  const int lane = threadIdx.x % 32;
+  const int first_row = block.row0 + Parts::row_warp() * 16 + lane / 4;
+  const int column = Parts::part() * kColumns + (lane % 4) * 2;
   const auto pair = [&](int r, int n) {
     return make_float2(sum[n][2 * r] * factor, sum[n][2 * r + 1] * factor);
   };

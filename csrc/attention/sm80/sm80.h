@@ -1,8 +1,8 @@
 #pragma once
 
 // Attention with the tensor-core instructions of sm_80 (mma.sync, cp.async, ldmatrix), for every
-// GPU since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens;
-// head dim 256 where a block has 160 KiB of shared memory, 512 where it has 226 KiB.
+// GPU since then: bfloat16 and float16, head dim 64, 96 or 128, pages of 64 or 128 tokens; head
+// dims 256 and 512 where shared memory allows, in tiles of two sizes (tile_size.h).
 //
 // The backward is one pass of five products where that gives what was asked for (one_pass.h): a
 // thread block owns 128 keys, loops over the heads of the group, and adds dQ up in memory. Else it
@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/sm80/tile_size.h"
 
 namespace oomb::attention::sm80 {
 
@@ -19,9 +20,10 @@ namespace oomb::attention::sm80 {
 bool forward_supported(const ForwardParams& params);
 bool backward_supported(const BackwardParams& params);
 
-void forward(const ForwardParams& params);
-int64_t forward_workspace_bytes(const ForwardParams& params);
-void backward(const BackwardParams& params);
+// Tiles are large for heads below 256.
+void forward(const ForwardParams& params, TileSize size);
+int64_t forward_workspace_bytes(const ForwardParams& params, TileSize size);
+void backward(const BackwardParams& params, TileSize size);
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 }  // namespace oomb::attention::sm80

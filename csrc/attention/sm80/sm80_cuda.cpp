@@ -36,26 +36,26 @@ bool backward_supported(const BackwardParams& params) {
          params.grads.dkv_unit_bytes % 16 == 0;
 }
 
-void forward(const ForwardParams& params) {
+void forward(const ForwardParams& params, TileSize size) {
   if (params.shape.batch == 0 || params.shape.chunk == 0) return;
   if (params.dtype == DType::kFloat16) {
-    forward_float16(params);
+    forward_float16(params, size);
   } else {
-    forward_bfloat16(params);
+    forward_bfloat16(params, size);
   }
 }
 
-int64_t forward_workspace_bytes(const ForwardParams& params) {
+int64_t forward_workspace_bytes(const ForwardParams& params, TileSize size) {
   if (params.shape.batch == 0 || params.shape.chunk == 0) return 0;
-  return params.dtype == DType::kFloat16 ? forward_workspace_float16(params)
-                                         : forward_workspace_bfloat16(params);
+  return params.dtype == DType::kFloat16 ? forward_workspace_float16(params, size)
+                                         : forward_workspace_bfloat16(params, size);
 }
 
 int64_t backward_workspace_bytes(const BackwardParams& params) {
   return BackwardPlan(params, nullptr).bytes;
 }
 
-void backward(const BackwardParams& params) {
+void backward(const BackwardParams& params, TileSize size) {
   if (params.shape.batch == 0 || params.shape.chunk == 0) return;
   const BackwardPlan plan(params, params.workspace);
   expect(params.workspace_bytes >= plan.bytes, "workspace",
@@ -67,8 +67,8 @@ void backward(const BackwardParams& params) {
     half ? one_pass_float16(params, plan) : one_pass_bfloat16(params, plan);
     return;
   }
-  half ? dkv_float16(params, plan) : dkv_bfloat16(params, plan);
-  half ? dq_float16(params) : dq_bfloat16(params);
+  half ? dkv_float16(params, plan, size) : dkv_bfloat16(params, plan, size);
+  half ? dq_float16(params, size) : dq_bfloat16(params, size);
 }
 
 }  // namespace oomb::attention::sm80

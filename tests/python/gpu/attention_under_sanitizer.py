@@ -1,6 +1,6 @@
 """What compute-sanitizer watches: small attention problems of one implementation.
 
-Usage: attention_under_sanitizer.py sm90|sm80|plain|pages|beyond
+Usage: attention_under_sanitizer.py sm90|sm80|sm80-small|plain|pages|beyond
 
 Every tensor has memory of its own (no caching allocator), so that one byte too far is noticed.
 """
@@ -27,9 +27,9 @@ def play(case: Case, borders: tuple[int, ...] = ()) -> None:
         assert not value.isnan().any(), f"{name} has NaN: {case}"
 
 
-def tensor_cores() -> None:
+def tensor_cores(head_dims: tuple[int, int]) -> None:
     """Tails of chunk and past, lists, both gradient types and orders; then masks and waves."""
-    for head_dim, page_size in ((64, 64), (128, 128)):
+    for head_dim, page_size in zip(head_dims, (64, 128), strict=True):
         tail = 2 * page_size + 17
         for lists, dkv_dtype in (("dense", FP32), ("shared", BF16), ("per_head", FP32)):
             for deterministic in (True, False):
@@ -49,6 +49,7 @@ def tensor_cores() -> None:
                 )
     for page_size in (64, 128):
         limits = dict(page_size=page_size, chunk=77, past=3 * page_size + 5, group=1, batch=2)
+        limits["head_dim"] = head_dims[1]
         play(Case(**limits, window=100), (2,))
         play(Case(**limits, documents=True, padding=True, dkv_dtype=BF16), (0, 2))
         play(Case(**limits, lists="per_head", window=150, packed=True), (2,))
@@ -102,12 +103,13 @@ def beyond() -> None:
 
 
 which = sys.argv[1]
-if which in ("sm90", "sm80", "plain"):
+TENSOR_CORES = {"sm90": (64, 128), "sm80": (64, 128), "sm80-small": (256, 512)}
+if which in (*TENSOR_CORES, "plain"):
     _C.force_attention(which)
 if which == "beyond":
     _C.force_attention("plain")
-if which in ("sm90", "sm80"):
-    tensor_cores()
+if which in TENSOR_CORES:
+    tensor_cores(TENSOR_CORES[which])
 if which == "sm80":
     parted()
 if which in ("plain", "pages", "beyond"):

@@ -25,9 +25,9 @@ def unforced():
         ("sm80", Case(dtype=torch.float32)),
         ("sm80", Case(head_dim=80)),
         ("sm80", Case(page_size=32)),
+        ("sm80-small", Case()),
         ("sm90", Case(dtype=torch.float16)),
         ("sm90", Case(head_dim=96)),
-        ("sm80", Case(softcap=50.0)),
         ("sm90", Case(softcap=50.0)),
     ],
     ids=str,
@@ -39,7 +39,7 @@ def test_forcing_what_cannot_take_the_call(name: str, case: Case) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="sm90, sm80 or plain, got fast"):
+    with pytest.raises(ValueError, match="sm90, sm80, sm80-small or plain, got fast"):
         _C.force_attention("fast")
 
 

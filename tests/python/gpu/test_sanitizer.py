@@ -37,7 +37,7 @@ def watched(tool: str, which: str) -> subprocess.CompletedProcess[str]:
     ("which", "tool"),
     [
         (which, tool)
-        for which in ("sm90", "sm80", "plain", "pages")
+        for which in ("sm90", "sm80", "sm80-small", "plain", "pages")
         for tool in ("memcheck", "initcheck", "racecheck", "synccheck")
         if which != "sm90" or tool in ("memcheck", "initcheck")
     ],

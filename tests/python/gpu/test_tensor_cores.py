@@ -16,6 +16,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 pytestmark = pytest.mark.gpu
 on_sm80 = pytest.mark.parametrize("implementation", ["sm80"], indirect=True)
+in_its_tiles = pytest.mark.parametrize(
+    ("implementation", "head_dim"),
+    [("sm80", dim) for dim in (64, 96, 128, 256, 512)] + [("sm80-small", d) for d in (256, 512)],
+    indirect=["implementation"],
+)
 lists_of_pages = pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
 dims_and_pages = pytest.mark.parametrize(
     ("head_dim", "page_size"), list(itertools.product([64, 128, 256], [64, 128]))
@@ -54,14 +59,11 @@ def test_shapes(head_dim: int, page_size: int, lists: str, deterministic: bool) 
     )
 
 
-@on_sm80
+@in_its_tiles
 @in_both_orders
 @lists_of_pages
 @pytest.mark.parametrize("page_size", [64, 128])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [(64, FP16), (96, BF16), (96, FP16), (128, FP16), (256, FP16), (512, BF16), (512, FP16)],
-)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_shapes_of_sm80(
     head_dim: int, page_size: int, lists: str, dtype: torch.dtype, deterministic: bool
 ) -> None:
@@ -152,14 +154,12 @@ def test_masks(
     )
 
 
-@on_sm80
+@in_its_tiles
 @in_both_orders
 @pytest.mark.parametrize("softcap", [1.0, 50.0])
 @pytest.mark.parametrize("limits", [{}, dict(documents=True, padding=True, window=250)], ids=str)
 @lists_of_pages
-@pytest.mark.parametrize(
-    ("head_dim", "page_size"), list(itertools.product([64, 96, 128, 256, 512], [64, 128]))
-)
+@pytest.mark.parametrize("page_size", [64, 128])
 def test_soft_caps(
     head_dim: int,
     page_size: int,
@@ -331,8 +331,7 @@ def test_more_blocks_than_fit(kv_heads: int, group: int, chunk: int) -> None:
     check_bits(case, (7, 200))
 
 
-@on_sm80
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
+@in_its_tiles
 @pytest.mark.parametrize("limits", [{}, dict(window=3000), dict(documents=True)], ids=str)
 @lists_of_pages
 def test_parted_tiles(head_dim: int, lists: str, limits: dict[str, Any]) -> None:

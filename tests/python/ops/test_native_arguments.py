@@ -177,14 +177,17 @@ def test_more_threads_than_there_can_be() -> None:
 
 def test_kernels_are_known_by_name_and_by_their_steps() -> None:
     """In a build without CUDA too, which may plan for a GPU."""
-    with pytest.raises(ValueError, match="^OOMB_ATTENTION: expected sm90, sm80 or plain, got fast"):
+    names = "sm90, sm80, sm80-small or plain"
+    with pytest.raises(ValueError, match=f"^OOMB_ATTENTION: expected {names}, got fast"):
         _C.force_attention("fast")
     assert _C.attention_key_tile() == 128
     assert _C.attention_page_sizes() == [64, 128]
     sizes = (32, 64, 72, 80, 96, 112, 128, 192, 256, 512)
     padded = [64, 64, 96, 96, 96, 128, 128, 256, 256, 512]
     assert [_C.attention_head_dim(x, 90) for x in sizes] == padded
-    assert _C.attention_head_dim(192, 89) == 192  # whose shared memory is too small for 256
+    assert _C.attention_head_dim(192, 89) == 256  # in small tiles
+    assert _C.attention_head_dim(320, 80) == 512
+    assert _C.attention_head_dim(320, 89) == 320  # whose shared memory is too small for 512
     assert _C.attention_head_dim(80, 75) == 80
 
 

@@ -1,4 +1,4 @@
-"""Heads of 512, whose columns two warps share: kernels of sm_80, on Hopper or newer."""
+"""Heads of 512, whose columns two warps share, and heads of 256 and 512 in small tiles."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,32 +18,40 @@ in_both_orders = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    if torch.cuda.get_device_capability() < (9, 0):
+@pytest.fixture(
+    autouse=True,
+    params=[("sm80", 512), ("sm80-small", 256), ("sm80-small", 512)],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}",
+)
+def head_dim(request: pytest.FixtureRequest) -> Iterator[int]:
+    """On the kernels of that name; another call raises."""
+    name, size = request.param
+    if name == "sm80" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("a block has 227 KiB of shared memory since compute capability 9.0")
-    _C.force_attention("sm80")
-    yield
+    _C.force_attention(name)
+    yield size
     _C.force_attention(None)
 
 
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 63, 64, 65, 129, 1000])
-def test_no_past(chunk: int) -> None:
-    check(Case(head_dim=512, chunk=chunk))
+def test_no_past(head_dim: int, chunk: int) -> None:
+    check(Case(head_dim=head_dim, chunk=chunk))
 
 
 @pytest.mark.parametrize("lists", ["dense", "per_head"])
-def test_long_past(lists: str) -> None:
-    check(Case(head_dim=512, chunk=128, past=65536, kv_heads=1, group=7, lists=lists, budget=40))
+def test_long_past(head_dim: int, lists: str) -> None:
+    check(
+        Case(head_dim=head_dim, chunk=128, past=65536, kv_heads=1, group=7, lists=lists, budget=40)
+    )
 
 
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("lists", ["dense", "shared"])
 @pytest.mark.parametrize("page_size", [64, 128])
-def test_long_chunk(page_size: int, lists: str, dkv_dtype: torch.dtype) -> None:
+def test_long_chunk(head_dim: int, page_size: int, lists: str, dkv_dtype: torch.dtype) -> None:
     check(
         Case(
-            head_dim=512,
+            head_dim=head_dim,
             page_size=page_size,
             group=7,
             kv_heads=1,
@@ -62,10 +70,12 @@ def test_long_chunk(page_size: int, lists: str, dkv_dtype: torch.dtype) -> None:
     list(itertools.product([64, 128], ["dense", "per_head"], LIMITS)),
     ids=str,
 )
-def test_masks(page_size: int, lists: str, limits: dict[str, Any], deterministic: bool) -> None:
+def test_masks(
+    head_dim: int, page_size: int, lists: str, limits: dict[str, Any], deterministic: bool
+) -> None:
     check(
         Case(
-            head_dim=512,
+            head_dim=head_dim,
             page_size=page_size,
             chunk=450,
             past=7 * page_size + 17,
@@ -78,9 +88,9 @@ def test_masks(page_size: int, lists: str, limits: dict[str, Any], deterministic
     )
 
 
-def test_rows_that_see_nothing() -> None:
+def test_rows_that_see_nothing(head_dim: int) -> None:
     """A sequence whose keys all end before the chunk's documents begin."""
-    problem = Problem(Case(chunk=200, past=300, head_dim=512, documents=True, batch=2))
+    problem = Problem(Case(chunk=200, past=300, head_dim=head_dim, documents=True, batch=2))
     problem.num_keys = torch.full((2,), 300, device="cuda", dtype=torch.int32)
     ours, expected = problem.run(), problem.dense(torch.float64)
     empty = expected.lse == float("-inf")
@@ -94,10 +104,10 @@ def test_rows_that_see_nothing() -> None:
 @pytest.mark.parametrize("lists", ["dense", "shared", "per_head"])
 @pytest.mark.parametrize("page_size", [64, 128])
 def test_waves_change_no_bit(
-    page_size: int, lists: str, dkv_dtype: torch.dtype, documents: bool
+    head_dim: int, page_size: int, lists: str, dkv_dtype: torch.dtype, documents: bool
 ) -> None:
     case = Case(
-        head_dim=512,
+        head_dim=head_dim,
         page_size=page_size,
         group=7,
         chunk=330,
