@@ -25,7 +25,7 @@ from support.record import write_record
 
 import oomb
 from oomb.optim import HostStates
-from oomb.plan import Machine, Planner
+from oomb.plan import UNIFORM, Machine, Planner
 from oomb.plan.gpus import gpu_of_device
 from oomb.trace.shapes import SHAPES, random_model
 from oomb.train.float8 import with_float8
@@ -104,6 +104,7 @@ def main() -> None:
         config,
         optimizer=names[options.optimizer],
         optimizer_states=options.optimizer_states,
+        choices=UNIFORM,  # random weights prefer no page
     )
     if options.float8:
         with_float8(model, options.float8, torch.device("cuda"))
@@ -174,6 +175,7 @@ def main() -> None:
         "growth_seconds": step.stats.exposed_growth_seconds,  # waited for new host memory
         "fetched_weights_gib": step.stats.fetched_weight_bytes / GIB,
         "weights_waited_seconds": step.stats.exposed_weight_seconds,
+        "copies_waited_seconds": step.stats.exposed_copy_seconds,
         "planned": {
             "fits": plan.fits,
             "seconds": plan.seconds,

@@ -58,7 +58,10 @@ _DENSE = {"past_forward": 0.63, "past_backward": 0.52}
 _SPARSE = {"past_forward": 0.54, "past_backward": 0.45}
 _OWN = {"own_forward": 0.30, "own_backward": 0.25}
 _NARROW = 0.69  # with heads of 64 and less
-_WIDE_FORWARD = 1.2  # dense, with heads of 256
+_WIDE_FORWARD = 1.2  # dense, with heads of 256 on Hopper
+# Heads of 256 on other GPUs, whose kernels reach that share of what they do with heads of 128, on
+# an H200 (bench/results/attention-*-sm80-h200-*.json and -wide-sm80-*).
+_OTHER_WIDE = {"forward": 0.62, "backward": 0.42}
 WIDEST = 512  # head dim
 # A pair of heads of 512 takes that many times as long as its products say, forward and backward
 # together (bench/results/attention-*-wide-512-h200-2026-11-25.json).
@@ -86,7 +89,10 @@ def datasheet_rates(gpu: Gpu, shape: LayerShape, selection: PageRule | None, row
     by_rows = _DENSE_BY_ROWS if selection is None else _SPARSE_BY_ROWS
     for name, factors in by_rows.items():  # between those measured, and flat beyond them
         shares[name] *= float(np.interp(math.log2(rows), np.log2(_ROWS), factors))
-    if selection is None and shape.head_dim == 256:
+    if shape.head_dim == 256 and gpu.capability // 10 != 9:
+        for name in shares:
+            shares[name] *= _OTHER_WIDE[name.split("_")[1]]
+    elif selection is None and shape.head_dim == 256:
         shares["past_forward"] *= _WIDE_FORWARD
     flops = gpu.flops * (_NARROW if shape.head_dim <= 64 else 1.0)
     return Rates(

@@ -14,7 +14,7 @@ import pytest
 
 import oomb
 from oomb.plan import Machine, Planner
-from oomb.plan.gpus import gpu_of_device
+from oomb.plan.gpus import gpu_of_device, gpu_of_name
 from oomb.plan.rates import datasheet_rates
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
@@ -94,3 +94,25 @@ def test_rates_follow_the_chunk(planner: Planner, rule: oomb.TopKPages | None) -
     for rows in (2048, 16384):
         ratio = measured[rows] / measured[4096]
         assert forward[rows] / forward[4096] == pytest.approx(ratio, abs=0.01)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_heads_of_256_beside_those_of_128_on_other_gpus(planner: Planner, way: str) -> None:
+    """On the kernels for every GPU, as an H200 ran them, in large tiles and in small ones."""
+    card = gpu_of_name("rtx4090")
+    narrow = planner.shapes[0]
+    assert narrow.head_dim == 128
+    foretold = [
+        getattr(datasheet_rates(card, shape, None, 4096), f"past_{way}")
+        for shape in (narrow, replace(narrow, head_dim=256))
+    ]
+    of_128, *of_256 = (
+        json.loads((RESULTS / f"attention-{way}-{name}.json").read_text())["rows"][0]["oomb_tflops"]
+        for name in (
+            "sm80-h200-2026-11-22",
+            "wide-sm80-h200-2026-11-23",
+            "wide-sm80-small-h200-2026-11-26",
+        )
+    )
+    for measured in of_256:
+        assert foretold[1] / foretold[0] == pytest.approx(measured / of_128, rel=0.12)
