@@ -146,6 +146,43 @@ PROFILES = {
         asked_tokens=2**19,
         far_tasks=_NEEDLES,
     ),
+    # One H200, two calls of ten minutes: every other method at 64K.
+    "methods-64k": Profile(
+        size="base",
+        rope=Rope(1e12, 131_072),
+        page_size=128,
+        levels=(
+            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            Level(stage=_stage(16_384, 4, 2e-4, 20)),
+            Level(stage=_stage(65_536, 1, 1e-4, 24), asked=(65_536,),
+                  methods=("exact", "ordinary", "SpaCO 1/2", "16 pages, bounds",
+                           "bf16 gradients", "1 back", "64 pages, softmax", "SpaCO 1/4",
+                           "32 pages, bounds", "4 back", "64 pages"),
+                  tried=("64 pages, bounds",)),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        tasks=_NEEDLES,
+    ),
+    # One H200, two calls of ten minutes: training at 128K.
+    "far": Profile(
+        size="base",
+        rope=Rope(1e12, 262_144),
+        page_size=128,
+        levels=(
+            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            Level(stage=_stage(16_384, 4, 2e-4, 20), methods=("exact", "64 pages, bounds")),
+            Level(stage=_stage(65_536, 1, 1e-4, 24), methods=("exact", "64 pages, bounds")),
+            Level(stage=_stage(131_072, 1, 1e-4, 50), asked=(131_072, 262_144),
+                  methods=("64 pages, bounds", "exact", "SpaCO 1/2"),
+                  tried=("64 pages, bounds",)),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        tasks=_NEEDLES,
+        far_tasks=("needle, 8 keys",),
+        probe_seconds=10.0,
+    ),
     # One H200, an hour in pieces.
     "full": Profile(
         size="base",
