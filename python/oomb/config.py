@@ -363,8 +363,6 @@ class Config:
         for name, kind in get_type_hints(Config).items():
             if kind is bool:
                 _expect(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
-        whole = not self.divide_pages or isinstance(attention, Dense)
-        _expect(whole, "attention", "oomb.Dense() beside divide_pages=True", attention)
 
 
 def _expect_rule(rule: PageRule) -> None:

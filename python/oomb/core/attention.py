@@ -297,7 +297,7 @@ class ChunkAttention:
             num_rows = (pages.num_keys - begin).clamp(0, end - begin).to(torch.int32)
         page_size, means = pages.layout.page_size_of(layer), None
         if pages.choice is not None:
-            means = pages.choice.summarize(layer, k, first, page_size, num_rows)
+            means = pages.choice.summarize(layer, chunk, k, page_size, num_rows)
 
         def write(page_begin: int, page_end: int) -> None:
             _C.page_write(

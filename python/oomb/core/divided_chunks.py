@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from oomb.core.layout import Chunks, PagedLayers
@@ -53,6 +54,17 @@ class Division:
             tuple((place[first], place[last]) for first, last in past) for past in whole.pasts
         )
         return replace(whole, first_pages=firsts, pasts=pasts)
+
+    def past_pages(self, whole: Chunks, chunk: int) -> npt.NDArray[np.int32]:
+        """Of each page of a chunk's past its number in the past of this rank; -1: another's.
+
+        Args:
+            whole: chunks of the sequence with all of their pages.
+        """
+        pages = np.concatenate([np.arange(first, last) for first, last in whole.past(chunk)])
+        firsts = [whole.first_page(number) for number in range(whole.number + 1)]
+        own = (np.searchsorted(firsts, pages, side="right") - 1) % self.ranks == self.rank
+        return np.where(own, np.cumsum(own) - 1, -1).astype(np.int32)
 
     def most_of(self, chunks: Sequence[int]) -> int:
         """Of some chunks the most that one rank has."""

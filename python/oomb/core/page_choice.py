@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from oomb.config import PageRule, Past, TopKPages
+from oomb.core.divided_chunks import Division
 from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.page_demand import Demand
-from oomb.core.page_lists import ListSizes, PageLists
+from oomb.core.page_lists import AT_ONCE, ListSizes, PageLists
 from oomb.ops.page_bounds import page_bounds
+from oomb.ops.pages import page_write
 from oomb.ops.selection import top_k_lists
 from oomb.parallel.heads import HeadShares
+from oomb.parallel.list_parts import closed_up
 from oomb.parallel.placement import Placement
+from oomb.results import Selection
 
 
 class Selector:
@@ -89,6 +94,17 @@ class _OneOfEach:
         return self.placement.largest(x)
 
 
+def _page_means(k: torch.Tensor, page_size: int, num_rows: torch.Tensor | None) -> torch.Tensor:
+    """Mean keys [batch, pages, kv_heads, head_dim] of pages, as those who write them make them."""
+    batch, heads, tokens, head_dim = k.shape
+    pages = -(-tokens // page_size)
+    written = k.new_empty(batch * pages, 2, heads, page_size, head_dim)
+    slots = torch.arange(batch * pages, dtype=torch.int32, device=k.device).view(batch, pages)
+    means = k.new_empty(batch, pages, heads, head_dim)
+    page_write(k, k, written, slots, num_rows=num_rows, summary=means, check=False)
+    return means
+
+
 def _without_padding(lists: torch.Tensor, past: Past) -> torch.Tensor:
     """Pages behind a sequence's last token do not exist; a rule need not know."""
     if past.num_keys is None:
@@ -127,8 +143,16 @@ class PageChoice:
         summaries: per layer [batch, pages, kv_heads, head_dim or twice that], room for what is
             known of each page; None: the layer has a sliding window and sees all of it.
 
+    Where ranks divide pages, each knows summaries of all and makes the same choice. Of it every
+    rank keeps the pages that it has, by their numbers among these:
+
+        chosen             0  5  6  9       pages 0-3 and 8-11 are rank 0's, 4-7 are rank 1's
+        lists of rank 0    0  5  -  -       page 9 is its sixth
+        lists of rank 1    1  2  -  -
+
     Attributes:
         copies: ranks that hold the same keys, and so have the same lists of each key.
+        division: of the pages among these.
     """
 
     def __init__(
@@ -139,13 +163,16 @@ class PageChoice:
         chunks: Chunks,
         layers: PagedLayers,
         copies: int,
+        division: Division,
     ) -> None:
         self.lists = lists
         self.copies = copies
+        self.division = division
         self._selector = selector
         self._summaries = summaries
         self._chunks = chunks
         self._layers = layers
+        self._own: dict[int, torch.Tensor] = {}  # by chunk, of those that are run
 
     @staticmethod
     def of(demand: Demand, rule: PageRule, placement: Placement) -> PageChoice:
@@ -156,46 +183,52 @@ class PageChoice:
         """
         layout, batch, layers = demand.layout, demand.inputs.batch, demand.layers
         max_pages = max(demand.pages_per_sequence)
+        known = max(demand.whole_pages_per_sequence)
         sizes = ListSizes.of(rule, demand.chunks, demand.shapes, batch)
         choosing = [layer for layer, shape in enumerate(demand.shapes) if not shape.window]
         summaries: list[torch.Tensor | None] = [None] * len(demand.shapes)
         for layer in layers.choosing_from:
-            shape = (batch, max_pages, layout.kv_heads, layout.summary_width(rule.summary))
+            shape = (batch, known, layout.kv_heads, layout.summary_width(rule.summary))
             summaries[layer] = torch.zeros(shape, dtype=layout.dtype, device=demand.device)
         keeps = demand.reach is not None or demand.config.record_selection
         lists = demand.lists
         if lists is None:
             lists = PageLists(sizes, choosing, max_pages, demand.device, keeps=keeps)
         selector = Selector(rule, placement)
-        copies = demand.shapes[choosing[0]].copies if choosing else 1
-        return PageChoice(selector, lists, summaries, demand.chunks, layers, copies)
+        copies, division = 1, Division()
+        if choosing:
+            copies, division = demand.shapes[choosing[0]].copies, demand.divisions[choosing[0]]
+        return PageChoice(selector, lists, summaries, demand.chunks, layers, copies, division)
 
     def summarize(
         self,
         layer: int,
+        chunk: int,
         k: torch.Tensor,
-        first: int,
         page_size: int,
         num_rows: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Room for the mean keys of a chunk's pages, to be written with them.
 
-        Bounds are written at once; then, and where nothing is chosen, there is none. A last chunk,
-        which nothing reads as past, has no room either.
+        Bounds are written at once, and so are means of pages that another rank has; then, and where
+        nothing is chosen, there is no room. A last chunk, which nothing reads as past, has none
+        either.
 
         Args:
             k: [batch, kv_heads, tokens, head_dim], the chunk's keys.
-            first: its first page.
             num_rows: [batch], its real tokens; None: all.
         """
         summary = self._summaries[layer]
         if summary is None:
             return None
+        first = self._chunks.first_page(chunk)
         own = summary[:, first : first - (-k.shape[2] // page_size)]
-        if own.shape[3] == k.shape[3]:
+        means = own.shape[3] == k.shape[3]
+        if means and self.division.owns(chunk):
             return own
         if own.shape[1] > 0:
-            own.copy_(page_bounds(k.detach(), page_size, num_rows))
+            make = _page_means if means else page_bounds
+            own.copy_(make(k.detach(), page_size, num_rows))
         return None
 
     def choose(
@@ -220,7 +253,36 @@ class PageChoice:
             num_keys=num_keys,
         )
         chosen = self._selector.choose(q, summary, past, shares)
+        if self.division.ranks > 1:
+            chosen = self._of_rank(chosen, chunk)
         self.lists.keep(layer, chunk, chosen)
+
+    def _of_rank(self, lists: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Lists of the pages that this rank has, by its own numbers."""
+        if chunk not in self._own:
+            if len(self._own) == AT_ONCE:
+                self._own.pop(min(self._own))
+            pages = self.division.past_pages(self._chunks, chunk)
+            numbers = np.append(pages, np.int32(-1))  # the last of what pads a list
+            self._own[chunk] = torch.from_numpy(numbers).to(lists.device)
+        return closed_up(self._own[chunk][lists.long()])
+
+    def of_call(self, num_layers: int) -> Selection:
+        """``[layer][chunk]``, on the host: what this rank has kept, by numbers of the sequence."""
+        lists = self.lists.of_call(num_layers)
+        if self.division.ranks == 1:
+            return lists
+        numbers = [
+            np.append(np.flatnonzero(self.division.past_pages(self._chunks, chunk) >= 0), -1)
+            for chunk in range(self._chunks.number)
+        ]  # the last of what pads a list
+        return [
+            [
+                None if x is None else torch.from_numpy(number[x.numpy()].astype(np.int32))
+                for x, number in zip(of_layer, numbers, strict=True)
+            ]
+            for of_layer in lists
+        ]
 
     def _of_past(self, summary: torch.Tensor, chunk: int) -> torch.Tensor:
         """Summaries [batch, pages, kv_heads, width] of a chunk's past, where it is in ranges."""

@@ -156,6 +156,12 @@ class PageDemand:
         """
         return max(self._extents(self.layers.chunks[layer]) for layer in self.layers.storing)
 
+    @property
+    def whole_pages_per_sequence(self) -> list[int]:
+        """The same of all ranks that divide pages, in a layer whose pages are chosen."""
+        divided = any(division.ranks > 1 for division in self.divisions)
+        return self._extents(self.chunks) if divided else self.pages_per_sequence
+
     def _extents(self, chunks: Chunks) -> list[int]:
         """Last page + 1 of each sequence, without those of its padding."""
         pages = chunks.first_page(self.filled)

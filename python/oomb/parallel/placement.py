@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -13,6 +13,7 @@ from oomb.parallel.agreement import expect_own_device, expect_same
 from oomb.parallel.exchange import ToHeads, ToTokens, ToWhole
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
+from oomb.parallel.list_parts import joined
 from oomb.parallel.slices import TokenSlices
 from oomb.parallel.sums import sum_in_rank_order
 
@@ -133,11 +134,13 @@ class Placement(Protocol):
         """Replace tensors by their sums over ranks."""
         ...
 
-    def whole_lists(self, lists: Lists, copies: int) -> Lists:
+    def whole_lists(self, lists: Lists, copies: int, *, per_head: bool, parted: bool) -> Lists:
         """Page lists [B, blocks, heads held here, budget] of layers and chunks, of all heads.
 
         Args:
-            copies: ranks that hold the same ones.
+            copies: ranks that hold the same heads.
+            per_head: each head has a list of its own; else one list is that of all.
+            parted: these ranks have a part of a list each, and not the same one.
         """
         ...
 
@@ -221,7 +224,7 @@ class AllHere:
     def sum_(self, tensors: list[torch.Tensor]) -> None:
         pass
 
-    def whole_lists(self, lists: Lists, copies: int) -> Lists:
+    def whole_lists(self, lists: Lists, copies: int, *, per_head: bool, parted: bool) -> Lists:
         return lists
 
     def measure_with(self, stopwatch: Any) -> None:
@@ -335,15 +338,25 @@ class HeadsOverRanks:
     def sum_(self, tensors: list[torch.Tensor]) -> None:
         sum_in_rank_order(self.group, tensors)
 
-    def whole_lists(self, lists: Lists, copies: int) -> Lists:
-        of_rank = self.group.collect(lambda: lists)[::copies]
+    def whole_lists(self, lists: Lists, copies: int, *, per_head: bool, parted: bool) -> Lists:
+        every = self.group.collect(lambda: lists)
+        if not per_head:
+            every = every[:copies]
         return [
             [
-                None if parts[0] is None else torch.cat(parts, dim=2)
-                for parts in zip(*of_layer, strict=True)
+                None if of_ranks[0] is None else _whole(of_ranks, copies, parted=parted)
+                for of_ranks in zip(*of_layer, strict=True)
             ]
-            for of_layer in zip(*of_rank, strict=True)
+            for of_layer in zip(*every, strict=True)
         ]
 
     def measure_with(self, stopwatch: Any) -> None:
         self.group.stopwatch = stopwatch
+
+
+def _whole(of_ranks: Sequence[torch.Tensor], copies: int, *, parted: bool) -> torch.Tensor:
+    """Lists of all heads, of which ``copies`` neighbours have the same ones or a part each."""
+    groups = [of_ranks[first : first + copies] for first in range(0, len(of_ranks), copies)]
+    if not parted:
+        return torch.cat([group[0] for group in groups], dim=2)
+    return torch.cat([joined(group) for group in groups], dim=2)

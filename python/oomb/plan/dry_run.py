@@ -224,10 +224,14 @@ class DryRun:
         rule, past = call.selection, self._chunks.first_page(chunk) * self._factor
         assert rule is not None
         share = call.chosen_share(past)
-        pages = [
-            sequence * max_pages + call.choices.draw(self._random, rule, past, share, self._factor)
-            for sequence in range(call.batch)
-        ]
+        pages = []
+        for sequence in range(call.batch):
+            drawn = call.choices.draw(self._random, rule, past, share, self._factor)
+            division = call.divisions[layer]
+            if division.ranks > 1:
+                numbers = division.past_pages(self._chunks, chunk)[drawn]
+                drawn = numbers[numbers >= 0].astype(np.int64)
+            pages.append(sequence * max_pages + drawn)
         return np.concatenate(pages).astype(np.int64)
 
 

@@ -51,6 +51,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "device_memory": 40 * SLOT,
         "host_memory": "64MiB",
     },
+    "copies, divided, pages": {
+        "divide_pages": True,
+        "attention": oomb.TopKPages(budget=4),
+        "record_selection": True,
+    },
     "pages that spill": {
         "attention": oomb.TopKPages(budget=4),
         "device_memory": 80 * SLOT,

@@ -24,6 +24,7 @@ from oomb.core.tiers import PageLayout
 from oomb.core.tree import TreeChunks
 from oomb.engine.ranks import shapes_here
 from oomb.model.layer_shape import LayerShape
+from oomb.parallel.list_parts import closed_up, joined
 from oomb.plan.duration import forward_seconds
 from oomb.plan.exchange import exchange_seconds
 from oomb.plan.machine import Machine
@@ -75,6 +76,9 @@ def test_ranks_have_every_page_once(name: str, ranks: int) -> None:
             seen = [page for past in whole.past(chunk) for page in range(*past)]
             found = [page for past in chunks.past(chunk) for page in range(*past)]
             assert found == [own[page] for page in seen if page in own]
+            places = iter(range(len(found)))
+            numbers = [next(places) if page in own else -1 for page in seen]
+            assert division.past_pages(whole, chunk).tolist() == numbers
             assert chunks.past_tokens(chunk) == 8 * len(found)
 
 
@@ -176,6 +180,46 @@ def test_a_rank_has_its_share(world: World) -> None:
         assert abs(loss / copies[0][1] - 1) < EXACT
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", WHOLE)
+def test_lists_are_parted_and_joined(name: str, ranks: int) -> None:
+    """Rows of lists, full and short and empty; the parts of all ranks make the whole again."""
+    whole, generator = WHOLE[name], torch.Generator().manual_seed(1)
+    for chunk in range(whole.number):
+        past = whole.past_pages(chunk)
+        rows = [torch.randperm(past, generator=generator)[:n].sort().values for n in (0, 1, 3, 4)]
+        lists = torch.full((4, 4), -1)
+        for row, pages in zip(lists, rows, strict=True):
+            row[: len(pages)] = pages
+        parts = []
+        for rank in range(ranks):
+            pages = torch.from_numpy(Division(ranks, rank).past_pages(whole, chunk))
+            here = torch.cat([pages, torch.tensor([-1], dtype=torch.int32)])[lists]
+            part = closed_up(here)
+            assert [[x for x in row if x >= 0] for row in here.tolist()] == [
+                [x for x in row if x >= 0] for row in part.tolist()
+            ]
+            own = torch.cat([(pages >= 0).nonzero()[:, 0], torch.tensor([-1])])
+            parts.append(own[part.long()])
+        assert joined(parts).tolist() == lists.tolist()
+
+
+@pytest.mark.parametrize("slots", [None, 40])
+def test_plan_under_a_page_rule(world: World, slots: int | None) -> None:
+    """Pools to the byte where nothing moves; with two tiers what moves is drawn, not known."""
+    rule = oomb.TopKPages(budget=4)
+    world.start(pools_of, slots, rule)
+    machine, config = Machine.here("cpu").of_rank(4, 4, "replicated"), in_tiers(slots, rule)
+    predicted = Planner(tiny(), machine).predict(1500, config, optimizer=None, timed=False)
+    found = world.answers()
+    assert predicted.device_pool_bytes == found[0][0] == max(device for device, *_ in found)
+    if slots is None:
+        assert predicted.host_pool_bytes == found[0][1] == 0
+    else:
+        assert predicted.host_pool_bytes == pytest.approx(found[0][1], rel=0.1)
+        assert found[0][2] > 0
+
+
 @pytest.mark.parametrize("slots", [None, 14])
 def test_plan_is_of_the_rank_that_has_most(world: World, slots: int | None) -> None:
     world.start(pools_of, slots)
@@ -188,16 +232,21 @@ def test_plan_is_of_the_rank_that_has_most(world: World, slots: int | None) -> N
     assert bool(predicted.h2d_bytes) == (slots is not None)
 
 
-def in_tiers(slots: int | None) -> oomb.Config:
+def in_tiers(slots: int | None, attention: Any = oomb.Dense()) -> oomb.Config:  # noqa: B008
     tiers: dict[str, Any] = {}
     if slots is not None:
         tiers = {"device_memory": slots * SLOT, "host_memory": "8MiB"}
-    return oomb.Config(**PLAIN, divide_pages=True, keep_outputs=0.5, **tiers)
+    settings = {"divide_pages": True, "keep_outputs": 0.5, "attention": attention}
+    return oomb.Config(**PLAIN, **settings, **tiers)
 
 
-def pools_of(rank: int, slots: int | None) -> tuple[int, int, int]:
+def pools_of(
+    rank: int,
+    slots: int | None,
+    attention: Any = oomb.Dense(),  # noqa: B008  # a constant
+) -> tuple[int, int, int]:
     ids = random_ids(1, 1500)
-    with oomb.Engine(tiny(), in_tiers(slots), mesh=meshes[4]) as engine:
+    with oomb.Engine(tiny(), in_tiers(slots, attention), mesh=meshes[4]) as engine:
         stats = engine.forward_backward(ids, ids).stats
     return stats.device_peak_bytes, stats.host_peak_bytes, stats.h2d_bytes
 
@@ -327,7 +376,7 @@ def test_weights_may_be_sharded(world: World) -> None:
 
 def tree_of(rank: int, group: str, settings: dict[str, Any]) -> Any:
     model, batch = tiny(), Batch(GROUPS[group])
-    config = oomb.Config(**PLAIN, divide_pages=True, **settings)
+    config = oomb.Config(**{**PLAIN, "divide_pages": True, **settings})
     with (
         oomb.Engine(model, config, mesh=meshes[4]) as engine,
         engine.two_pass(
@@ -356,13 +405,18 @@ def test_rows_that_begin_alike(world: World, group: str, settings: dict[str, Any
         assert_same(found, expected)
 
 
+def test_rows_that_begin_alike_under_a_page_rule(world: World) -> None:
+    """As with copies of the pages, which choose the same."""
+    rule = {"attention": oomb.TopKPages(budget=2)}
+    expected = world.run(tree_of, "nested", {**rule, "divide_pages": False})[0]
+    for found in world.run(tree_of, "nested", rule):
+        assert_same(found, expected)
+
+
 # Mistakes ----------------------------------------------------------------------------------------
 
 
-def test_page_rules_are_refused() -> None:
-    text = r"attention: expected oomb\.Dense\(\) beside divide_pages=True, got TopKPages"
-    with pytest.raises(ValueError, match=text):
-        oomb.Config(attention=oomb.TopKPages(), divide_pages=True)
+def test_the_setting_is_a_bool() -> None:
     with pytest.raises(ValueError, match="divide_pages: expected a bool, got 1"):
         oomb.Config(divide_pages=1)  # type: ignore[arg-type]
 

@@ -203,6 +203,30 @@ CASES |= {
     ),
 }
 CASES |= {
+    f"divided, {name}": Case(
+        heads=(14, 2),
+        config={**DIVIDED, "attention": rule},
+        is_ordinary=False,
+        tokens=140,
+        batch=3 if call == "padded" else 2,
+        call=call,
+        slots=slots,
+    )
+    for name, rule, call, slots in (
+        ("pages", oomb.TopKPages(budget=2, score="token_softmax"), "plain", None),
+        (
+            "pages per head",
+            oomb.TopKPages(budget=3, share="kv_head", chunk_budget=4),
+            "plain",
+            None,
+        ),
+        ("pages by bounds", oomb.TopKPages(budget=2, summary="bounds"), "documents", None),
+        ("pages, padding", oomb.TopKPages(budget=2, share="kv_head"), "padded", None),
+        ("pages, two tiers", oomb.TopKPages(budget=2, share="kv_head"), "plain", 30),
+        ("own rule", Widest(share="kv_head"), "plain", None),
+    )
+}
+CASES |= {
     "28 heads": Case(heads=(28, 4), batch=2, call="masked"),
     "28 heads, recompute": Case(heads=(28, 4), config={"recompute": "layer"}),
     "28 heads, 2 keys, pages": Case(
@@ -230,6 +254,12 @@ CASES |= {
     ),
     "28 heads, 3 tokens": Case(heads=(28, 4), tokens=3),
     "28 heads, divided": Case(heads=(28, 4), config=DIVIDED, batch=2, call="masked"),
+    "28 heads, divided, pages": Case(
+        heads=(28, 2),
+        config={**DIVIDED, "attention": oomb.TopKPages(budget=2, recent_pages=1)},
+        is_ordinary=False,
+        tokens=120,
+    ),
     "28 heads, 2 keys, divided": Case(
         heads=(28, 2), config={**DIVIDED, "keep_outputs": 0.5}, slots=10, tokens=140
     ),

@@ -44,6 +44,15 @@ CASES = {
         heads=(8, 1),
         tokens=2049,
     ),
+    "copies under a page rule": Case(
+        "qwen2", {"attention": oomb.TopKPages(budget=4)}, heads=(8, 1), batch=2
+    ),
+    "divided pages under a page rule": Case(
+        "qwen2",
+        {"divide_pages": True, "attention": oomb.TopKPages(budget=4)},
+        heads=(8, 1),
+        batch=2,
+    ),
     "latents": Case(),
     "latents, recompute": Case(config={"recompute": "layer"}, batch=2),
     "latents under a page rule": Case(config={"attention": oomb.TopKPages(budget=128)}),
