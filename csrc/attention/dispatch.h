@@ -1,11 +1,12 @@
 #pragma once
 
-// Attention on a CUDA device: picks the kernels at run time, the first that take a call of the
-// folders sm90, sm80 and plain. Each folder's kernels.cpp says what it takes; plain takes
-// everything on compute capability 8.0 and newer, correct and slow, announced by one warning.
+// Attention on a CUDA device: picks the kernels at run time, the first that take a call of sm90,
+// sm80, sm80-small and plain. Each folder's kernels.cpp says what it takes; plain takes everything
+// on compute capability 8.0 and newer, correct and slow, announced by one warning.
 //
-// force() or the environment variable OOMB_ATTENTION=sm90|sm80|plain overrides the choice; forcing
-// those that cannot take a call is an error. In a build without CUDA every operation throws.
+// force() or the environment variable OOMB_ATTENTION overrides the choice by one of these names;
+// forcing those that cannot take a call is an error. In a build without CUDA every operation
+// throws.
 
 #include <cstdint>
 #include <functional>

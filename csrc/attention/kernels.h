@@ -2,8 +2,9 @@
 
 // What a folder of attention kernels for CUDA devices declares, and the choice among them.
 //
-// A folder has one declaration, `const Kernels kKernels`, in its kernels.cpp; dispatch.cpp lists
-// the folders in order of preference. Kernels for another GPU are a folder and a line there.
+// A folder declares `const Kernels kKernels` in its kernels.cpp, and others where it has the same
+// in several shapes; dispatch.cpp lists them in order of preference. Kernels for another GPU are a
+// folder and a line there.
 //
 // A build for the CPU has the declarations without the functions, so that it can plan for a GPU.
 

@@ -132,7 +132,7 @@ void bind_attention(py::module_& module) {
   bind_attention_pages(module);
   cuda::set_warning_hook(warn);
   module.def("force_attention", &cuda::force, arg("implementation"),
-             "Makes CUDA calls use sm90, sm80 or plain; None chooses by device and shape.");
+             "Makes CUDA calls use sm90, sm80, sm80-small or plain; None chooses.");
   module.def("attention_key_tile", &cuda::key_tile,
              "Tokens at whose multiples waves of pages must end on a GPU, so that where they end "
              "changes no bit of a result.");
