@@ -92,7 +92,10 @@ def test_the_same_pages_are_chosen(padded: int, rule: oomb.TopKPages) -> None:
 
 @pytest.mark.parametrize(
     ("width", "capability", "expected"),
-    [(192, None, 192), (192, 90, 256), (96, 90, 96), (192, 89, 192), (512, 90, 512)],
+    [
+        *((192, None, 192), (192, 90, 256), (192, 89, 256)),
+        *((96, 90, 96), (512, 90, 512), (320, 80, 512), (320, 89, 320)),
+    ],
 )
 def test_what_kernels_are_given(width: int, capability: int | None, expected: int) -> None:
     assert kernel_head_dim(call(width), capability) == expected
