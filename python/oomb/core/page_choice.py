@@ -35,6 +35,11 @@ class Selector:
         self._is_ours = type(rule) is TopKPages
         self._checked = False
 
+    @property
+    def per_head(self) -> bool:
+        """Each key/value head has a list of its own."""
+        return self._rule.share == "kv_head"
+
     @torch.no_grad()
     def choose(
         self, q: torch.Tensor, summaries: torch.Tensor, past: Past, shares: HeadShares
@@ -267,8 +272,16 @@ class PageChoice:
             self._own[chunk] = torch.from_numpy(numbers).to(lists.device)
         return closed_up(self._own[chunk][lists.long()])
 
-    def of_call(self, num_layers: int) -> Selection:
-        """``[layer][chunk]``, on the host: what this rank has kept, by numbers of the sequence."""
+    def of_call(self, num_layers: int, placement: Placement) -> Selection:
+        """``[layer][chunk]``, on the host: what was chosen, of the heads of all ranks."""
+        lists, per_head = self._of_sequence(num_layers), self._selector.per_head
+        parted = self.division.ranks > 1
+        if not per_head and not parted:
+            return lists
+        return placement.whole_lists(lists, self.copies, per_head=per_head, parted=parted)
+
+    def _of_sequence(self, num_layers: int) -> Selection:
+        """What this rank has kept, by numbers of the sequence's pages."""
         lists = self.lists.of_call(num_layers)
         if self.division.ranks == 1:
             return lists

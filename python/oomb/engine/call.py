@@ -71,13 +71,7 @@ class Call:
         reads = counters.hits + counters.misses
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
-            chosen = pages.choice.of_call(pages.layers.number)
-            per_head = getattr(self.config.attention, "share", None) == "kv_head"
-            parted = pages.choice.division.ranks > 1
-            if per_head or parted:
-                chosen = self.placement.whole_lists(
-                    chosen, pages.choice.copies, per_head=per_head, parted=parted
-                )
+            chosen = pages.choice.of_call(pages.layers.number, self.placement)
             nothing: list[torch.Tensor | None] = [None] * pages.chunks.number
             selection = self._by_layer(chosen, nothing)
         logprobs = self.loss.logprobs
