@@ -70,6 +70,7 @@ def _way(
 
 
 _WAY = (128, 256, 512, 1024, 2048, 4096, 8192)
+_SHORT_WAY = _way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0})
 _ALL = (
     *("exact", "64 pages, bounds", "SpaCO 1/2", "ordinary", "16 pages, bounds"),
     *("64 pages, softmax", "64 pages", "32 pages, bounds", "16 pages, softmax", "16 pages"),
@@ -116,7 +117,7 @@ PROFILES = {
         rope=Rope(1e12, 131_072),
         page_size=128,
         levels=(
-            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            *_SHORT_WAY,
             Level(stage=_stage(16_384, 4, 2e-4, 20), asked=(16_384, 65_536),
                   methods=("exact", "64 pages, bounds", "SpaCO 1/2", "ordinary"),
                   tried=("64 pages, bounds", "16 pages, bounds", "64 pages, softmax")),
@@ -152,7 +153,7 @@ PROFILES = {
         rope=Rope(1e12, 131_072),
         page_size=128,
         levels=(
-            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            *_SHORT_WAY,
             Level(stage=_stage(16_384, 4, 2e-4, 20)),
             Level(stage=_stage(65_536, 1, 1e-4, 24), asked=(65_536,),
                   methods=("exact", "ordinary", "SpaCO 1/2", "16 pages, bounds",
@@ -170,7 +171,7 @@ PROFILES = {
         rope=Rope(1e12, 262_144),
         page_size=128,
         levels=(
-            *_way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            *_SHORT_WAY,
             Level(stage=_stage(16_384, 4, 2e-4, 20), methods=("exact", "64 pages, bounds")),
             Level(stage=_stage(65_536, 1, 1e-4, 24), methods=("exact", "64 pages, bounds")),
             Level(stage=_stage(131_072, 1, 1e-4, 50), asked=(131_072, 262_144),

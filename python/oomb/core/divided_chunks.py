@@ -55,14 +55,15 @@ class Division:
         )
         return replace(whole, first_pages=firsts, pasts=pasts)
 
-    def past_pages(self, whole: Chunks, chunk: int) -> npt.NDArray[np.int32]:
-        """Of each page of a chunk's past its number in the past of this rank; -1: another's.
+    def numbers(self, whole: Chunks, past: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+        """Of each page of a past its number in the past of this rank; -1: another's.
 
         Args:
             whole: chunks of the sequence with all of their pages.
+            past: pages [first, last), as of :meth:`Chunks.past`.
         """
-        pages = np.concatenate([np.arange(first, last) for first, last in whole.past(chunk)])
-        firsts = [whole.first_page(number) for number in range(whole.number + 1)]
+        pages = np.concatenate([np.arange(first, last) for first, last in past])
+        firsts = [whole.first_page(chunk) for chunk in range(whole.number + 1)]
         own = (np.searchsorted(firsts, pages, side="right") - 1) % self.ranks == self.rank
         return np.where(own, np.cumsum(own) - 1, -1).astype(np.int32)
 

@@ -11,7 +11,7 @@ from oomb.config import PageRule, Past, TopKPages
 from oomb.core.divided_chunks import Division
 from oomb.core.layout import Chunks, PagedLayers
 from oomb.core.page_demand import Demand
-from oomb.core.page_lists import AT_ONCE, ListSizes, PageLists
+from oomb.core.page_lists import ListSizes, PageLists
 from oomb.ops.page_bounds import page_bounds
 from oomb.ops.pages import page_write
 from oomb.ops.selection import top_k_lists
@@ -99,6 +99,10 @@ class _OneOfEach:
         return self.placement.largest(x)
 
 
+def _is_prefix(past: tuple[tuple[int, int], ...]) -> bool:
+    return len(past) == 1 and past[0][0] == 0
+
+
 def _page_means(k: torch.Tensor, page_size: int, num_rows: torch.Tensor | None) -> torch.Tensor:
     """Mean keys [batch, pages, kv_heads, head_dim] of pages, as those who write them make them."""
     batch, heads, tokens, head_dim = k.shape
@@ -177,7 +181,7 @@ class PageChoice:
         self._summaries = summaries
         self._chunks = chunks
         self._layers = layers
-        self._own: dict[int, torch.Tensor] = {}  # by chunk, of those that are run
+        self._numbers: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}  # by past
 
     @staticmethod
     def of(demand: Demand, rule: PageRule, placement: Placement) -> PageChoice:
@@ -264,13 +268,13 @@ class PageChoice:
 
     def _of_rank(self, lists: torch.Tensor, chunk: int) -> torch.Tensor:
         """Lists of the pages that this rank has, by its own numbers."""
-        if chunk not in self._own:
-            if len(self._own) == AT_ONCE:
-                self._own.pop(min(self._own))
-            pages = self.division.past_pages(self._chunks, chunk)
-            numbers = np.append(pages, np.int32(-1))  # the last of what pads a list
-            self._own[chunk] = torch.from_numpy(numbers).to(lists.device)
-        return closed_up(self._own[chunk][lists.long()])
+        past = self._chunks.past(chunk)
+        if _is_prefix(past):  # one table of all pages is enough: the host waits for it once
+            past = ((0, self._chunks.first_page(self._chunks.number)),)
+        if past not in self._numbers:
+            numbers = np.append(self.division.numbers(self._chunks, past), np.int32(-1))
+            self._numbers[past] = torch.from_numpy(numbers).to(lists.device)
+        return closed_up(self._numbers[past][lists.long()])  # -1 takes the last
 
     def of_call(self, num_layers: int, placement: Placement) -> Selection:
         """``[layer][chunk]``, on the host: what was chosen, of the heads of all ranks."""
@@ -286,9 +290,12 @@ class PageChoice:
         if self.division.ranks == 1:
             return lists
         numbers = [
-            np.append(np.flatnonzero(self.division.past_pages(self._chunks, chunk) >= 0), -1)
+            np.append(
+                np.flatnonzero(self.division.numbers(self._chunks, self._chunks.past(chunk)) >= 0),
+                -1,  # of what pads a list
+            )
             for chunk in range(self._chunks.number)
-        ]  # the last of what pads a list
+        ]
         return [
             [
                 None if x is None else torch.from_numpy(number[x.numpy()].astype(np.int32))
@@ -300,7 +307,7 @@ class PageChoice:
     def _of_past(self, summary: torch.Tensor, chunk: int) -> torch.Tensor:
         """Summaries [batch, pages, kv_heads, width] of a chunk's past, where it is in ranges."""
         ranges = self._chunks.past(chunk)
-        if len(ranges) == 1 and ranges[0][0] == 0:  # what lies behind is not looked at
+        if _is_prefix(ranges):  # what lies behind is not looked at
             return summary
         return torch.cat([summary[:, first:last] for first, last in ranges], dim=1)
 

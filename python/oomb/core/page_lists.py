@@ -89,7 +89,7 @@ class ListSizes:
         return self.chunks.past_pages(chunk) > self.rule.max_pages
 
 
-AT_ONCE = 2  # chunks that are run, where they take turns
+_AT_ONCE = 2  # chunks that are run, where they take turns
 
 
 class PageLists:
@@ -127,7 +127,7 @@ class PageLists:
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._device = device
         chunks, *of_chunk = sizes.of_call
-        rows = chunks if keeps else min(chunks, AT_ONCE)
+        rows = chunks if keeps else min(chunks, _AT_ONCE)
         self._host = _on_host((rows, *of_chunk), device)
         self._kept: set[tuple[int, int]] = set()
         self._on_device: dict[int, dict[int, torch.Tensor]] = {}  # by chunk and layer

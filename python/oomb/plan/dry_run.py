@@ -229,7 +229,7 @@ class DryRun:
             drawn = call.choices.draw(self._random, rule, past, share, self._factor)
             division = call.divisions[layer]
             if division.ranks > 1:
-                numbers = division.past_pages(self._chunks, chunk)[drawn]
+                numbers = division.numbers(self._chunks, self._chunks.past(chunk))[drawn]
                 drawn = numbers[numbers >= 0].astype(np.int64)
             pages.append(sequence * max_pages + drawn)
         return np.concatenate(pages).astype(np.int64)

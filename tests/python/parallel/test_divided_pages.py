@@ -78,7 +78,7 @@ def test_ranks_have_every_page_once(name: str, ranks: int) -> None:
             assert found == [own[page] for page in seen if page in own]
             places = iter(range(len(found)))
             numbers = [next(places) if page in own else -1 for page in seen]
-            assert division.past_pages(whole, chunk).tolist() == numbers
+            assert division.numbers(whole, whole.past(chunk)).tolist() == numbers
             assert chunks.past_tokens(chunk) == 8 * len(found)
 
 
@@ -193,7 +193,7 @@ def test_lists_are_parted_and_joined(name: str, ranks: int) -> None:
             row[: len(pages)] = pages
         parts = []
         for rank in range(ranks):
-            pages = torch.from_numpy(Division(ranks, rank).past_pages(whole, chunk))
+            pages = torch.from_numpy(Division(ranks, rank).numbers(whole, whole.past(chunk)))
             here = torch.cat([pages, torch.tensor([-1], dtype=torch.int32)])[lists]
             part = closed_up(here)
             assert [[x for x in row if x >= 0] for row in here.tolist()] == [
@@ -374,8 +374,10 @@ def test_weights_may_be_sharded(world: World) -> None:
         assert_equal(found, alone)
 
 
-def tree_of(rank: int, group: str, settings: dict[str, Any]) -> Any:
-    model, batch = tiny(), Batch(GROUPS[group])
+def tree_of(rank: int, group: str, settings: dict[str, Any], prompt: int = 0) -> Any:
+    """``prompt``: tokens before all rows."""
+    rows = [torch.cat([random_ids(1, prompt)[0], row]) for row in GROUPS[group]]
+    model, batch = tiny(), Batch(rows)
     config = oomb.Config(**{**PLAIN, "divide_pages": True, **settings})
     with (
         oomb.Engine(model, config, mesh=meshes[4]) as engine,
@@ -406,10 +408,10 @@ def test_rows_that_begin_alike(world: World, group: str, settings: dict[str, Any
 
 
 def test_rows_that_begin_alike_under_a_page_rule(world: World) -> None:
-    """As with copies of the pages, which choose the same."""
-    rule = {"attention": oomb.TopKPages(budget=2)}
-    expected = world.run(tree_of, "nested", {**rule, "divide_pages": False})[0]
-    for found in world.run(tree_of, "nested", rule):
+    """As with copies of the pages, which choose the same, among pages with holes between them."""
+    rule = {"attention": oomb.TopKPages(budget=3)}
+    expected = world.run(tree_of, "nested", {**rule, "divide_pages": False}, 48)[0]
+    for found in world.run(tree_of, "nested", rule, 48):
         assert_same(found, expected)
 
 
