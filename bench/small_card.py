@@ -170,6 +170,7 @@ def main() -> None:
         "driver_peak_gib": (peak - before) / GIB,
         "torch_peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "torch_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],  # at the cap
         "pages_peak_gib": step.stats.device_peak_bytes / GIB,
         "host_pages_peak_gib": step.stats.host_peak_bytes / GIB,
         "growth_seconds": step.stats.exposed_growth_seconds,  # waited for new host memory

@@ -158,7 +158,8 @@ PROFILES = {
             Level(stage=_stage(65_536, 1, 1e-4, 24), asked=(65_536,),
                   methods=("exact", "ordinary", "SpaCO 1/2", "16 pages, bounds",
                            "bf16 gradients", "1 back", "64 pages, softmax", "SpaCO 1/4",
-                           "32 pages, bounds", "4 back", "64 pages"),
+                           "32 pages, bounds", "4 back", "64 pages",
+                           "64 pages, sink, recent"),
                   tried=("64 pages, bounds",)),
         ),
         number=32,
@@ -183,6 +184,27 @@ PROFILES = {
         tasks=_NEEDLES,
         far_tasks=("needle, 8 keys",),
         probe_seconds=10.0,
+    ),
+    # One H200, two calls of ten minutes: every other method at 128K.
+    "methods-128k": Profile(
+        size="base",
+        rope=Rope(1e12, 262_144),
+        page_size=128,
+        levels=(
+            *_SHORT_WAY,
+            Level(stage=_stage(16_384, 4, 2e-4, 20), methods=("exact", "64 pages, bounds")),
+            Level(stage=_stage(65_536, 1, 1e-4, 24), methods=("exact", "64 pages, bounds")),
+            Level(stage=_stage(131_072, 1, 1e-4, 40), asked=(131_072,),
+                  methods=("exact", "64 pages, bounds", "ordinary", "SpaCO 1/4",
+                           "32 pages, bounds", "bf16 gradients", "64 pages, softmax", "1 back",
+                           "16 pages, bounds", "SpaCO 1/2", "4 back", "64 pages",
+                           "64 pages, sink, recent"),
+                  tried=("64 pages, bounds",)),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        tasks=_NEEDLES,
+        probe_seconds=20.0,
     ),
     # One H200, an hour in pieces.
     "full": Profile(
