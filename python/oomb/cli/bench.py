@@ -134,6 +134,9 @@ def step(
 
 def _lengths(text: str) -> list[int]:
     try:
-        return [parse_length("tokens", part) for part in text.split(",")]
+        lengths = [parse_length("tokens", part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if min(lengths) < 2:
+        raise typer.BadParameter("tokens: expected at least 2, one of them to predict, got 1")
+    return lengths

@@ -308,6 +308,8 @@ def _target_weights(
     check_tensor("loss_weights", weights, device)
     shape = (batch, tokens)
     expect(tuple(weights.shape) == shape, "loss_weights", f"shape {shape}", tuple(weights.shape))
+    constant = not weights.requires_grad
+    expect(constant, "loss_weights", "constants; detach them", "weights that require gradients")
     expect(weights.is_floating_point(), "loss_weights", "a floating-point dtype", weights.dtype)
     expect(bool(weights.isfinite().all()), "loss_weights", "finite values", "NaN or Inf")
     shifted = torch.zeros(shape, dtype=torch.float64, device=device)

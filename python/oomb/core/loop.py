@@ -206,6 +206,7 @@ class ChunkLoop:
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
         torch.clear_autocast_cache()  # a weight cast without autograd must not serve the sweep
+        self._runner.begin_chunk()
         begin, end = self._slices(chunk).run
         positions = self.images.positions(begin, end)
         if positions is None:

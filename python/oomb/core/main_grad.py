@@ -82,6 +82,7 @@ class MainGrads:
     def _begin(self, parameters: list[nn.Parameter], seed: int, swaps: Swaps) -> None:
         self.clear()
         _refuse_foreign_hooks(parameters)
+        _expect_room_for_gradients(parameters)
         self._additions = {}
         self._seeds = {
             parameter: seed_of_parameter(seed, place)
@@ -285,11 +286,12 @@ class MainGrads:
             if total is not None and on_host:  # its memory is for the next call's sums
                 total = total.to(parameter.device, copy=True)
             on_host = on_host or parameter in self._plain
-            addend = None if total is None else total.to(parameter.dtype)
+            dtype = _gradient_dtype(parameter)
+            addend = None if total is None else total.to(dtype)
             if addend is not None and addend is total and self._keep and not on_host:
                 addend = addend.clone()
             elif addend is None and self._zeros and parameter.grad is None:
-                addend = torch.zeros_like(parameter)
+                addend = torch.zeros_like(parameter, dtype=dtype)
             # Done and noted as done in one line: an interrupt comes before or after.
             if addend is None:
                 self._left.pop()
@@ -347,3 +349,34 @@ def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:
                 "a parameter has a post-accumulate-grad hook (an optimizer fused into backward?); "
                 "it would see the gradient of one chunk; remove it"
             )
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What torch wants of ``param.grad``: the parameter's own dtype, or the one it was told."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _expect_room_for_gradients(parameters: list[nn.Parameter]) -> None:
+    """Check that sums can be added to the gradients that are there.
+
+    Raises:
+        ValueError: they cannot, which otherwise showed when half of them have been.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            got = f"a tensor of layout {grad.layout}"
+        elif grad.is_inference():
+            got = "a tensor made in inference mode"
+        elif grad.requires_grad:
+            got = "a tensor that requires gradients"
+        elif any(step == 0 and n > 1 for step, n in zip(grad.stride(), grad.shape, strict=True)):
+            got = f"an expanded view, strides {list(grad.stride())}"
+        else:
+            continue
+        raise ValueError(
+            f"param.grad of a parameter {list(parameter.shape)}: expected a tensor that gradients "
+            f"can be added to, got {got}; set it to None"
+        )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from oomb.core.chunk_run import current_run
 
 Attended = tuple[torch.Tensor, torch.Tensor]  # o and lse
+_OF_RANK, _BEFORE = -1, -2  # in place of a layer, where seeds are derived
 
 
 class LayerRunner:
@@ -62,6 +63,11 @@ class LayerRunner:
                 self._kept = None
 
         return checkpoint(run_keeping, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def begin_chunk(self) -> None:
+        """What is drawn before the first layer, of embeddings, is the same in fill and sweep."""
+        if self._seed is not None:
+            _seed_generators(_layer_seed(self._seed, current_run().chunk, _BEFORE), self._gpus)
 
     def attention(
         self, attend: Callable[[], Attended], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -172,7 +178,7 @@ def _seed_generators(seed: int, gpus: Sequence[torch.device]) -> None:
 def seed_of_rank(seed: int, rank: int) -> int:
     """Ranks of a sequence run other tokens and draw other numbers, whatever they were seeded with;
     the first draws what a process alone would."""
-    return seed if rank == 0 else _layer_seed(seed, -rank, -1)
+    return seed if rank == 0 else _layer_seed(seed, -rank, _OF_RANK)
 
 
 def _layer_seed(seed: int, chunk: int, layer: int) -> int:

@@ -384,7 +384,7 @@ class Calls:
 
     def dropout_seed(self, swaps: Swaps) -> int | None:
         """One draw from torch's generator per call; layers derive theirs from it."""
-        if not self._model.causal.training:
+        if not any(self._model.modes):
             return None
         seed = seed_of_rank(int(torch.randint(2**62, ())), self.placement.rank)
         self.keep_generators(swaps)
@@ -392,5 +392,5 @@ class Calls:
 
     def keep_generators(self, swaps: Swaps) -> None:
         """torch's generators go on from where they are, though layers seed them."""
-        if self._model.causal.training:
+        if any(self._model.modes):
             swaps.also(kept_generators(self._model.rng_devices()))

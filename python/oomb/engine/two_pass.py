@@ -183,7 +183,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         for leaf in self._leaves.values():
             leaf.requires_grad_()
         self._versions = [p._version for p in self._parameters]
-        self._modes = self._model.causal.training
+        self._modes = self._model.modes
         self._watch()
         self._state = "filled"
 
@@ -334,8 +334,8 @@ class TwoPass(AbstractContextManager["TwoPass"]):
                 "call.sweep: expected the parameters of the fill, got others or changed ones: step "
                 "the optimizer and switch adapters after the sweep"
             )
-        if self._model.causal.training != self._modes:
-            mode = "train" if self._modes else "eval"
+        if self._model.modes != self._modes:
+            mode = "train" if self._modes[0] else "eval"
             raise Error(f"call.sweep: expected the model in the mode of the fill, {mode}()")
 
     def _sweep(self, gradients: dict[str, torch.Tensor]) -> Stats:

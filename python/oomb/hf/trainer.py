@@ -328,11 +328,10 @@ class _Reports(TrainerCallback):
         if trainer.observer is None:
             return
         record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}
-        for name, value in metrics.items():
-            if name.endswith("_loss"):
-                record["loss"] = value
-            elif name.endswith("_runtime"):
-                record["seconds"] = value
+        for key, ending in (("loss", "_loss"), ("seconds", "_runtime")):
+            names = [name for name in metrics if name.endswith(ending)]
+            if names:  # the prefix and no more; longer ones are a user's own metrics
+                record[key] = metrics[min(names, key=len)]
         trainer.observer.on_eval(record)
 
 

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from oomb.errors import UnsupportedModelError
 from oomb.model.adapters import Products, adapter_forwards, device_multiplies_wide
+from oomb.model.base_model import base_model
 from oomb.model.embedding import summed_embedding
 from oomb.model.float8 import float8_forwards
 from oomb.model.fused import fused_forwards, replaced_forwards
-from oomb.model.head import Head, is_classifier
+from oomb.model.head import Head
 from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
 from oomb.model.latent import divided_expansions, watched_expansions
@@ -56,7 +57,7 @@ class CausalModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.causal: Any = _unwrap(model)
+        self.causal: Any = base_model(model)
         self.decoder: Any = _decoder(self.causal)
         self.layers = _decoder_layers(self.decoder)
         self.layer_names = _names(self.decoder, self.layers)
@@ -80,6 +81,11 @@ class CausalModel:
         self._products = Products() if device_multiplies_wide(self.device) else None
         self._rotating = modeling_files(self.decoder)
         self._rotation = fused_rotation(self.device)
+
+    @property
+    def modes(self) -> list[bool]:
+        """Of all its modules, whether they are in training mode."""
+        return [module.training for module in self.causal.modules()]
 
     @property
     def device(self) -> torch.device:
@@ -242,49 +248,6 @@ def _routed(
     return routed
 
 
-def _unwrap(model: nn.Module) -> PreTrainedModel:
-    if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise ValueError(
-            f"model: expected a transformers causal language model, got {got}; load one with "
-            "AutoModelForCausalLM.from_pretrained(…)"
-        )
-    _refuse_distributed(model)
-    base = model
-    if hasattr(model, "peft_config"):
-        adapters: Any = model.peft_config
-        for name, config in adapters.items():
-            if getattr(config, "is_prompt_learning", False):
-                raise UnsupportedModelError(
-                    f"peft adapter {name!r} ({type(config).__name__}): prompt learning "
-                    "is not supported"
-                )
-        if hasattr(model, "get_base_model"):
-            base = getattr(model, "get_base_model")()  # noqa: B009  # peft's, not typed
-    if hasattr(base, "_orig_mod"):
-        raise UnsupportedModelError(
-            "model: expected a transformers causal language model, got one wrapped by "
-            "torch.compile; give the engine the model itself"
-        )
-    if not isinstance(base, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"model: expected a transformers causal language model, got {type(model).__name__}"
-        )
-    if getattr(base.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: encoder-decoder models are not supported"
-        )
-    if base.get_output_embeddings() is None and not is_classifier(base):
-        raise UnsupportedModelError(f"{type(base).__name__}: has no language-model head")
-    embedding = base.get_input_embeddings()
-    if not isinstance(getattr(embedding, "weight", None), torch.Tensor):
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one embedding of tokens, got "
-            f"{type(embedding).__name__}: several streams of tokens are not supported"
-        )
-    return base
-
-
 def check_places(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are not there, or not together.
 
@@ -305,28 +268,6 @@ def check_places(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             f"model: expected all weights on one device, got {named}; load it with "
             "device_map={'': 0}, or move it with model.to('cuda')"
         )
-
-
-def _refuse_distributed(model: nn.Module) -> None:
-    wrappers = (
-        "DistributedDataParallel",
-        "FullyShardedDataParallel",
-        "DataParallel",
-        "DeepSpeedEngine",
-    )
-    for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise UnsupportedModelError(
-                f"{name}: sharded weights (DTensor) need mesh=…, the ranks that hold them, which "
-                "then share each sequence; without it load the whole model"
-            )
-    for module in model.modules():
-        name = type(module).__name__
-        if name in wrappers or name.startswith("FSDP"):
-            raise UnsupportedModelError(
-                f"{name}: models wrapped for distributed training are not supported; give the "
-                "engine the model itself, and mesh=… where ranks shall share each sequence"
-            )
 
 
 def _refuse_jitter(causal: PreTrainedModel) -> None:

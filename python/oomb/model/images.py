@@ -101,7 +101,7 @@ def images_of(
         ValueError: of the model's own: features and placeholders do not match.
     """
     given = dict(arguments, attention_mask=attention_mask, position_ids=position_ids)
-    states = _random_states(model) if model.causal.training else None
+    states = _random_states(model) if any(model.modes) else None
     with torch.no_grad():
         taken = taken_by_decoder(model, input_ids, given)
     embeds, of_decoder = taken.embeds, taken.keywords

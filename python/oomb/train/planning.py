@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig, *, images:
         return model  # type: ignore[no-any-return]
     try:
         return with_adapters(model, lora)
-    except ValueError as error:
+    except (ValueError, re.error) as error:  # text is a regular expression
         raise BadInput(
             f"lora.target_modules: expected layers of the model, got {lora.target_modules!r}; "
             f"peft says: {error}"

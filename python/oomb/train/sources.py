@@ -95,7 +95,10 @@ def rows(source: Source) -> Iterator[dict[str, Any]]:
             return
         # Streaming: rows go into one cache only, that of their tokens.
         yield from datasets.load_dataset(
-            _READERS[source.format], data_files=source.path, split="train", streaming=True
+            _READERS[source.format],
+            data_files=glob.escape(source.path),  # a name, whatever stands in it
+            split="train",
+            streaming=True,
         )
     except (GeneratorExit, BadInput):
         raise
@@ -108,7 +111,7 @@ def rows(source: Source) -> Iterator[dict[str, Any]]:
 def _csv_rows(source: Source) -> Iterator[dict[str, Any]]:
     """Every value as text, which is what CSV has."""
     csv.field_size_limit(sys.maxsize)
-    separator = "\t" if source.path.endswith(".tsv") else ","
+    separator = "\t" if source.path.lower().endswith(".tsv") else ","
     try:
         with open(source.path, encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream, delimiter=separator, strict=True)

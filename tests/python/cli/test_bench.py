@@ -253,6 +253,7 @@ def test_slope_of_gpu_memory_is_between_the_last_steps_of_the_lengths() -> None:
     [
         ("--model", "gpt-2"),
         ("--tokens", "many"),
+        ("--tokens", "1"),
         ("--attention", "some"),
         ("--selection", "best"),
         ("--chunk-size", "1000"),

@@ -174,6 +174,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"document_ids": ROW // 20 % 2, "position_ids": ROW % 10}, "document_ids: .*position_ids"),
     ({"document_ids": ROW // 10 % 2}, "document_ids: expected contiguous documents"),
     ({"loss_weights": torch.ones(2, 39)}, r"loss_weights: expected shape \(2, 40\), got \(2, 39\)"),
+    (
+        {"loss_weights": torch.ones(2, 40, requires_grad=True)},
+        "loss_weights: expected constants; detach them, got weights that require gradients",
+    ),
     ({"loss_weights": MASK}, "loss_weights: expected a floating-point dtype, got torch.int64"),
     ({"loss_weights": torch.full((2, 40), float("nan"))}, "loss_weights: expected finite values"),
     ({"num_items_in_batch": 0}, "num_items_in_batch: expected a number > 0, got 0"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import oomb
@@ -176,3 +178,39 @@ def test_evaluate_in_training_mode_drops_too() -> None:
         quiet = engine.evaluate(IDS, IDS).loss
         assert torch.equal(engine.evaluate(IDS, IDS).loss, quiet)
     assert not torch.equal(noisy, quiet)
+
+
+def gpt2_with_dropped_embeddings() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=128, embd_pdrop=0.2,
+        attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).double().train()
+
+
+def llama_with_a_module_in_training() -> Any:
+    model = with_dropout(0.3).eval()
+    model.model.layers[0].mlp.down_proj.dropout.train()
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("make", [gpt2_with_dropped_embeddings, llama_with_a_module_in_training])
+def test_gradients_are_of_the_loss_that_is_returned(
+    make: Callable[[], Any], recompute: str
+) -> None:
+    """What is drawn in front of the layers; and modules that drop in a model that evaluates."""
+    model = make()
+    result = seeded(model, recompute, 1)
+    name, parameter = next(iter(model.named_parameters()))
+    direction = torch.randn(parameter.shape, dtype=parameter.dtype)
+    losses = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            parameter += step * direction
+        losses.append(float(seeded(model, recompute, 1).loss))
+        with torch.no_grad():
+            parameter -= step * direction
+    slope = (losses[0] - losses[1]) / 2e-6
+    assert slope == pytest.approx(float((result.gradients[name] * direction).sum()), rel=1e-5)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import oomb
 from oomb.core import loss as loss_module
@@ -126,6 +128,57 @@ def test_an_interrupt_while_gradients_are_written_comes_after_all_of_them() -> N
             engine.forward_backward(IDS, IDS, on_progress=report)
         assert_identical(Result(expected.loss, take_gradients(model)), expected)
         assert_identical(usual(engine, model), expected)
+
+
+def with_gradient(grad: Callable[[nn.Parameter], torch.Tensor]) -> Any:
+    """A model, one of whose parameters has a gradient already."""
+    model = make("llama")
+    model.model.norm.weight.grad = grad(model.model.norm.weight)
+    return model
+
+
+def inferred(parameter: nn.Parameter) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize(
+    ("grad", "got"),
+    [
+        (lambda p: torch.zeros_like(p).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (lambda p: torch.zeros(1, dtype=p.dtype).expand_as(p), r"an expanded view, strides \[0\]"),
+        (inferred, "a tensor made in inference mode"),
+        (lambda p: torch.zeros_like(p, requires_grad=True), "a tensor that requires gradients"),
+    ],
+)
+def test_gradients_that_nothing_can_be_added_to(
+    grad: Callable[[nn.Parameter], torch.Tensor], got: str
+) -> None:
+    """Found while sums were added, such a gradient left the others half written."""
+    model = with_gradient(grad)
+    with oomb.Engine(model, config(model)) as engine:
+        with pytest.raises(ValueError, match=rf"param\.grad of .*\[48\]: expected .*, got {got}"):
+            engine.forward_backward(IDS, IDS)
+        assert engine.state_dict()["step"] == 0
+    assert sum(p.grad is not None for p in model.parameters()) == 1
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+def test_gradients_of_the_dtype_that_torch_was_told() -> None:
+    model = make("llama", torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    with oomb.Engine(model, config(model)) as engine:
+        for _ in range(2):
+            engine.forward_backward(IDS, IDS)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    expected = make("llama", torch.float32)
+    expected.load_state_dict(model.state_dict())
+    for _ in range(2):
+        expected(input_ids=IDS, labels=IDS).loss.backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    worst = max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs)
+    assert worst < 0.05
 
 
 def test_stopped_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,25 @@ def prompt_tuning() -> nn.Module:
 def prefix_tuning() -> nn.Module:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def adalora() -> nn.Module:
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=4, task_type="CAUSAL_LM")
+    return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def activated_lora() -> nn.Module:
+    config = peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
+    return peft.get_peft_model(make("llama", torch.float32), config)
+
+
+def x_lora(tmp_path: Path) -> nn.Module:
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(make("llama", torch.float32), lora).save_pretrained(str(tmp_path))
+    config = peft.XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=48, adapters={"0": str(tmp_path), "1": str(tmp_path)}
+    )
+    return peft.get_peft_model(make("llama", torch.float32, use_cache=False), config)
 
 
 def attention_dropout() -> nn.Module:
@@ -328,6 +348,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (router_jitter, "jitter"),
     (prompt_tuning, "PromptTuningConfig.*prompt learning"),
     (prefix_tuning, "PrefixTuningConfig.*prompt learning"),
+    (adalora, r"'default' \(AdaLoraConfig\): the loss of its orthogonality"),
+    (activated_lora, r"'default' \(LoraConfig\): activation by tokens"),
     (
         attention_dropout,
         r"layer 0 \(LlamaAttention\).*attention dropout 0.1.*attention_dropout=0.0",
@@ -357,6 +379,11 @@ def test_is_refused(build: Callable[[], nn.Module], text: str) -> None:
 def test_float64_angles_of_another_layout() -> None:
     with pytest.raises(oomb.UnsupportedModelError, match="CohereRotaryEmbedding.*rope_angles"):
         oomb.Engine(make("cohere"), oomb.Config(rope_angles="float64"))
+
+
+def test_adapters_that_are_mixed_by_a_classifier(tmp_path: Path) -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match=r"\(XLoraConfig\): its classifier"):
+        oomb.Engine(x_lora(tmp_path), CONFIG)
 
 
 def test_an_optimizer_fused_into_backward() -> None:

@@ -133,6 +133,8 @@ def test_a_model_that_cannot_be_exact(folder: Path) -> None:
 
 
 def test_layers_that_adapters_do_not_find(folder: Path) -> None:
+    message = refused(folder, "lora.target_modules='*_proj'")  # no regular expression
+    assert "lora.target_modules: expected layers of the model, got '*_proj'" in message
     message = refused(folder, "lora.target_modules=[query]")
     assert "lora.target_modules: expected layers of the model, got ['query']" in message
 

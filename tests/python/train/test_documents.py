@@ -121,6 +121,18 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents.cut, "__defaults__", (SIZE, OVERLAP))
 
 
+def test_names_that_look_like_patterns(tmp_path: Path) -> None:
+    for name in ("part1.jsonl", "part[1].jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": f"I am {name}"}) + "\n")
+    assert read(tmp_path / "part[1].jsonl") == ["I am part[1].jsonl"]
+    assert read(tmp_path) == ["I am part1.jsonl", "I am part[1].jsonl"]
+
+
+def test_tables_with_tabs_in_capital_letters(tmp_path: Path) -> None:
+    (tmp_path / "a.TSV").write_text("text\tother\na, b, and c\t1\n")
+    assert read(tmp_path / "a.TSV") == ["a, b, and c"]
+
+
 @pytest.mark.usefixtures("small_segments")
 def test_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: Path) -> None:
     texts = [random_text(seed, 2000 * seed + 5) for seed in range(3)]

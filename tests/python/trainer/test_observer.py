@@ -32,6 +32,23 @@ class Recorder:
         return [told for event, told in self.events if event == name]
 
 
+def test_a_metric_of_ones_own_is_not_the_evaluations_loss(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = Trainer(
+        model(),
+        arguments(tmp_path),
+        eval_dataset=packed(3),
+        compute_metrics=lambda _: {"contrast_loss": 123.0, "a_runtime": -1.0},
+        oomb_config=CONFIG,
+        observer=recorder,
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_contrast_loss"] == 123.0
+    (evaluated,) = recorder.of("on_eval")[0]
+    assert evaluated["loss"] == metrics["eval_loss"]
+    assert evaluated["seconds"] == metrics["eval_runtime"]
+
+
 def test_a_run_is_told_in_order(tmp_path: Path) -> None:
     recorder = Recorder()
     settings = arguments(
