@@ -185,7 +185,7 @@ PROFILES = {
         far_tasks=("needle, 8 keys",),
         probe_seconds=10.0,
     ),
-    # One H200, two calls of ten minutes: every other method at 128K.
+    # One H200, three calls of ten minutes: every other method at 128K.
     "methods-128k": Profile(
         size="base",
         rope=Rope(1e12, 262_144),
