@@ -41,6 +41,9 @@ def step(
     ] = "float32",
     recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
+    divide_pages: Annotated[
+        bool, typer.Option("--divide-pages", help="GPUs divide pages in place of copies of heads.")
+    ] = False,
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
@@ -88,6 +91,7 @@ def step(
             recompute=recompute,  # type: ignore[arg-type]
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             record_selection=attention == "topk",
+            divide_pages=divide_pages,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -126,6 +130,7 @@ def step(
             "kv_grad_dtype": kv_grad_dtype,
             "main_grad_dtype": main_grad_dtype,
             "keep_outputs": keep_outputs,
+            "divide_pages": divide_pages,
         },
         out=out,
         plot=plot,

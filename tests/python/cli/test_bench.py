@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import oomb
-from oomb.cli import app, bench_rivals
+from oomb.cli import app, bench_rivals, bench_run
 from oomb.cli.bench_rivals import measure_rivals
 from oomb.cli.bench_step import StepBench, slopes
 from oomb.plan.gpus import gpu_of_device
@@ -276,3 +276,13 @@ def test_without_a_gpu_it_says_how_to_use_the_cpu() -> None:
     result = CliRunner().invoke(app, ["bench", "step"])
     assert result.exit_code == 2
     assert "got none" in result.output and "--device cpu" in result.output
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_pages_are_divided_where_it_is_asked(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, divided: bool
+) -> None:
+    configs: list[oomb.Config] = []
+    monkeypatch.setattr(bench_run, "run", lambda *given, **_: configs.append(given[2]))
+    run("--model", tiny, "--tokens", "300", *(["--divide-pages"] if divided else []))
+    assert [config.divide_pages for config in configs] == [divided]

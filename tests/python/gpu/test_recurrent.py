@@ -88,27 +88,36 @@ def test_bf16_is_as_far_from_wide_arithmetic_as_ordinary_training(name: str) -> 
         assert found.step.stats.border_state_bytes > 0
 
 
+def expect_same_bits(found: Result, exact: Result) -> None:
+    assert found.loss.equal(exact.loss)
+    for parameter, gradient in exact.gradients.items():
+        assert found.gradients[parameter].equal(gradient), parameter
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_with_the_host_tier(name: str) -> None:
     expect_backward(name)
     model = on_gpu(name, torch.bfloat16)
     step(model)  # kernels that choose their tiles by timing have chosen
     whole = step(model)
-    few = step(model, device_memory="512KiB", host_memory="1GiB")
-    assert few.step is not None
-    if name != "kimi-linear":  # whose pages of latents all fit
-        assert few.step.stats.h2d_bytes > 0
     # First that the kernels repeat themselves at all: what differs there is not the tier's.
-    for way, other in (("again", step(model)), ("few", few)):
-        assert other.loss.equal(whole.loss), way
-        for parameter, gradient in whole.gradients.items():
-            assert other.gradients[parameter].equal(gradient), (way, parameter)
+    expect_same_bits(step(model), whole)
+    latent = name == "kimi-linear"  # one step of its attention takes more than all its pages
+    few = step(model, device_memory="1MiB" if latent else "512KiB", host_memory="1GiB")
+    assert few.step is not None
+    if not latent:
+        assert few.step.stats.h2d_bytes > 0
+    expect_same_bits(few, whole)
 
 
 @pytest.mark.parametrize("decay", [-20.0, -1.0, -0.01])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 200])
 def test_gradient_of_a_carried_state_under_decay(decay: float, tokens: int) -> None:
-    """Of the kernels beside transformers' own code, in fp32 and in bf16."""
+    """Of the kernels beside transformers' own code, in fp32 and in bf16.
+
+    A decay's gradient is a difference of sums of ``q * dq`` and ``k * dk``, which strong decay all
+    but cancels: it is as near as their rounding allows.
+    """
     pytest.importorskip("fla")
     expect_backward("qwen3.5")
     rules = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -126,7 +135,7 @@ def test_gradient_of_a_carried_state_under_decay(decay: float, tokens: int) -> N
 
     def gradients(rule: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         nonlocal d_state
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
         carried = state.clone().requires_grad_()
         decays = g.clone().requires_grad_()
         o, last = rule(
@@ -143,9 +152,17 @@ def test_gradient_of_a_carried_state_under_decay(decay: float, tokens: int) -> N
         return [x.grad.float() for x in (carried, decays, *inputs) if x.grad is not None]
 
     exact = gradients(fast.__wrapped__, torch.float32)
-    for dtype, tolerance in ((torch.float32, 1e-2), (torch.bfloat16, 4e-2)):
+    assert len(exact) == 5
+    _, _, d_q, d_k, _ = exact
+    summed = (q * d_q).norm() + (k * d_k).norm()
+    for dtype, tolerance, rounding in (
+        (torch.float32, 1e-2, 2**-10),  # products in TF32
+        (torch.bfloat16, 4e-2, 2**-7),
+    ):
         found = gradients(fast, dtype)
-        assert len(found) == len(exact) == 5
-        for one, other in zip(found, exact, strict=True):
+        for which, (one, other) in enumerate(zip(found, exact, strict=True)):
             assert one.isfinite().all()
-            assert (one - other).norm() <= tolerance * other.norm().clamp_min(1e-6), dtype
+            allowed = tolerance * other.norm().clamp_min(1e-6)
+            if which == 1:
+                allowed += rounding * summed
+            assert (one - other).norm() <= allowed, (which, dtype)
