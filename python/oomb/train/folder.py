@@ -41,6 +41,7 @@ _FIXED = (
     "data.images",
     "data.chat_template",
     "data.arrange",
+    "data.simulated_context",
     "data.add_bos",
     "data.add_eos",
     "context",
@@ -74,7 +75,9 @@ def check_folder(settings: RunSettings, resume: bool) -> None:
             f"output_dir: expected a run to resume, got {folder} without {SETTINGS_FILE}"
         )
     before = read_settings(folder / SETTINGS_FILE)
-    for field in _FIXED:
+    # Without skipped positions their pieces mean nothing.
+    skips = settings.data.simulated_context is not None
+    for field in (*_FIXED, "data.simulated_pieces") if skips else _FIXED:
         old, new = _value(before, field), _value(settings, field)
         if old != new:
             raise BadInput(f"{field}: expected {old!r}, as the run began, got {new!r}")

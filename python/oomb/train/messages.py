@@ -43,7 +43,7 @@ def _line(
     if kind == "extra_forbidden":
         known = list(dict.fromkeys(name for s in sections for name in s.model_fields))
         near = nearest(str(names[-1]), known) or f"; known are {', '.join(known)}"
-        return f"{field}: expected a known field, got {_shown(names[-1])}{near}"
+        return f"{field}: expected a known field, got {shown(names[-1])}{near}"
     if kind == "missing":
         return f"{field}: expected a value, got none"
     if kind == "value_error":
@@ -54,26 +54,26 @@ def _line(
         return f"{field}{'.' if _OWN_MESSAGE.match(message) else ': '}{message}"
     if kind == "literal_error":
         near = nearest(str(got), re.findall(r"'([^']*)'", context["expected"]))
-        return f"{field}: expected {context['expected']}, got {_shown(got)}{near}"
+        return f"{field}: expected {context['expected']}, got {shown(got)}{near}"
     if kind.startswith("union_tag"):
         types = [name for s in sections for name in _types(s)]
         given = got.get("type") if isinstance(got, dict) else got
         near = nearest(str(given), types)
-        return f"{field}.type: expected {' or '.join(map(repr, types))}, got {_shown(given)}{near}"
+        return f"{field}.type: expected {' or '.join(map(repr, types))}, got {shown(given)}{near}"
     if kind in ("model_type", "model_attributes_type"):
         known = list(dict.fromkeys(name for s in sections for name in s.model_fields))
-        return f"{field}: expected fields ({', '.join(known)}), got {_shown(got)}"
+        return f"{field}: expected fields ({', '.join(known)}), got {shown(got)}"
     if kind == "too_short":
-        return f"{field}: expected at least {context['min_length']} of them, got {_shown(got)}"
+        return f"{field}: expected at least {context['min_length']} of them, got {shown(got)}"
     if kind == "string_too_short":
         return f"{field}: expected text, got ''"
     if kind == "string_too_long":
         return f"{field}: expected at most {context['max_length']:,} characters, got {len(got):,}"
     expected = problem["msg"].removeprefix("Input should be ")
-    return f"{field}: expected {expected.removeprefix('a valid ')}, got {_shown(got)}"
+    return f"{field}: expected {expected.removeprefix('a valid ')}, got {shown(got)}"
 
 
-def _shown(got: object) -> str:
+def shown(got: object) -> str:
     """A value as it is named in a message: what does not fit a line is cut."""
     return _cut(repr(got))
 

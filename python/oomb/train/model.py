@@ -1,4 +1,4 @@
-"""The ``model`` and ``lora`` sections carried out."""
+"""The ``model`` section carried out."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from oomb.model.sizes import check_sizes, check_values
 from oomb.nearest import nearest
 from oomb.parallel.job import Job, expect_gpu_for_each, ranks_in_job
 from oomb.trace.bare import bare_model
+from oomb.train.adapters import with_adapters
 from oomb.train.errors import BadInput
 from oomb.train.float8 import with_float8
 from oomb.train.rope import extend_positions
@@ -289,43 +290,6 @@ def device_of(settings: ModelSettings) -> torch.device:
     except ValueError as error:
         raise BadInput(str(error)) from error
     return torch.device("cuda" if own is None else f"cuda:{own}")
-
-
-def adapter_config(lora: LoraSettings, *, scores: bool = False) -> Any:
-    """The ``lora`` section as peft's config, for a model that scores or for one that writes.
-
-    Raises:
-        BadInput: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig  # optional
-    except ImportError as error:
-        raise BadInput("lora: expected peft to be installed; pip install 'oomb[peft]'") from error
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        modules_to_save=lora.modules_to_save,
-        use_rslora=lora.use_rslora,
-        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
-    )
-
-
-def with_adapters(
-    model: PreTrainedModel, lora: LoraSettings, *, scores: bool = False
-) -> PreTrainedModel:
-    """A model with the ``lora`` section's adapters.
-
-    Raises:
-        BadInput: peft is not installed.
-        ValueError: the model has no such layers; the text is peft's.
-    """
-    config = adapter_config(lora, scores=scores)
-    from peft import get_peft_model  # optional
-
-    adapted: Any = get_peft_model(model, config)
-    return adapted  # type: ignore[no-any-return]
 
 
 def _hub(settings: ModelSettings) -> dict[str, Any]:

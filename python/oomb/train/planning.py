@@ -22,6 +22,7 @@ from oomb.report.runs import read_run
 from oomb.trace.bare import bare_model
 from oomb.trace.quantized import pack_linears
 from oomb.trace.tower import ShownImages
+from oomb.train.adapters import with_adapters, without_heads
 from oomb.train.arguments import (
     decided,
     engine_config,
@@ -29,7 +30,7 @@ from oomb.train.arguments import (
     sharing_ranks,
 )
 from oomb.train.errors import BadInput
-from oomb.train.model import device_of, with_adapters
+from oomb.train.model import device_of
 from oomb.train.settings import RunSettings
 from oomb.train.tasks import holds_reference, task_of
 from oomb.units import bytes_text, seconds_text
@@ -151,8 +152,12 @@ def _without_weights(settings: RunSettings, config: PreTrainedConfig, *, images:
         ) from error
     if lora is None:
         return model  # type: ignore[no-any-return]
+    if settings.task == "reward":  # the model of the plan writes
+        lora = without_heads(lora)
     try:
         return with_adapters(model, lora)
+    except BadInput:
+        raise
     except (ValueError, re.error) as error:  # text is a regular expression
         raise BadInput(
             f"lora.target_modules: expected layers of the model, got {lora.target_modules!r}; "

@@ -10,9 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from oomb.train.errors import BadInput
-from oomb.train.messages import messages
+from oomb.train.messages import messages, shown
 from oomb.train.settings import RunSettings
 from oomb.train.strict_yaml import load, load_file
+
+# Sections of several types, for which the type's name alone is short.
+_NAMED_BY_TYPE = ("engine.attention", "engine.backward")
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
@@ -45,9 +48,16 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise BadInput(f"{override}: expected field=value, such as optimizer.learning_rate=1e-5")
     value = load(text, field, expected="a YAML value")
     *sections, name = field.split(".")
-    for section in sections:
-        inner = values.get(section)
-        if isinstance(inner, str):  # engine.attention: topk, before engine.attention.budget=32
-            inner = {"type": inner}
-        values[section] = values = inner if isinstance(inner, dict) else {}
+    for number, section in enumerate(sections, 1):
+        inner, place = values.get(section), ".".join(sections[:number])
+        if isinstance(inner, str) and place in _NAMED_BY_TYPE:
+            inner = {"type": inner}  # engine.attention: topk, before engine.attention.budget=32
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise BadInput(
+                f"{field}: expected fields in {place}, got {shown(inner)}; write {place} itself "
+                f"as fields to give it {field.removeprefix(place + '.')!r}"
+            )
+        values[section] = values = {**inner}  # an alias may share it
     values[name] = value

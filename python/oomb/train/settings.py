@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -30,6 +31,7 @@ Tokens = Annotated[int, BeforeValidator(_length)]
 
 
 def _path(value: str) -> str:
+    value = os.path.expanduser(value)  # here, so that all who use it mean the same folder
     longest = max(len(part.encode()) for part in value.split("/"))
     if longest > 255:
         raise ValueError(f"expected names of at most 255 bytes in a path, got {longest}")

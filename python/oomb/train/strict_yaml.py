@@ -104,6 +104,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _Refused(f"names of fields, got {_shown(key_node)}")
+            if _tag(key_node) == "!!merge":
+                raise _Refused(
+                    f"fields written out, got the merge key {_shown(key_node)}; an alias stands "
+                    "for a whole value"
+                )
             key = str(self.construct_object(key_node))
             if key in seen:
                 # The field stands first in the message, as in every other.

@@ -139,6 +139,35 @@ def test_layers_that_adapters_do_not_find(folder: Path) -> None:
     assert "lora.target_modules: expected layers of the model, got ['query']" in message
 
 
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [
+        ("embed_token", "'embed_token'; did you mean 'embed_tokens'?"),
+        ("[lm_head, model.embed]", "'model.embed'; did you mean 'model.embed_tokens'?"),
+        ("[score]", "'score'"),
+        ("['']", "''"),
+        ("[lora_A]", "'lora_A'"),
+    ],
+)
+def test_modules_to_save_that_the_model_has_not(folder: Path, names: str, got: str) -> None:
+    message = refused(folder, f"lora.modules_to_save={names}")
+    expected = f"lora.modules_to_save: expected names of modules of the model, got {got}\n"
+    assert message.endswith(f"\n{expected}")
+
+
+def test_a_list_of_modules_is_not_saved_as_one(folder: Path) -> None:
+    message = refused(folder, "lora.modules_to_save=layers")
+    assert "lora.modules_to_save: expected modules that are called, got 'layers', a Modu" in message
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "model.norm", "head"])  # peft takes any end
+def test_modules_to_save_are_trained_whole(folder: Path, name: str) -> None:
+    result = run(folder / "run.yaml", f"lora.modules_to_save={name}", "training.steps=1")
+    assert result.exit_code == 0, result.output
+    saved = load_file(folder / "run" / "model" / "adapter_model.safetensors")
+    assert any(key.endswith(f"{name}.weight") for key in saved)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(folder: Path) -> None:
     assert "model.device: expected a GPU" in refused(folder, "model.device=cuda")

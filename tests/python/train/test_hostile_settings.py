@@ -43,6 +43,11 @@ FILES = {
     "half a character": ('output_dir: "\\ud800"', "halves of characters"),
     "too much": ("# " + "x" * 2**18, "expected at most 262,144 bytes of YAML, got more"),
     "too many values": ("a: [" + "1," * 20_001 + "]", "expected at most 20,000 values"),
+    "a merge key": (
+        "model: &a {name: m}\ndata:\n  <<: *a",
+        "run.yaml: expected fields written out, got the merge key '<<' in line 3; "
+        "an alias stands for a whole value",
+    ),
     "an unknown alias": ("context: *there", "found undefined alias 'there' in line 1"),
     "two documents": ("context: 1\n---\ncontext: 2", "but found another document in line 2"),
 }

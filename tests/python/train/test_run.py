@@ -163,6 +163,22 @@ def test_positions_are_extended_in_the_models_own_config(tmp_path: Path) -> None
     assert saved.max_position_embeddings == 128
 
 
+def test_a_run_in_the_home_folder_is_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = prepare(tmp_path, training={"steps": 1})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = ["output_dir=~/home", "model.name=~/model", "data.train=~/text.txt"]
+    result = run(file, *changes)
+    assert result.exit_code == 0, result.output
+    assert not any((tmp_path / "elsewhere").iterdir())
+    names = {path.name for path in (tmp_path / "home").iterdir()}
+    assert {"run.yaml", "metrics.jsonl", "checkpoints", "model", "report.html"} <= names
+    assert run(file, *changes, "--resume").exit_code == 0
+
+
 def test_a_dry_run_plans_and_writes_nothing(tmp_path: Path) -> None:
     file = prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -232,13 +248,35 @@ def test_a_finished_run_takes_no_further_step(tmp_path: Path, length: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "change", ["context=128", "training.seed=3", "lora.r=4", "data.arrange=packed"]
+    "change",
+    [
+        "context=128",
+        "training.seed=3",
+        "lora.r=4",
+        "data.arrange=packed",
+        "data.simulated_context=1K",
+    ],
 )
 def test_another_run_is_not_resumed(done: tuple[str, Path], change: str) -> None:
     result = run(done[1] / "run.yaml", "--resume", change)
     field = change.partition("=")[0].replace("lora.r", "lora")
     assert result.exit_code == 2 and result.output.startswith(f"{field}: expected")
     assert "as the run began" in result.output
+
+
+def test_other_pieces_are_another_run_where_positions_are_skipped(tmp_path: Path) -> None:
+    file = prepare(tmp_path, data={"simulated_context": 1024}, training={"steps": 1})
+    assert run(file).exit_code == 0
+    result = run(file, "--resume", "data.simulated_pieces=4")
+    assert result.exit_code == 2
+    assert result.output.startswith("data.simulated_pieces: expected 8, as the run began, got 4")
+
+
+def test_pieces_that_mean_nothing_may_change(done: tuple[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(done[1], tmp_path / "run")
+    changes = ["data.simulated_pieces=4", f"output_dir={tmp_path / 'run'}"]
+    result = run(done[1] / "run.yaml", "--resume", "--dry-run", *changes)
+    assert result.exit_code == 0, result.output
 
 
 def test_other_sequences_of_a_step_are_not_gone_on_with(done: tuple[str, Path]) -> None:

@@ -14,7 +14,7 @@ import oomb
 from oomb.train.engine_settings import EngineSettings, SampledSettings, TopKSettings
 from oomb.train.errors import BadInput
 from oomb.train.reading import read_settings, write_settings
-from oomb.train.settings import RunSettings
+from oomb.train.settings import HubSettings, RunSettings
 
 LEAST = """
 output_dir: run
@@ -213,12 +213,54 @@ def test_later_overrides_win_and_refine(tmp_path: Path) -> None:
         ("data.eval=[b, {split: a}]", "data.eval.1.dataset: expected a value, got none"),
         ("data.kind=chat", "data.kind: expected 'auto', 'text', 'messages', 'completion' or"),
         ("data.mesages_field=a", "got 'mesages_field'; did you mean 'messages_field'?"),
+        ("model.name.of=x", "model.name.of: expected fields in model.name, got 'some/model'; "),
+        ("context.most=x", "context.most: expected fields in context, got 4096; write"),
         ("evaluation.generate={prompts: a}", "evaluation.generate: expected data.eval or"),
         ("saving.push_to_hbu=a/b", "got 'push_to_hbu'; did you mean 'push_to_hub'?"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, override: str, message: str) -> None:
     assert message in refused(tmp_path, override)
+
+
+@pytest.mark.parametrize("entry", ["a.txt", "[a.txt, b.txt]"])
+def test_a_file_has_no_fields_to_change(tmp_path: Path, entry: str) -> None:
+    message = refused(tmp_path, f"data.train={entry}", "data.train.split=x")
+    assert message == (
+        f"data.train.split: expected fields in data.train, got {yaml.safe_load(entry)!r}; write "
+        "data.train itself as fields to give it 'split'"
+    )
+
+
+def test_fields_of_a_data_set_are_changed_where_there_are_some(tmp_path: Path) -> None:
+    changes = ["data.train={dataset: a}", "data.train.split=x", "data.eval.dataset=b"]
+    data = read(tmp_path, LEAST, *changes).data
+    assert data.train == [HubSettings(dataset="a", split="x")]
+    assert data.eval == [HubSettings(dataset="b")]
+
+
+def test_an_override_leaves_what_an_alias_shares(tmp_path: Path) -> None:
+    text = LEAST + "optimizer: {arguments: &a {b: 1}}\nschedule: {arguments: *a}\n"
+    settings = read(tmp_path, text, "optimizer.arguments.b=2")
+    assert (settings.optimizer.arguments, settings.schedule.arguments) == ({"b": 2}, {"b": 1})
+
+
+def test_the_home_folder_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "me"
+    monkeypatch.setenv("HOME", str(home))
+    text = LEAST.replace("a.txt", "[~/a.txt, {dataset: ~/b}, ~c, d~/e]")
+    text = text.replace(": run", ": ~/run").replace("some/model", "~/model, tokenizer: ~/t")
+    for settings in (
+        read(tmp_path, text),
+        read(tmp_path, text, "output_dir=~/run", "model.name=~/model", "data.cache_dir=~/cache"),
+    ):
+        assert settings.output_dir == f"{home}/run"
+        assert (settings.model.name, settings.model.tokenizer) == (f"{home}/model", f"{home}/t")
+        assert settings.data.train == [
+            f"{home}/a.txt", HubSettings(dataset=f"{home}/b"), "~c", "d~/e"
+        ]  # fmt: skip
+    assert settings.data.cache_dir == f"{home}/cache"
+    assert read(tmp_path).model.name == "some/model"
 
 
 def test_every_bad_field_is_named_at_once(tmp_path: Path) -> None:

@@ -287,6 +287,22 @@ def test_longer_positions_beside_a_reference_of_trl(
         checked_options(settings, TASKS[task])
 
 
+def test_heads_that_peft_trains_may_be_named(tmp_path: Path) -> None:
+    """Those of a model that scores: peft adds their names to whatever list it is given."""
+    lora = {"r": 2, "modules_to_save": ["norm", "score"]}
+    file = prepare(tmp_path, "reward", lora=lora, training={"steps": 1})
+    result = run(file)
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert written["lora"]["modules_to_save"] == lora["modules_to_save"]
+    for names in ("[norm, score]", "[norm, score, classifier, score]"):  # an older run's file
+        (tmp_path / "run" / "run.yaml").write_text(
+            yaml.safe_dump(written | {"lora": lora | {"modules_to_save": yaml.safe_load(names)}})
+        )
+        result = run(file, "--resume", f"lora.modules_to_save={names}")
+        assert result.exit_code == 0, result.output
+
+
 def test_a_dry_run_reads_the_rows(tmp_path: Path) -> None:
     file = prepare(tmp_path, "kto")
     result = run(file, "--dry-run")
