@@ -171,7 +171,8 @@ def check_messages(messages: Any, kinds: Sequence[str] = ("text",)) -> list[dict
         ValueError: ``expected ..., got ...``.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"expected a list of messages, got {type(messages).__name__}")
+        got = "an empty one" if messages == [] else kind_of_value(messages)
+        raise ValueError(f"expected a list of messages, got {got}")
     for turn in messages:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             names = ", ".join(turn) if isinstance(turn, dict) else type(turn).__name__
@@ -186,6 +187,11 @@ def check_messages(messages: Any, kinds: Sequence[str] = ("text",)) -> list[dict
                     + ("; data.images=true reads it, for a model that sees" if known else "")
                 )
     return messages
+
+
+def kind_of_value(value: Any) -> str:
+    """What a value of a row is called in a message."""
+    return "null" if value is None else type(value).__name__
 
 
 def check_tools(tools: Any) -> list[Any] | None:

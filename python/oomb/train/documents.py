@@ -132,6 +132,11 @@ def cut(
 
 def _documents(source: Source, rule: RowRule) -> Iterator[Row]:
     if source.format == "text":
+        if rule.kind not in ("auto", "text"):
+            raise BadInput(
+                f"data.kind: expected 'auto' or 'text' for the text file {source.name}, got "
+                f"{rule.kind!r}; 'auto' tells tables by their columns, beside text files too"
+            )
         yield Row(_blocks_of_file(source.path))
         return
     kind = None

@@ -14,7 +14,7 @@ import numpy as np
 from oomb.nearest import nearest
 from oomb.train.chat import check_messages
 from oomb.train.errors import BadInput
-from oomb.train.generated import generated
+from oomb.train.generated import features_of, generated
 from oomb.train.settings import RunSettings
 from oomb.train.sources import Source, rows
 from oomb.train.tasks import Task, arguments_kind
@@ -99,7 +99,7 @@ class ExampleRule:
         for name in self.task.needed:
             if name not in row:
                 near = nearest(name, list(values)) or f" (columns: {', '.join(values)})"
-                raise BadInput(f"data: expected a column {name!r} in {source.name}, got none{near}")
+                raise BadInput(f"data: expected a column {name!r} in {place}, got none{near}")
         texts = [name for name in _TEXTS if name in row and self._reads(name)]
         spoken = isinstance(row[texts[0]], list)
         for name in texts:
@@ -220,7 +220,11 @@ def examples_of(
     Raises:
         BadInput: a row is not what it should be, or none is short enough.
     """
-    whole = generated(field, _generate, {"sources": list(sources), "rule": rule}, cache_dir)
+    arguments: dict[str, Any] = {"sources": list(sources), "rule": rule}
+    features = None  # those of a table, which has the same in every row
+    if any(source.format == "jsonl" for source in sources):
+        features = features_of(field, _generate(**arguments))
+    whole = generated(field, _generate, arguments, cache_dir, features)
     lengths = [rule.tokens(row) for row in whole]
     short = [number for number, tokens in enumerate(lengths) if tokens <= rule.context]
     if not short:
@@ -234,9 +238,20 @@ def examples_of(
 
 
 def _generate(sources: list[Source], rule: ExampleRule) -> Iterator[dict[str, Any]]:
+    first: tuple[bool, str] | None = None
     for source in sources:
         for number, values in enumerate(_table(source)):
-            yield rule.example(values, number, source)
+            example = rule.example(values, number, source)
+            place = f"row {number} of {source.name}"
+            has_prompt = "prompt" in example
+            first = first or (has_prompt, place)
+            if has_prompt != first[0]:  # TRL goes by the first
+                with_one, without = (place, first[1]) if has_prompt else (first[1], place)
+                raise BadInput(
+                    f"data: expected a prompt in every row or in none, got one in {with_one} and "
+                    f"none in {without}"
+                )
+            yield example
 
 
 def _table(source: Source) -> Iterator[dict[str, Any]]:

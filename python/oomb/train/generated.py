@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from oomb.train.errors import BadInput
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
+
+_BATCH = 1000  # rows whose types are told at once
 
 
 def generated(
@@ -24,11 +27,13 @@ def generated(
         field: setting that the rows come from.
 
     Raises:
-        BadInput: a row's own complaint, or rows that do not go together.
+        BadInput: a row's own complaint, rows that do not go together, or none at all.
     """
     import datasets  # heavy, and optional
 
     try:
+        if next(rows(**arguments), None) is None:  # of which datasets makes no table
+            raise BadInput(f"{field}: expected at least one row, got none")
         return datasets.Dataset.from_generator(
             rows, features=features, gen_kwargs=arguments, cache_dir=cache_dir
         )
@@ -40,3 +45,32 @@ def generated(
             line = str(error).partition("\n")[0][:300]
             raise BadInput(f"{field}: expected rows that are alike, got: {line}") from error
         raise reason from None
+
+
+def features_of(field: str, rows: Iterable[dict[str, Any]]) -> Features:
+    """Columns that hold all rows: those of any, each of a type that takes what every row has.
+
+    Datasets by itself takes them from the first rows, and refuses what comes later.
+
+    Args:
+        field: setting that the rows come from.
+
+    Raises:
+        BadInput: a row's own complaint, or a column whose values have no type in common.
+    """
+    import datasets  # heavy, and optional
+    import pyarrow  # optional
+
+    left, schema = iter(rows), pyarrow.schema([])
+    while batch := list(islice(left, _BATCH)):
+        for name in dict.fromkeys(name for row in batch for name in row):
+            try:
+                column = pyarrow.array([row.get(name) for row in batch])
+                found = pyarrow.schema([(name, column.type)])
+                schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
+            except (pyarrow.ArrowException, OverflowError) as error:
+                line = str(error).partition("\n")[0][:300]
+                raise BadInput(
+                    f"{field}: expected values of one type in column {name!r}, got: {line}"
+                ) from error
+    return datasets.Features.from_arrow_schema(schema)

@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomb.nearest import nearest
-from oomb.train.chat import ChatTemplate, NotPreserved, Span, check_messages, check_tools
+from oomb.train.chat import (
+    ChatTemplate,
+    NotPreserved,
+    Span,
+    check_messages,
+    check_tools,
+    kind_of_value,
+)
 from oomb.train.errors import BadInput
 from oomb.train.sources import Source
 
 IGNORED = -100
 _KINDS = ("tokens", "messages", "completion", "text")
+_SETTINGS = {  # that name the columns of a kind
+    "tokens": ("kind",),
+    "messages": ("messages_field",),
+    "completion": ("prompt_field", "completion_field"),
+    "text": ("text_field",),
+}
 
 Reader = Callable[[Any], list[dict[str, Any]]]
 
@@ -42,6 +55,7 @@ class RowRule:
         kind: ``text``, ``messages``, ``completion``, ``tokens``, or ``auto``: by its columns.
         chat: of conversations; None: there is no template.
         num_embeddings: ids of tokens are below it.
+        version: of the code that reads rows, for the caches of what is made of them.
     """
 
     kind: str = "auto"
@@ -51,6 +65,7 @@ class RowRule:
     completion_field: str = "completion"
     chat: ChatTemplate | None = None
     num_embeddings: int = 1 << 31
+    version: int = 1
 
     def columns(self, kind: str) -> tuple[str, ...]:
         """Columns that a row of a kind must have."""
@@ -74,20 +89,17 @@ class RowRule:
                 "columns of each, got 'auto'"
             )
         kind = self.kind if self.kind != "auto" else (fitting or ["text"])[0]
-        for name in self.columns(kind):
+        for setting, name in self._columns_by_setting(kind):
             if name not in values:
                 known = [column for column in values if column is not None]
                 near = nearest(name, known) or f" (columns: {', '.join(known)})"
-                setting = {
-                    self.messages_field: "messages_field",
-                    self.prompt_field: "prompt_field",
-                    self.completion_field: "completion_field",
-                    self.text_field: "text_field",
-                }.get(name, "kind")
                 raise BadInput(
                     f"data.{setting}: expected a column of {source.name}, got {name!r}{near}"
                 )
         return kind
+
+    def _columns_by_setting(self, kind: str) -> list[tuple[str, str]]:
+        return list(zip(_SETTINGS[kind], self.columns(kind), strict=True))
 
     def row(self, kind: str, values: dict[str, Any], number: int, source: Source) -> Row:
         """A row as a document.
@@ -100,8 +112,9 @@ class RowRule:
             return self._tokens(values, place)
         if kind == "text":
             return Row([_text(values, self.text_field, "text_field", place)])
-        if kind == "completion" and isinstance(values[self.prompt_field], str):
-            prompt = _text(values, self.prompt_field, "prompt_field", place)
+        if kind == "completion" and not isinstance(values.get(self.prompt_field), list):
+            kinds = "text or messages"
+            prompt = _text(values, self.prompt_field, "prompt_field", place, kinds)
             completion = _text(values, self.completion_field, "completion_field", place)
             whole = prompt + completion
             return Row([whole], [(len(prompt), len(whole))])
@@ -118,14 +131,19 @@ class RowRule:
         Raises:
             BadInput: there is no chat template, or it does not take them.
         """
-        setting = "messages_field" if kind == "messages" else "prompt_field"
+        turns = []
+        for setting, name in self._columns_by_setting(kind):
+            try:
+                turns.append(read(values.get(name)))
+            except ValueError as error:
+                raise BadInput(f"data.{setting}: {error} in column {name!r} of {place}") from error
+        setting = _SETTINGS[kind][0]
         if self.chat is None:
             raise BadInput(
                 f"data.{setting}: expected a tokenizer with a chat template for {place}, got one "
                 "without; data.chat_template names a file of Jinja"
             )
         try:
-            turns = [read(values[name]) for name in self.columns(kind)]
             tools = check_tools(values.get("tools"))
             if kind == "messages":
                 text, spans = self.chat.conversation(turns[0], tools)
@@ -146,7 +164,7 @@ class RowRule:
         return Row([text], spans, complete=True)
 
     def _tokens(self, values: dict[str, Any], place: str) -> Row:
-        ids = values["input_ids"]
+        ids = values.get("input_ids")
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise BadInput(f"data: expected a list of ints in column 'input_ids', got {place}")
         if ids and not 0 <= min(ids) <= max(ids) < self.num_embeddings:
@@ -178,11 +196,11 @@ class RowRule:
         return Row(input_ids=ids, counted=[label != IGNORED for label in labels])
 
 
-def _text(values: dict[str, Any], column: str, setting: str, place: str) -> str:
-    text = values[column]
-    if not isinstance(text, str):
-        raise BadInput(
-            f"data.{setting}: expected text in column {column!r}, got "
-            f"{type(text).__name__} in {place}"
-        )
-    return text
+def _text(
+    values: dict[str, Any], column: str, setting: str, place: str, kinds: str = "text"
+) -> str:
+    text = values.get(column)
+    if isinstance(text, str):
+        return text
+    got = kind_of_value(text) if column in values else "no such column"
+    raise BadInput(f"data.{setting}: expected {kinds} in column {column!r}, got {got} in {place}")

@@ -41,7 +41,7 @@ class Tokens:
         self._begins = self._ends - lengths
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
         begins = self._begins[firsts]
-        ends = np.append(begins[1:], len(self))
+        ends = np.append(begins, len(self))[1:]
         self.documents: list[Piece] = list(zip(begins.tolist(), ends.tolist(), strict=True))
         self.counted = None
         if "counted" in table.column_names:

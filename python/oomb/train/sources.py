@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oomb.callers import warn_caller
 from oomb.nearest import nearest
+from oomb.parallel.job import is_first
 from oomb.train.errors import BadInput
+from oomb.train.json_rows import json_rows
 from oomb.train.settings import HubSettings
 
 _TABLES = {
@@ -30,8 +33,9 @@ _CODE = (
     "swift cs fs hs ml ex erl clj lisp sh sql v vhd toml yaml yml ini cfg cmake"
 )
 _TEXTS = {"", *(f".{name}" for name in f"{_PROSE} {_CODE}".split())}
-_READERS = {"jsonl": "json", "parquet": "parquet", "arrow": "arrow"}
 _NAMES = {"jsonl": "JSONL", "parquet": "Parquet", "arrow": "Arrow", "csv": "CSV"}
+_NAMED = 5  # sources in a message
+_BATCH = 100  # rows of a Parquet file that are read at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -60,22 +64,33 @@ def find_sources(
 ) -> list[Source]:
     """What a setting names, in its order, the files of each folder by name.
 
+    A table without a row is left out, with a warning, where others have some.
+
     Raises:
-        BadInput: a path leads to no file, to an empty one, to one that cannot be read or whose
-            suffix says nothing; a data set that is neither on the hub nor in its cache.
+        BadInput: a path leads to no file, to one that cannot be read or whose suffix says nothing;
+            nothing stands in any; a data set that is neither on the hub nor in its cache.
     """
-    sources = []
+    sources: list[Source] = []
+    empty: list[Source] = []
     for entry in entries:
         if isinstance(entry, str) and not _is_hub_name(entry):
-            sources += [_file(field, file, format) for file in _files(field, entry, format)]
+            files = [_file(field, file, format) for file in _files(field, entry, format)]
+            sources += files
+            empty += [file for file in files if file.format != "text" and not _has_rows(file)]
             continue
         hub = HubSettings(dataset=entry) if isinstance(entry, str) else entry
         found = _load_from_hub(field, hub)
         sources.append(Source(hub.dataset, "hub", found._fingerprint, hub))
-    if not any(map(_has_bytes, sources)):
-        names = ", ".join(source.path for source in sources[:5])
-        raise BadInput(f"{field}: expected text, got empty files: {names}")
-    return sources
+        if len(found) == 0:
+            empty.append(sources[-1])
+    filled = [source for source in sources if source not in empty]
+    if not filled:
+        raise BadInput(f"{field}: expected at least one row, got none in {_some(sources)}")
+    if not any(map(_has_bytes, filled)):
+        raise BadInput(f"{field}: expected text, got empty files: {_some(sources)}")
+    if empty and is_first():
+        warn_caller(f"{field}: expected rows in each table, got none in {_some(empty)}; left out")
+    return filled
 
 
 def rows(source: Source) -> Iterator[dict[str, Any]]:
@@ -93,12 +108,18 @@ def rows(source: Source) -> Iterator[dict[str, Any]]:
         if source.hub is not None:
             yield from _load_from_hub("data", source.hub)
             return
+        if source.format == "jsonl":
+            yield from json_rows(source.path)
+            return
+        # A size of its own: that of the first group of rows, the default, may be nothing.
+        sizes = {"batch_size": _BATCH} if source.format == "parquet" else {}
         # Streaming: rows go into one cache only, that of their tokens.
         yield from datasets.load_dataset(
-            _READERS[source.format],
+            source.format,
             data_files=glob.escape(source.path),  # a name, whatever stands in it
             split="train",
             streaming=True,
+            **sizes,
         )
     except (GeneratorExit, BadInput):
         raise
@@ -165,6 +186,15 @@ def _file(field: str, file: Path, format: str) -> Source:
     except OSError as error:
         raise BadInput(f"{field}: expected a file, got {file}: {error.strerror}") from error
     return Source(str(file), found, (status.st_size, status.st_mtime_ns))
+
+
+def _has_rows(source: Source) -> bool:
+    return _has_bytes(source) and next(rows(source), None) is not None
+
+
+def _some(sources: Sequence[Source]) -> str:
+    more = ", …" if len(sources) > _NAMED else ""
+    return ", ".join(source.name for source in sources[:_NAMED]) + more
 
 
 def _has_bytes(source: Source) -> bool:

@@ -45,7 +45,7 @@ def tokenise(
     sources: list[Source], rule: Rule, *, num_proc: int | None, cache_dir: str | None
 ) -> Dataset:
     """Dataset of ``document`` (int64), ``input_ids`` (list of int32) and ``counted`` (list of bool:
-    which tokens are predicted; null: all of them), a row per segment.
+    which tokens are predicted; null: all of them), a row per segment; empty where no text is.
 
     Raises:
         BadInput: see :func:`oomb.train.documents.segments`.
@@ -65,12 +65,16 @@ def tokenise(
         counted=datasets.List(datasets.Value("bool")),
     )
     tokens = {name: text[name] for name in ("document", "input_ids", "counted")}
+    numbered = list(enumerate(sources))
+    if next(segments(numbered, rule.rows), None) is None:  # of which datasets makes no table
+        nothing: dict[str, list[Any]] = {name: [] for name in tokens}
+        return datasets.Dataset.from_dict(nothing, features=datasets.Features(tokens))
     try:
         split = datasets.Dataset.from_generator(
             segments,
             features=text,
             cache_dir=cache_dir,
-            gen_kwargs={"sources": list(enumerate(sources)), "rule": rule.rows},
+            gen_kwargs={"sources": numbered, "rule": rule.rows},
             num_proc=_processes(processes, len(sources)),
             writer_batch_size=_WRITE,
         )
@@ -90,7 +94,7 @@ def tokenise(
         if isinstance(cause, BadInput):
             raise cause from None
         # Between processes an exception loses its kind: the file is found by reading again.
-        for _ in segments(list(enumerate(sources)), rule.rows):
+        for _ in segments(numbered, rule.rows):
             pass
         raise
     except OSError as error:

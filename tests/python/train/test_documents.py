@@ -191,7 +191,7 @@ def test_line_ends_stay(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "expected JSONL, got .*a.jsonl"),
         ("a.jsonl", b'{"txt": "a"}\n', "data.text_field: .*got 'text'; did you mean 'txt'?"),
         ("a.jsonl", b'{"text": 3}\n', "expected text in column 'text', got int in row 0"),
-        ("a.jsonl", b'{"text": null}\n', "expected text in column 'text', got NoneType in row 0"),
+        ("a.jsonl", b'{"text": null}\n', "expected text in column 'text', got null in row 0"),
         ("a.parquet", b"PAR1 no", "expected Parquet, got .*a.parquet"),
         ("a.arrow", b"ARROW no", "expected Arrow, got .*a.arrow"),
         ("a.csv", b"text,n\na,1,2\n", "expected CSV, got .*a.csv: row 0 has not as many columns"),
