@@ -14,6 +14,7 @@ list(JOIN architectures " " architectures)
 Python_add_library(_C MODULE WITH_SOABI ${binding_sources})
 target_include_directories(_C SYSTEM PRIVATE "${pybind11_include}")
 target_link_libraries(_C PRIVATE oomb_core oomb_attention)
+target_precompile_headers(_C PRIVATE <pybind11/pybind11.h> <pybind11/stl.h>)
 # Some compilers link libstdc++ statically. Its symbols must not mix with those of the libstdc++ that
 # torch has loaded: streams of one would use locales of the other.
 target_link_options(_C PRIVATE LINKER:--exclude-libs,ALL)
