@@ -127,12 +127,20 @@ class CheckpointStore:
         write_manifest(temporary, step, identity)
         for folder in folders_below(temporary):
             sync(folder)
-        if final.exists():
-            self._discard(final)
-        temporary.rename(final)
-        sync(self.folder)
-        write_marker(final)
-        sync(final)
+        before = self.folder / f"{_UNFINISHED}before-{final.name}"
+        if final.exists():  # the same step, saved again
+            final.rename(before)
+        try:
+            temporary.rename(final)
+            sync(self.folder)
+            write_marker(final)
+            sync(final)
+        except BaseException:
+            if before.exists():
+                shutil.rmtree(final, ignore_errors=True)
+                before.rename(final)
+            raise
+        shutil.rmtree(before, ignore_errors=True)
 
     def newest_intact(self, expected: Mapping[str, str] | None = None) -> Checkpoint | None:
         """The checkpoint with most steps whose every file is as it was saved; None: there is none.

@@ -1,6 +1,7 @@
-"""What a resumed run has changed about its optimizer and its schedule.
+"""What a resumed run has changed about its data's order, its optimizer and its schedule.
 
-A checkpoint holds both with the settings they were made with, and loading them brings those back.
+A checkpoint holds the last two with the settings they were made with, and loading them brings those
+back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
+
+from oomb.checkpoint import CheckpointError
 
 ARGUMENTS_FILE = "training_args.json"
 
@@ -41,23 +44,60 @@ class ChangedSettings:
 
     def __init__(self, checkpoint: Path, arguments: TrainingArguments) -> None:
         self.values: dict[str, tuple[Any, Any]] = {}
+        self._before: dict[str, Any] = {}
+        self._now: dict[str, Any] = json.loads(arguments_as_json(arguments))
         file = checkpoint / ARGUMENTS_FILE
         if not file.exists():
             return
-        before, now = json.loads(file.read_text()), json.loads(arguments_as_json(arguments))
+        self._before = json.loads(file.read_text())
         for name in (*_RATE, *_LENGTH, *_OF_GROUPS):
-            if name in before and before[name] != now[name]:
-                self.values[name] = (before[name], now[name])
+            if self._differs(name):
+                self.values[name] = (self._before[name], self._now[name])
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {now} ({was} before)" for name, (was, now) in self.values.items())
+
+    def _differs(self, name: str) -> bool:
+        return name in self._before and self._before[name] != self._now[name]
+
+    def expect_same_order(self, *, seeded: bool) -> None:
+        """Refuse settings by which the rest of an epoch is not what is left of it.
+
+        Args:
+            seeded: a seed says the random order of an epoch, not the generators' state.
+
+        Raises:
+            CheckpointError: names the setting.
+        """
+        wrong = None
+        if self._differs("train_sampling_strategy"):
+            wrong = "train_sampling_strategy"
+        elif seeded and self._now["train_sampling_strategy"] == "random":
+            if self._differs("data_seed"):
+                wrong = "data_seed"
+            elif self._differs("seed") and self._now["data_seed"] is None:
+                wrong = "seed"
+        if wrong is not None:
+            raise CheckpointError(
+                f"{wrong}: expected {self._before[wrong]!r}, as the run began, got "
+                f"{self._now[wrong]!r}: rows would come in another order, some twice and some not; "
+                "ignore_data_skip=True begins the epoch anew"
+            )
 
     def load(self, optimizer: Any, schedule: Any, state: dict[str, Any]) -> None:
         """Load both from a checkpoint's state, and keep of the run's own what it has changed.
 
         Raises:
+            CheckpointError: another optimizer, which cannot take the states over.
             ValueError: the rate of a schedule that depends on what came before cannot change.
         """
+        lacking = set(optimizer.param_groups[0]) - set(state["optimizer"]["param_groups"][0])
+        # A later torch may add one to the same optimizer, and says itself what it stands for.
+        if lacking and self._differs("optim"):
+            raise CheckpointError(
+                f"optim: expected {self._before['optim']!r}, as the run began, got "
+                f"{self._now['optim']!r}, which needs {', '.join(sorted(lacking))}"
+            )
         fresh = [dict(group) for group in optimizer.param_groups]
         own_rates = list(getattr(schedule, "base_lrs", []))
         optimizer.load_state_dict(state["optimizer"])

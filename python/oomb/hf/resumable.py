@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, has_length
 
@@ -24,11 +23,12 @@ from oomb.checkpoint import (
 )
 from oomb.hf.changed_settings import ARGUMENTS_FILE, ChangedSettings, arguments_as_json
 from oomb.hf.converted import load_converted
+from oomb.hf.due_evaluation import DueEvaluationTrainer
+from oomb.hf.finished_step import FinishedStep, RemembersSteps
 from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.optimizer_files import OptimizerFiles
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
-from oomb.hf.sharded import ShardedTrainer
 from oomb.hf.step_layout import StepLayout, expect_same_order
 
 _log = transformers.logging.get_logger("oomb.hf")
@@ -36,39 +36,6 @@ CHECKPOINTS = "checkpoints"  # below output_dir
 _TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
 _TRAINING = "training"  # schedule, random generators, engine
 _REFERENCE = "reference"  # weights of TRL's reference model, where it follows the trained one
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FinishedStep:
-    """What a checkpoint of the last finished step holds besides weights and optimizer, which change
-    at its end only.
-
-    A shuffling sampler may draw an epoch's order from the global generators, so that the order
-    comes back only from their state at its beginning: ``epoch_random``.
-    """
-
-    random: dict[str, Any]
-    epoch_random: dict[str, Any]
-    engine: dict[str, Any]
-    tokens_seen: float
-    total_flos: float
-    current_flos: float
-
-
-class _RemembersSteps(TrainerCallback):
-    """Last of the callbacks, so that it sees the random state that they leave."""
-
-    def __init__(self, trainer: ResumableTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._remember()
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._begin_epoch()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._trainer._remember()
 
 
 def layout_of_newest(output_dir: Path, now: StepLayout) -> StepLayout:
@@ -81,7 +48,7 @@ def layout_of_newest(output_dir: Path, now: StepLayout) -> StepLayout:
     return now.before(json.loads(state))
 
 
-class ResumableTrainer(ShardedTrainer):
+class ResumableTrainer(DueEvaluationTrainer):
     """A Trainer whose checkpoints are those of :class:`oomb.checkpoint.CheckpointStore`.
 
     They stand in ``output_dir/checkpoints`` and hold no pickle. A resumed run takes the same steps
@@ -97,17 +64,21 @@ class ResumableTrainer(ShardedTrainer):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self._signals = SignalWatch()
-        self._finished: _FinishedStep | None = None
+        self._finished: FinishedStep | None = None
         self._resumed: dict[str, Any] | None = None
         self._epoch_random: dict[str, Any] | None = None
-        self._saved_step: int | None = None  # whose checkpoint is on the disk
+        self._own_step: int | None = None  # resumed from a checkpoint of this run
+        # Whose checkpoint is on the disk, with all that was logged and evaluated since.
+        self._saved_step: int | None = None
         self._weights_from: str | None = None  # the checkpoint that is being loaded
-        self.add_callback(_RemembersSteps(self))
+        self.add_callback(RemembersSteps(self))
 
     def checkpoint_store(self, trial: Any = None) -> CheckpointStore:
         """The checkpoints of this run; ``save_total_limit`` of them are kept."""
         folder = Path(self._get_output_dir(trial)) / CHECKPOINTS
-        return CheckpointStore(folder, keep_last=self.args.save_total_limit)
+        limit = self.args.save_total_limit
+        # To the stock trainer, too, zero and less mean that there is no limit.
+        return CheckpointStore(folder, keep_last=limit if limit and limit > 0 else None)
 
     # Resuming -------------------------------------------------------------------------------------
 
@@ -138,9 +109,7 @@ class ResumableTrainer(ShardedTrainer):
                 saves=self.args.save_strategy != SaveStrategy.NO,
             )
         )
-        self._finished = self._resumed = self._epoch_random = self._saved_step = None
-        if checkpoint and is_own(checkpoint, store):
-            self._saved_step = checkpoint.step
+        self._own_step = checkpoint.step if checkpoint and is_own(checkpoint, store) else None
         with self._signals:
             try:
                 output = super().train(
@@ -162,6 +131,23 @@ class ResumableTrainer(ShardedTrainer):
         if came:
             raise Interrupted(came[0])
 
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, num_epochs: int, *given: Any
+    ) -> tuple[int, int]:
+        """Begin training, or begin it anew with the next batch size of ``auto_find_batch_size``.
+
+        Nothing of an abandoned attempt stays: what it saved for a step is not what this one trains.
+        """
+        self._finished = self._resumed = self._epoch_random = None
+        self._saved_step, self._evaluation_is_due = self._own_step, False
+        begin: tuple[int, int] = super()._init_training_state(
+            max_steps, per_epoch, num_epochs, *given
+        )
+        # The stock trainer looks at max_steps only behind a step, so a finished run would take one
+        # more each time that it is resumed: no epoch is left.
+        finished = 0 < max_steps <= self.state.global_step
+        return (num_epochs, 0) if finished else begin
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -180,11 +166,16 @@ class ResumableTrainer(ShardedTrainer):
         self._check_layout(self._resumed)
         self._resumed["optimizer"] = self._optimizer_files().load(Path(checkpoint), copy=on_cpu)
         changed = ChangedSettings(Path(checkpoint), self.args)
+        if not self.args.ignore_data_skip:
+            changed.expect_same_order(
+                seeded=self.accelerator.use_seedable_sampler and has_length(self.train_dataset)
+            )
         changed.load(self.optimizer, self.lr_scheduler, self._resumed)
         del self._resumed["optimizer"]
         if changed.values and self.job.is_first:
             _log.warning(f"resumed with {changed}")
         self._load_engine_state(self._resumed["engine"])
+        self._evaluation_is_due = self._resumed.get("evaluation_is_due", False)
         self._load_reference(Path(checkpoint))
 
     def _optimizer_files(self) -> OptimizerFiles:
@@ -288,7 +279,7 @@ class ResumableTrainer(ShardedTrainer):
             random = random_state(self.args.device)
         if of_epoch is None or float(self.state.epoch or 0).is_integer():
             of_epoch = random  # the next epoch begins here
-        self._finished = _FinishedStep(
+        self._finished = FinishedStep(
             random=random,
             epoch_random=of_epoch,
             engine=self._engine_state(),
@@ -296,6 +287,9 @@ class ResumableTrainer(ShardedTrainer):
             total_flos=self.state.total_flos,
             current_flos=self.current_flos,
         )
+
+    def _is_outdated(self) -> None:
+        self._saved_step = None
 
     def _abandon_step(self, reason: str, trial: Any) -> Interrupted:
         """Forget the step under way and save the one before it."""
@@ -365,6 +359,7 @@ class ResumableTrainer(ShardedTrainer):
             "random": self._finished.random,
             "epoch_random": self._finished.epoch_random,
             "engine": self._finished.engine,
+            "evaluation_is_due": self._evaluation_is_due,
             **self._layout().as_state(),
         }
         save_state(folder, _TRAINING, state)

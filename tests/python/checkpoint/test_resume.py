@@ -252,3 +252,56 @@ def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
     another = trainer(tmp_path, max_steps=4, lr_scheduler_type="linear", learning_rate=1.0)
     with pytest.raises(ValueError, match=r"lr_scheduler_type: .*what reduce_lr_on_plateau does"):
         another.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ({"data_seed": 3}, {"data_seed": 4}, "data_seed: expected 3"),
+        ({}, {"data_seed": 3}, "data_seed: expected None"),
+        ({}, {"train_sampling_strategy": "sequential"}, "train_sampling_strategy: expected 'rand"),
+        ({}, {"optim": "sgd"}, "optim: expected 'adamw_torch.*', as the run began, got 'sgd'"),
+        ({}, {"optim": "adafactor"}, "optim: expected 'adamw_torch.*, which needs beta1, "),
+        ({"optim": "sgd"}, {}, "optim: expected 'sgd', as .*, which needs amsgrad, betas"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change(
+    before: dict[str, Any], after: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """Rows would come twice, or states of one optimizer be taken for those of another."""
+    trainer(tmp_path, max_steps=2, **before).train()
+    with pytest.raises(CheckpointError, match=f"^{name}"):
+        trainer(tmp_path, **after).train(resume_from_checkpoint=True)
+
+
+def test_another_seed_is_another_order(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    resumed = trainer(tmp_path)
+    resumed.args.seed = 43
+    with pytest.raises(CheckpointError, match="^seed: expected 42, as the run began, got 43"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_seed": 1},
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+    ],
+)
+def test_a_seed_that_orders_nothing_may_change(settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", max_steps=3, seed=1, **settings)
+    whole.train()
+    trainer(tmp_path / "run", max_steps=3, seed=1, callbacks=[StopsAfter(2)], **settings).train()
+    resumed = trainer(tmp_path / "run", max_steps=3, seed=4, **settings)
+    resumed.args.seed = 4
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_another_order_may_be_asked_for(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    resumed = trainer(tmp_path, max_steps=3, data_seed=4, ignore_data_skip=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3

@@ -86,8 +86,13 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
 @pytest.mark.parametrize(
     "place", ["mkdir", "write", "sync", "write_manifest", "rename", "write_marker"]
 )
+@pytest.mark.parametrize("step", [1, 2], ids=["again", "new"])
 def test_a_failure_leaves_what_was_before(
-    error: BaseException, place: str, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    error: BaseException,
+    place: str,
+    store: CheckpointStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.save(1, write_example)
     before = contents(store.folder)
@@ -120,9 +125,9 @@ def test_a_failure_leaves_what_was_before(
             patch.setattr(f"oomb.checkpoint.store.{place}", fail)
         expected = CheckpointError if isinstance(error, OSError) else type(error)
         with pytest.raises(expected) as caught:
-            store.save(2, write)
+            store.save(step, write)
     if isinstance(error, OSError):
-        assert "the checkpoint of step 2 was not saved" in str(caught.value)
+        assert f"the checkpoint of step {step} was not saved" in str(caught.value)
         assert "No space left on device" in str(caught.value)
     assert contents(store.folder) == before
     store.save(2, write_example)
