@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -91,13 +92,17 @@ class EvaluatingTrainer(ResumableTrainer):
         return Predictions(labels, self._preprocess, in_float=self.accelerator.native_amp)
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
-        """As the stock trainer's, but ``preprocess_logits_for_metrics`` sees slices of a batch."""
+        """As the stock trainer's, but ``preprocess_logits_for_metrics`` sees slices of a batch, and
+        log-probabilities are 0 where a row of another batch is longer."""
         stock, self._logit_bytes = self.preprocess_logits_for_metrics, 0
         self._preprocess = stock
         if stock is not None:  # it has been applied to what prediction_step returns
             self.preprocess_logits_for_metrics = lambda predictions, _: predictions
         try:
-            return super().evaluation_loop(*args, **keywords)
+            found = super().evaluation_loop(*args, **keywords)
+            if stock is None and self.compute_metrics is None:
+                _clear_padding(found.predictions, found.label_ids)
+            return found
         finally:
             self.preprocess_logits_for_metrics, self._preprocess = stock, None
 
@@ -125,3 +130,9 @@ class EvaluatingTrainer(ResumableTrainer):
         finally:
             restore_random_state(state, self.args.device)
         return metrics
+
+
+def _clear_padding(logprobs: Any, labels: Any) -> None:
+    """The stock trainer fills rows of all batches up to one length, both with -100."""
+    if isinstance(logprobs, np.ndarray) and isinstance(labels, np.ndarray):
+        logprobs[labels == -100] = 0

@@ -13,10 +13,15 @@ from oomb.results import Step
 
 
 class StepRecord:
-    """Collects the micro-batches of an optimizer step."""
+    """Collects the micro-batches of an optimizer step.
 
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
+    Args:
+        data_seconds: that the step has waited for its batches before it is recorded here.
+    """
+
+    def __init__(self, data_seconds: float = 0.0) -> None:
+        self.data_seconds = data_seconds
+        self.began = time.perf_counter() - data_seconds
         self.calls: list[Step] = []
         self.loss = 0.0
         self.tokens = 0
@@ -60,6 +65,7 @@ class StepRecord:
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "seconds": seconds,
+            "data_seconds": self.data_seconds,
             "fill_seconds": sum(s.fill_seconds for s in stats),
             "sweep_seconds": sum(s.sweep_seconds for s in stats),
             "tokens_per_second": self.tokens / seconds,

@@ -94,7 +94,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
         self.observer = observer if self.job.is_first else None
         # Tokens of a sequence at most, told to the observer; only TRL's arguments say it.
         self.context: int | None = getattr(self.args, "max_length", None)
-        self._record = StepRecord()
+        self._record, self._data_seconds = StepRecord(), 0.0
         self._warned_of_no_target = False
         self._build_engine()
         self.add_callback(_Reports(self))
@@ -236,6 +236,13 @@ class EngineTrainerMixin(EvaluatingTrainer):
             return 1.0
         return float(scaler.scale(torch.ones((), device=self.args.device)))
 
+    def get_batch_samples(self, *args: Any, **keywords: Any) -> Any:
+        """Batches of a step. It is told with the wait for them: data may be what slows a run."""
+        began = time.perf_counter()
+        batches = super().get_batch_samples(*args, **keywords)
+        self._data_seconds = time.perf_counter() - began
+        return batches
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Targets of all micro-batches of a step, as the engine counts them."""
         counted = [
@@ -254,6 +261,11 @@ class EngineTrainerMixin(EvaluatingTrainer):
         super()._set_signature_columns_if_needed()
         columns: Any = self._signature_columns
         columns += [name for name in ENGINE_COLUMNS if name not in columns]
+
+    def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
+        """As before, but tokens of predictions, or of a loop that failed, are not told with it."""
+        self._evaluated_tokens = 0
+        return super().evaluation_loop(*args, **keywords)
 
     # Around training ------------------------------------------------------------------------------
 
@@ -292,6 +304,7 @@ class EngineTrainerMixin(EvaluatingTrainer):
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "context": self.context,
             "max_steps": self.state.max_steps,
+            "metric_for_best_model": self.args.metric_for_best_model,
             "config": in_json(self.oomb_config),
             "resumed_from_step": self.state.global_step if self._resumed is not None else None,
         }
@@ -308,7 +321,7 @@ class _Reports(TrainerCallback):
             self._trainer.observer.on_start(self._trainer._run_info())
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._record = StepRecord()
+        self._trainer._record = StepRecord(self._trainer._data_seconds)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._trainer._record.learning_rate = self._trainer._get_learning_rate()
@@ -328,10 +341,14 @@ class _Reports(TrainerCallback):
         if trainer.observer is None:
             return
         record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}
-        for key, ending in (("loss", "_loss"), ("seconds", "_runtime")):
-            names = [name for name in metrics if name.endswith(ending)]
-            if names:  # the prefix and no more; longer ones are a user's own metrics
-                record[key] = metrics[min(names, key=len)]
+        # The stock trainer's is the prefix and no more; longer ones are a user's own metrics.
+        runtimes = [name for name in metrics if name.endswith("_runtime")]
+        prefix = min(runtimes, key=len, default="eval_runtime").removesuffix("_runtime")
+        if prefix != "eval":  # one of several sets, or one that the caller has named
+            record["name"] = prefix
+        for key, name in (("loss", f"{prefix}_loss"), ("seconds", f"{prefix}_runtime")):
+            if name in metrics:
+                record[key] = metrics[name]
         trainer.observer.on_eval(record)
 
 

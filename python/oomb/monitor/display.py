@@ -7,10 +7,12 @@ import time
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from oomb.monitor.metrics import set_name
 from oomb.monitor.observer import Record
 from oomb.monitor.traffic import ChunkClock
 from oomb.results import Progress, Selection
@@ -77,7 +79,9 @@ class Display:
 
     def on_eval(self, record: Record) -> None:
         self._eval = record
-        self._line(f"step {record.get('step')}: evaluation loss {_number(record.get('loss'))}")
+        of_set = f" ({set_name(record)})" if set_name(record) else ""
+        loss = _number(record.get("loss"))
+        self._line(f"step {record.get('step')}: evaluation loss {loss}{of_set}")
 
     def on_save(self, record: Record) -> None:
         self._line(
@@ -155,7 +159,8 @@ class Display:
             loss = _number(record.get("loss"))
             if self._eval:
                 loss += f"   evaluation {_number(self._eval.get('loss'))}"
-                loss += f" (step {self._eval.get('step')})"
+                of_set = f"{escape(set_name(self._eval))}, " if set_name(self._eval) else ""
+                loss += f" ({of_set}step {self._eval.get('step')})"
             rows.append(("loss", loss))
             norm, rate = record.get("grad_norm"), record.get("learning_rate")
             if norm is not None:

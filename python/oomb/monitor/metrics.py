@@ -22,7 +22,8 @@ class MetricsWriter:
     """Appends records to a file, each in one write.
 
     A line that an earlier process did not finish is cut off when the file is opened, and one that
-    the disk did not take whole is taken back.
+    the disk did not take whole is taken back. A record that comes after ``close`` opens the file
+    again.
 
     Args:
         path: of the file; its folder is made.
@@ -31,8 +32,7 @@ class MetricsWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _cut_torn_line(self._file)
+        self._file: int | None = self._opened()
 
     def write(self, event: str, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that are not finite become null, as JSON has no word for them.
@@ -40,8 +40,8 @@ class MetricsWriter:
         Raises:
             OSError: the disk did not take it; the file is as before.
         """
-        if self._file is None:
-            raise ValueError("writer: expected an open writer, got one that was closed")
+        if self._file is None:  # an evaluation after training, or another training
+            self._file = self._opened()
         record = {"event": event, "time": time.time(), **record}
         line = json.dumps(in_json(record), allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file).st_size
@@ -51,6 +51,11 @@ class MetricsWriter:
         except OSError:
             os.ftruncate(self._file, before)
             raise
+
+    def _opened(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _cut_torn_line(file)
+        return file
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,7 +75,8 @@ class Metrics:
 
     Attributes:
         start: of the last process that worked on the run; empty where there is none.
-        steps, evals, saves: one record per step, ascending.
+        steps, saves: one record per step, ascending.
+        evals: one record per step and name of an evaluation set, by ascending steps.
         chunks: by step, in the order of the chunks.
         selections: by step.
         end: None while the run goes on, or where it was killed.
@@ -107,7 +113,7 @@ def read_metrics(path: str | Path) -> Metrics:
     return Metrics(
         start=next(iter(of_event.get("start", [])), {}),
         steps=_last_of_each_step(of_event.get("step", [])),
-        evals=_last_of_each_step(of_event.get("eval", [])),
+        evals=_last_of_each_set(of_event.get("eval", [])),
         saves=_last_of_each_step(of_event.get("save", [])),
         chunks=_by_step(of_event.get("chunk", [])),
         selections=_by_step(of_event.get("selection", [])),
@@ -134,6 +140,17 @@ def _records(path: Path) -> list[Record]:
 
 def _last_of_each_step(records: Sequence[Record]) -> list[Record]:
     return [record for _, record in sorted({r["step"]: r for r in records}.items())]
+
+
+def _last_of_each_set(records: Sequence[Record]) -> list[Record]:
+    """Of each step; sets of a step in the order in which they were evaluated."""
+    last = {(record["step"], set_name(record)): record for record in records}
+    return sorted(last.values(), key=lambda record: record["step"])
+
+
+def set_name(record: Record) -> str:
+    """Of the evaluation set that a record is about; empty where there is one without a name."""
+    return str(record.get("name") or "")
 
 
 def _by_step(records: Sequence[Record]) -> dict[int, list[Record]]:

@@ -78,6 +78,9 @@ def page(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         wide.append(_section("Side by side", tables.totals(runs), wide=True))
     for run in runs:
+        of_sets = tables.evaluations(run)
+        if of_sets is not None:
+            wide.append(_section("Evaluations", of_sets, _of(run, runs), wide=True))
         of_ranks = tables.ranks(run)
         if of_ranks is not None:
             wide.append(_section("Ranks", of_ranks + _RANKS_NOTE, _of(run, runs), wide=True))

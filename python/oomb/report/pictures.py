@@ -32,7 +32,7 @@ _CHUNKS = XAxis("chunk, in the order they ran", "chunk")
 
 
 def color_of(run: int) -> int:
-    """Of the run's lines, by its number in a comparison; one more is that of its evaluations."""
+    """Of the run's lines, by its number in a comparison; the next three are its evaluations'."""
     return 4 * run
 
 
@@ -41,10 +41,10 @@ def loss(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         prefix, color = f"{run.name}, " if len(runs) > 1 else "", color_of(number)
         series += _trend(run, "loss", color, prefix + "training", f"{prefix}each step")
-        evals = run.metrics.evals
-        if evals:
+        for place, (of_set, evals) in enumerate(run.evaluations().items()):
             x, y = [float(e["step"]) for e in evals], [e.get("loss") for e in evals]
-            series.append(Series(prefix + "evaluation", x, y, color + 1, dots=True))
+            name = prefix + (f"evaluation, {of_set}" if of_set else "evaluation")
+            series.append(Series(name, x, y, color + 1 + place % 3, dots=True))
     return line_chart(series, YAxis("nats per token", from_zero=False))
 
 
@@ -173,9 +173,15 @@ def breakdown(run: Run) -> str:
     x = [statistics.fmean(r["step"] for r in group) for group in groups]
     parts: dict[str, list[float | None]] = {}
     for group in groups:
-        fill, sweep, waited, whole = (
+        fill, sweep, waited, data, whole = (
             statistics.fmean(float(r.get(key) or 0.0) for r in group)
-            for key in ("fill_seconds", "sweep_seconds", "exposed_copy_seconds", "seconds")
+            for key in (
+                "fill_seconds",
+                "sweep_seconds",
+                "exposed_copy_seconds",
+                "data_seconds",
+                "seconds",
+            )
         )
         # Which phase waited is not recorded per step: both give in proportion.
         share = min(1.0, waited / (fill + sweep)) if fill + sweep > 0 else 0.0
@@ -183,11 +189,12 @@ def breakdown(run: Run) -> str:
             ("fill", fill * (1 - share)),
             ("sweep", sweep * (1 - share)),
             ("waited for copies", (fill + sweep) * share),
-            ("optimizer, data, other", max(0.0, whole - fill - sweep)),
+            ("waited for data", data),
+            ("optimizer, other", max(0.0, whole - fill - sweep - data)),
         ):
             parts.setdefault(name, []).append(value)
-    colors = {"fill": 2, "sweep": 0, "waited for copies": 3, "optimizer, data, other": 6}
-    series = [Series(name, x, values, colors[name]) for name, values in parts.items()]
+    colors = {"fill": 2, "sweep": 0, "waited for copies": 3, "waited for data": 1}
+    series = [Series(name, x, values, colors.get(name, 6)) for name, values in parts.items()]
     size = len(groups[0])
     label = "step" if size == 1 else f"step, means of {size}"
     one = "step" if size == 1 else "around step"

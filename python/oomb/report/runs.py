@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics
+from oomb.monitor.metrics import METRICS_FILE, Metrics, read_metrics, set_name
 from oomb.monitor.observer import Record
 from oomb.units import parse_size
 
@@ -60,6 +60,22 @@ class Run:
         """Median of the steps behind the first, which also compiles and allocates."""
         values = [v for v in self.column(key) if v is not None]
         return statistics.median(values[1:] or values) if values else None
+
+    def evaluations(self) -> dict[str, list[Record]]:
+        """Records by the name of the set; empty for one without a name."""
+        sets: dict[str, list[Record]] = {}
+        for record in self.metrics.evals:
+            sets.setdefault(set_name(record), []).append(record)
+        return sets
+
+    def main_set(self) -> str | None:
+        """Name of the set that the best model is chosen by, else of the first; None: no set."""
+        names = list(self.evaluations())
+        metric = str(self.metrics.start.get("metric_for_best_model") or "")
+        if not metric.startswith("eval_"):
+            metric = f"eval_{metric}"
+        asked = [name for name in names if metric.startswith(f"{name or 'eval'}_")]
+        return max(asked, key=len, default=names[0] if names else None)
 
     def chunks_of_a_step(self) -> tuple[int, list[Record]] | None:
         """The last finished step whose chunks were recorded: (step, records)."""

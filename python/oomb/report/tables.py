@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from oomb.monitor.observer import Record
 from oomb.report.runs import Run
 from oomb.units import bytes_text, count_text, seconds_text
 
@@ -14,11 +15,14 @@ from oomb.units import bytes_text, count_text, seconds_text
 def tiles(run: Run) -> str:
     """The figures to know first."""
     losses = [v for v in run.column("loss") if v is not None]
-    evals = [e["loss"] for e in run.metrics.evals if e.get("loss") is not None]
+    best, name = _best(run.evaluations().get(run.main_set() or "", [])), run.main_set()
     facts = [
         ("steps", f"{run.steps[-1]:,.0f}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),
-        ("best evaluation", f"{min(evals):.4f}" if evals else ""),
+        (
+            f"best evaluation, {name}" if name else "best evaluation",
+            f"{best['loss']:.4f}" if best else "",
+        ),
         ("tokens trained on", count_text(run.total("tokens"))),
         ("tokens/s, median", _thousands(run.median("tokens_per_second"))),
         ("step, median", _optional(run.median("seconds"), seconds_text)),
@@ -27,7 +31,9 @@ def tiles(run: Run) -> str:
         ("torch, peak", _optional(run.most("torch_peak_bytes"), bytes_text)),
     ]
     cells = "".join(
-        f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in facts if value
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"
+        for name, value in facts
+        if value
     )
     return f'<div class="tiles">{cells}</div>'
 
@@ -72,6 +78,30 @@ def totals(runs: Sequence[Run]) -> str:
             cells = "".join(f"<td>{'' if v is None else escape(form(v))}</td>" for v in values)
             rows.append(f"<tr><th>{name}</th>{cells}</tr>")
     return table(runs, rows)
+
+
+def evaluations(run: Run) -> str | None:
+    """Losses of each evaluation set; None where no set has a name."""
+    sets = run.evaluations()
+    if not any(sets):
+        return None
+    rows = ["<tr><td></td><th>best loss</th><th>in step</th><th>last loss</th></tr>"]
+    for name, records in sets.items():
+        best, last = _best(records), records[-1].get("loss")
+        cells = (
+            f"{best['loss']:.4f}" if best else "not finite",
+            f"{best['step']:,}" if best else "",
+            "not finite" if last is None else f"{last:.4f}",
+        )
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f"<tr><th>{escape(name or 'evaluation')}</th>{row}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _best(evals: Sequence[Record]) -> Record | None:
+    """The evaluation of the lowest loss, the first of equals."""
+    finite = [record for record in evals if record.get("loss") is not None]
+    return min(finite, key=lambda record: float(record["loss"]), default=None)
 
 
 def ranks(run: Run) -> str | None:

@@ -43,9 +43,19 @@ def test_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
     writer = MetricsWriter(path)
     writer.write("step", {"step": 1, "loss": 1.0})
     assert losses(path) == {1: 1.0}
+
+
+def test_a_closed_writer_opens_its_file_again_for_a_later_record(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path)
+    writer.write("step", {"step": 1, "loss": 1.0})
     writer.close()
-    with pytest.raises(ValueError, match="writer: expected an open writer"):
-        writer.write("step", {"step": 2})
+    with path.open("a") as file:
+        file.write('{"event": "st')
+    writer.write("step", {"step": 2, "loss": 2.0})
+    writer.close()
+    writer.close()
+    assert losses(path) == {1: 1.0, 2: 2.0}
 
 
 @pytest.mark.parametrize("kept", range(0, 40, 3))
@@ -133,3 +143,12 @@ def test_a_step_recorded_twice_counts_once_the_last_time(tmp_path: Path) -> None
     write(path, *(("step", {"step": step, "loss": loss}) for step, loss in ((2, 1.0), (1, 5.0))))
     write(path, ("step", {"step": 2, "loss": 3.0}))
     assert [(r["step"], r["loss"]) for r in read_metrics(path).steps] == [(1, 5.0), (2, 3.0)]
+
+
+def test_evaluations_of_a_step_are_kept_by_the_name_of_their_set(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    told = ((4, "b", 1.0), (2, "b", 2.0), (2, "a", 3.0), (2, None, 4.0), (2, "b", 5.0))
+    for step, name, loss in told:
+        write(path, ("eval", {"step": step, "loss": loss, **({"name": name} if name else {})}))
+    found = [(r["step"], r.get("name"), r["loss"]) for r in read_metrics(path).evals]
+    assert found == [(2, "b", 5.0), (2, "a", 3.0), (2, None, 4.0), (4, "b", 1.0)]

@@ -57,6 +57,18 @@ def test_only_some_steps_record_chunks(tmp_path: Path) -> None:
     assert metrics.end is not None and metrics.end["reason"] == "done"
 
 
+def test_records_after_the_end_are_kept(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """An evaluation after training, and a second training."""
+    monitor = RunMonitor(tmp_path, display=False)
+    run(monitor, steps=2)
+    monitor.on_eval({"step": 2, "loss": 7.0})
+    metrics = read_metrics(tmp_path / METRICS_FILE)
+    assert metrics.evals[-1]["loss"] == 7.0 and metrics.end is not None
+    run(monitor, steps=3)
+    assert len(read_metrics(tmp_path / METRICS_FILE).steps) == 3
+    assert not [w for w in recwarn if "metrics are not recorded" in str(w.message)]
+
+
 def test_map_shows_the_pages_of_the_selection(tmp_path: Path) -> None:
     (result,) = run(RunMonitor(tmp_path, display=False), steps=1)
     (records,) = read_metrics(tmp_path / METRICS_FILE).selections.values()
@@ -127,6 +139,17 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert "tokens/s" in lines[2] and "fill" in lines[2] and "device" in lines[2]
     assert " left" in lines[1] and " left" not in lines[2]  # nothing is left after the last
     assert lines[-1].startswith("ended: done")
+
+
+def test_the_display_names_the_set_of_an_evaluation() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out))
+    display.on_eval({"step": 2, "loss": 2.5, "name": "eval_a"})
+    display.on_eval({"step": 2, "loss": 1.5})
+    assert out.getvalue().splitlines() == [
+        "step 2: evaluation loss 2.5000 (eval_a)",
+        "step 2: evaluation loss 1.5000",
+    ]
 
 
 def test_live_panel_shows_phase_chunks_loss_and_tiers() -> None:

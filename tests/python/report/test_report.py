@@ -125,6 +125,37 @@ def test_short_runs_are_smoothed_and_evaluations_joined(tmp_path: Path) -> None:
     assert "training, smoothed" in text
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        (None, ("eval_<a>", 3.5)),
+        ("eval_loss", ("eval_<a>", 3.5)),
+        ("eval_b_loss", ("eval_b", 1.5)),
+        ("b_accuracy", ("eval_b", 1.5)),
+        ("eval_b_2_loss", ("eval_b_2", 0.5)),
+    ],
+)
+def test_evaluations_of_several_sets_are_told_apart(
+    tmp_path: Path, metric: str | None, best: tuple[str, float]
+) -> None:
+    steps_only(tmp_path, 4.0, 3.0, metric_for_best_model=metric)
+    sets = {"eval_<a>": (4.5, 3.5), "eval_b": (1.5, 2.5), "eval_b_2": (0.75, 0.5)}
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        for step in (1, 2):
+            for name, losses in sets.items():
+                record = {"step": step, "loss": losses[step - 1], "name": name}
+                writer.write("eval", record)
+    text = write_report(tmp_path).read_text()
+    words = Page(text).words
+    assert f"{best[1]:.4f}\nbest evaluation, {best[0]}\n" in words
+    for name, losses in sets.items():
+        step = 1 + losses.index(min(losses))
+        assert f"{name}\n{min(losses):.4f}\n{step}\n{losses[-1]:.4f}\n" in words
+        assert f"evaluation, {name}" in words
+    lines = {p.get("class") for p in svgs(text)[0].iter("path")}
+    assert {f"line s{color} thin" for color in (1, 2, 3)} <= lines
+
+
 def test_learning_rates_are_drawn_in_a_unit_that_reads_well(tmp_path: Path) -> None:
     steps_only(tmp_path, 3.0)
     assert "Learning rate" not in write_report(tmp_path).read_text()

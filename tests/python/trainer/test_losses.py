@@ -258,6 +258,19 @@ def test_predict_gives_log_probabilities(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_log_probabilities_of_batches_of_other_lengths(tmp_path: Path) -> None:
+    """The stock trainer fills up what it joins, with -100."""
+    settings = arguments(tmp_path, per_device_eval_batch_size=1)
+    trainer = Trainer(model(), settings, oomb_config=CONFIG)
+    [row] = packed(1)
+    short = {name: values[:11] for name, values in row.items()}
+    output = trainer.predict([row, short])
+    labels = output.label_ids
+    assert (labels[1, 11:] == -100).all()
+    assert (output.predictions[labels == -100] == 0).all()
+    assert (output.predictions[:, 1:][labels[:, 1:] != -100] < 0).all()
+
+
 def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
     """Dropout of adapters draws the same numbers whether or not an evaluation came between."""
     from peft import LoraConfig, get_peft_model

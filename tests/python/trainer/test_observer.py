@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import oomb
 from oomb.core.inputs import check_inputs
 from oomb.hf import Trainer
 from oomb.hf.batch import counted_labels, engine_arguments, num_targets
+from oomb.monitor import METRICS_FILE, RunMonitor, read_metrics
 
 from .runs import CONFIG, arguments, logged, model, packed
 
@@ -47,6 +49,57 @@ def test_a_metric_of_ones_own_is_not_the_evaluations_loss(tmp_path: Path) -> Non
     (evaluated,) = recorder.of("on_eval")[0]
     assert evaluated["loss"] == metrics["eval_loss"]
     assert evaluated["seconds"] == metrics["eval_runtime"]
+
+
+def targets(rows: list[dict[str, list[int]]]) -> int:
+    return sum(num_targets({k: torch.tensor([v]) for k, v in row.items()}) for row in rows)
+
+
+def test_several_evaluation_sets_are_named(tmp_path: Path) -> None:
+    monitor = RunMonitor(tmp_path / "run", display=False)
+    trainer = Trainer(
+        model(),
+        arguments(
+            tmp_path,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="eval_b_loss",
+        ),
+        train_dataset=packed(),
+        eval_dataset={"a": packed(3), "b": packed(2, seed=4)},
+        oomb_config=CONFIG,
+        observer=monitor,
+    )
+    trainer.train()
+    last = trainer.evaluate(packed(4, seed=5))
+    tested = trainer.evaluate(packed(4, seed=6), metric_key_prefix="test")
+    metrics = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert metrics.start["metric_for_best_model"] == "eval_b_loss"
+    expected = []
+    for step, losses in enumerate(
+        zip(logged(trainer, "eval_a_loss"), logged(trainer, "eval_b_loss"), strict=True), start=1
+    ):
+        expected.append((step, "eval_a", losses[0], targets(packed(3))))
+        expected.append((step, "eval_b", losses[1], targets(packed(2, seed=4))))
+    expected.append((2, None, last["eval_loss"], targets(packed(4, seed=5))))
+    expected.append((2, "test", tested["test_loss"], targets(packed(4, seed=6))))
+    assert [(r["step"], r.get("name"), r["loss"], r["tokens"]) for r in metrics.evals] == expected
+
+
+def test_tokens_of_an_evaluation_are_its_own(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = Trainer(
+        model(),
+        arguments(tmp_path),
+        eval_dataset=packed(3),
+        oomb_config=CONFIG,
+        observer=recorder,
+    )
+    trainer.predict(packed(5))
+    trainer.evaluate()
+    (evaluated,) = recorder.of("on_eval")[0]
+    assert evaluated["tokens"] == targets(packed(3))
 
 
 def test_a_run_is_told_in_order(tmp_path: Path) -> None:
@@ -87,9 +140,7 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
 
     (evaluated,) = recorder.of("on_eval")[0]
     assert evaluated["loss"] == logged(trainer, "eval_loss")[0]
-    assert evaluated["tokens"] == sum(
-        num_targets({k: torch.tensor([v]) for k, v in row.items()}) for row in packed(3)
-    )
+    assert evaluated["tokens"] == targets(packed(3))
     (saved,) = recorder.of("on_save")[0]
     assert saved["step"] == 3 and Path(saved["path"]).is_dir()
     files = [f for f in Path(saved["path"]).rglob("*") if f.is_file()]
@@ -97,6 +148,43 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
     (end,) = recorder.of("on_end")[0]
     assert end["reason"] == "done"
     json.dumps([info, *steps, evaluated, saved, end])
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    """Rows that take their time to come."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.rows = seconds, packed()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        time.sleep(self.seconds)
+        return self.rows[place]
+
+
+def test_the_wait_for_data_is_part_of_a_step(tmp_path: Path) -> None:
+    """An evaluation's is not."""
+    recorder = Recorder()
+    Trainer(
+        model(),
+        arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1),
+        train_dataset=Slow(0.05),
+        eval_dataset=Slow(0.05),
+        oomb_config=CONFIG,
+        observer=recorder,
+    ).train()
+    steps = [record for (record,) in recorder.of("on_step")]
+    for record in steps:
+        assert record["data_seconds"] >= 5 * 0.05  # a batch is fetched ahead, the last has one row
+        busy = record["fill_seconds"] + record["sweep_seconds"]
+        assert record["data_seconds"] + busy <= record["seconds"]
+        assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
+    evaluated = sum(record["seconds"] for (record,) in recorder.of("on_eval"))
+    (end,) = recorder.of("on_end")[0]
+    assert evaluated > 2 * 13 * 0.05
+    assert sum(record["seconds"] for record in steps) + evaluated < end["seconds"]
 
 
 def test_the_end_says_why(tmp_path: Path) -> None:
