@@ -94,7 +94,8 @@ class EvaluatingTrainer(ResumableTrainer):
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         """As the stock trainer's, but ``preprocess_logits_for_metrics`` sees slices of a batch, and
         log-probabilities are 0 where a row of another batch is longer."""
-        stock, self._logit_bytes = self.preprocess_logits_for_metrics, 0
+        stock = self.preprocess_logits_for_metrics
+        self._logit_bytes = self._evaluated_tokens = 0
         self._preprocess = stock
         if stock is not None:  # it has been applied to what prediction_step returns
             self.preprocess_logits_for_metrics = lambda predictions, _: predictions

@@ -262,11 +262,6 @@ class EngineTrainerMixin(EvaluatingTrainer):
         columns: Any = self._signature_columns
         columns += [name for name in ENGINE_COLUMNS if name not in columns]
 
-    def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
-        """As before, but tokens of predictions, or of a loop that failed, are not told with it."""
-        self._evaluated_tokens = 0
-        return super().evaluation_loop(*args, **keywords)
-
     # Around training ------------------------------------------------------------------------------
 
     def train(self, *args: Any, **keywords: Any) -> Any:
@@ -336,8 +331,7 @@ class _Reports(TrainerCallback):
 
     def on_evaluate(self, *_: Any, **keywords: Any) -> None:
         trainer, metrics = self._trainer, keywords["metrics"]
-        tokens, trainer._evaluated_tokens = trainer._evaluated_tokens, 0
-        tokens = sum(trainer.replicas.collect(lambda: tokens))
+        tokens = sum(trainer.replicas.collect(lambda: trainer._evaluated_tokens))
         if trainer.observer is None:
             return
         record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}

@@ -15,7 +15,8 @@ from oomb.units import bytes_text, count_text, seconds_text
 def tiles(run: Run) -> str:
     """The figures to know first."""
     losses = [v for v in run.column("loss") if v is not None]
-    best, name = _best(run.evaluations().get(run.main_set() or "", [])), run.main_set()
+    name = run.main_set()
+    best = _best(run.evaluations().get(name or "", []))
     facts = [
         ("steps", f"{run.steps[-1]:,.0f}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "not finite"),

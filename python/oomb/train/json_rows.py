@@ -14,6 +14,7 @@ from typing import Any
 from fsspec.compression import compr  # torch and datasets need it too
 from fsspec.utils import infer_compression
 
+from oomb.train.chat import kind_of_value
 from oomb.train.errors import BadInput
 
 _MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
@@ -58,8 +59,7 @@ def _objects(line: bytes, number: int, path: str) -> Iterator[dict[str, Any]]:
     for value in values:
         for row in value if isinstance(value, list) else [value]:
             if not isinstance(row, dict):
-                kind = "null" if row is None else type(row).__name__
-                raise _bad(path, number, f"expected an object, got {kind}")
+                raise _bad(path, number, f"expected an object, got {kind_of_value(row)}")
             yield row
 
 

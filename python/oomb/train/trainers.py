@@ -109,7 +109,7 @@ def _of_task(
 
 
 def load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -> bool:
-    """Load the last step's weights if that step is saved; the stock trainer would take one more."""
+    """Load the last step's weights if that step is saved: nothing is left to train or record."""
     training = settings.training
     if task_of(settings) is not None:  # TRL's samplers may give an example several times
         calls = len(trainer.get_train_dataloader())
