@@ -145,7 +145,10 @@ def test_random_combination(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", range(40, 540, 100))
+@pytest.mark.parametrize(
+    "begin",
+    [40, *(pytest.param(begin, marks=pytest.mark.release) for begin in range(140, 540, 100))],
+)
 def test_500_random_combinations(begin: int) -> None:
     for seed in range(begin, begin + 100):
         try:

@@ -17,7 +17,7 @@ from .reference import random_ids, take_gradients
 from .tiers import slot_bytes
 
 IDS = random_ids(1, 24)  # 3 chunks
-EVERY, OFTEN = 19, 3  # n-th line, in the fast and in the slow suite
+EVERY, OFTEN = 19, 3  # n-th line, in the fast suite and in the others
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -183,6 +183,7 @@ def test_at_some_lines_of_a_call(work: Work, settings: dict[str, Any], last: boo
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @CASES
 def test_at_many_lines_of_a_call(work: Work, settings: dict[str, Any], last: bool) -> None:
     sweep(work, settings, OFTEN, last)

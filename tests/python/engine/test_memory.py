@@ -56,6 +56,7 @@ def test_peak_at_16k_and_64k_tokens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_peak_at_16k_and_64k_tokens_of_exact_training() -> None:
     check("dense", "all")
 

@@ -32,6 +32,7 @@ def test_takes_what_is_exact(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("family", FAMILIES)
 def test_takes_what_is_exact_whatever_its_size(family: str) -> None:
     for dtype, loud in itertools.product(DTYPES, (False, True)):

@@ -30,6 +30,7 @@ def rows_of(cases: str, options: list[str], out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_twelve_configurations(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(rows_of, *run, tmp_path / f"{i}.json") for i, run in enumerate(RUNS)]

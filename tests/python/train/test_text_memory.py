@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("text_memory.py")
-MEGABYTES = 4, 40  # of one document; docs/train.md has the figures of 200
+MEGABYTES = 2, 20  # of one document; docs/train.md has the figures of 200
 
 
 @pytest.mark.slow
