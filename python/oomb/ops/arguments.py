@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NoReturn
 
 import torch
@@ -45,6 +46,12 @@ def check_tensor(
         refuse(argument, f"device {device}", value.device)
 
 
+def expect_no_gradient(argument: str, written: torch.Tensor) -> None:
+    """A tensor that is written in place, behind autograd's back."""
+    if written.requires_grad:
+        refuse(argument, "no requires_grad, as no gradient reaches it", "a tensor with it")
+
+
 def _text(shape: Sequence[int | str]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -66,6 +73,14 @@ def check_int(argument: str, value: object, least: int, most: int = MOST) -> int
     if number > most:
         refuse(argument, f"an int <= {most}", number)
     return number
+
+
+def is_finite(value: object) -> bool:
+    """A real number that a float can hold."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) -> None:

@@ -6,8 +6,6 @@ and strings alone. They make the nouns that ``oomb._C`` takes inside.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from oomb.ops.arguments import (
     check_range,
     check_slots,
     check_tensor,
+    is_finite,
     refuse,
 )
 from oomb.ops.launch import stream_of, workspace_on
@@ -209,7 +208,7 @@ def paged_attention(
     window = check_int("window", window, 0, 2**63 - 1)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    elif not isinstance(scale, Real) or not math.isfinite(scale):
+    elif not is_finite(scale):
         refuse("scale", "a finite number", repr(scale))
     if softcap is not None and not _is_cap(softcap):
         refuse("softcap", "a finite number > 0 or None", repr(softcap))
@@ -242,8 +241,7 @@ def paged_attention(
 
 
 def _is_cap(value: object) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+    return is_finite(value) and not isinstance(value, bool) and value > 0  # type: ignore[operator]
 
 
 def _check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -262,8 +260,6 @@ def _check_pages(
     kv_pages: torch.Tensor, dkv_pages: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
 ) -> None:
     check_pages("kv_pages", kv_pages, k, (k.dtype,))
-    if kv_pages.requires_grad:
-        refuse("kv_pages", "no requires_grad, as gradients go to dkv_pages", "a tensor with it")
     if dkv_pages is None:
         return
     double = q.dtype == torch.float64
@@ -323,9 +319,27 @@ def _check_tables(
         table = table[:, :pages]
         check_slots(name, table, dkv_pages.shape[0], least=-1)
         check_once(name, table, "; give -1 in dkv_table for pages without gradient")
-        shared = dkv_pages.data_ptr() == kv_pages.data_ptr() and dkv_pages.dtype == kv_pages.dtype
-        if shared and bool(torch.isin(table[table >= 0], block_table[:, :pages]).any()):
+        if _meet(kv_pages, block_table[:, :pages], dkv_pages, table):
             refuse("dkv_pages", "other pages than those with keys and values", "some of kv_pages")
+
+
+def _meet(
+    kv_pages: torch.Tensor, kv_slots: torch.Tensor, dkv_pages: torch.Tensor, dkv_slots: torch.Tensor
+) -> bool:
+    """Whether slots that are read and slots that are written share memory: one pool, or views."""
+
+    def begins(pool: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, int]:
+        size = pool[:1].numel() * pool.element_size()
+        return pool.data_ptr() + slots[slots >= 0].long() * size, size
+
+    (read, read_size), (written, size) = begins(kv_pages, kv_slots), begins(dkv_pages, dkv_slots)
+    if not read.numel():
+        return False
+    read = read.sort().values
+    # Of all pages that begin before a written one ends, the last is the one that may reach it.
+    last = torch.searchsorted(read, written + size) - 1
+    before = last >= 0
+    return bool((read[last[before]] + read_size > written[before]).any())
 
 
 def _check_selection(selection: torch.Tensor, block_table: torch.Tensor, pages: int) -> None:

@@ -18,6 +18,7 @@ from oomb.ops.arguments import (
     check_range,
     check_slots,
     check_tensor,
+    expect_no_gradient,
     refuse,
 )
 from oomb.ops.launch import stream_of, workspace_on
@@ -139,6 +140,7 @@ def page_write(
     if summary is not None:
         shape = (batch, slots.shape[1], k.shape[1], k.shape[3])
         check_tensor("summary", summary, shape, dtypes=(k.dtype,), device=k.device)
+        expect_no_gradient("summary", summary)
     if check:
         check_slots("slots", slots, kv_pages.shape[0], least=-1)
         check_once("slots", slots)
@@ -309,6 +311,7 @@ def check_pages(
         refuse(argument, "a page_size >= 1", 0)
     if not pages.is_contiguous():
         refuse(argument, "a contiguous tensor", f"strides {pages.stride()}")
+    expect_no_gradient(argument, pages)
 
 
 def _check_counts(

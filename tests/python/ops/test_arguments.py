@@ -72,6 +72,7 @@ ATTENTION: list[tuple[Changes, str]] = [
     ({"kv_pages": lambda x: x[:, :, :, :0]}, "kv_pages: expected a page_size >= 1, got 0"),
     ({"kv_pages": lambda x: x[:3]}, r"block_table: expected slots in \[0, 3\), got 0 … 5"),
     ({"kv_pages": lambda x: x.requires_grad_()}, "kv_pages: expected no requires_grad"),
+    ({"dkv_pages": lambda x: x.requires_grad_()}, "dkv_pages: expected no requires_grad"),
     ({"dkv_pages": lambda x: x.half()}, "dkv_pages: expected torch.float32 or torch.bfloat16, got"),
     ({"dkv_pages": lambda x: x.double()}, "dkv_pages: expected torch.float32 or .*, got torch.flo"),
     ({"dkv_pages": lambda x: x.repeat(1, 1, 1, 2, 1)}, "dkv_pages: expected page_size 8, got 16"),
@@ -97,6 +98,8 @@ ATTENTION: list[tuple[Changes, str]] = [
     ({"num_past": 25}, r"block_table: expected \[batch, >= 4\] for num_past 25, got \[2, 3\]"),
     ({"scale": "x"}, "scale: expected a finite number, got 'x'"),
     ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
+    ({"scale": 10**400}, "scale: expected a finite number, got 1000"),
+    ({"softcap": 10**400}, "softcap: expected a finite number > 0 or None, got 1000"),
     ({"softcap": 0}, "softcap: expected a finite number > 0 or None, got 0"),
     ({"softcap": -1.5}, "softcap: expected a finite number > 0 or None, got -1.5"),
     ({"softcap": True}, "softcap: expected a finite number > 0 or None, got True"),
@@ -134,6 +137,38 @@ def test_gradients_in_the_pages_that_are_read() -> None:
     ops.paged_attention(**arguments, dkv_table=table([6, 7, 8], [9, 10, 11]))
 
 
+@pytest.mark.parametrize(
+    ("keys", "gradients", "first", "meets"),
+    [
+        (torch.float32, torch.float32, 9, True),
+        (torch.float32, torch.float32, 8, False),
+        (torch.bfloat16, torch.float32, 8, True),  # a slot of gradients takes those of two pages
+        (torch.bfloat16, torch.float32, 6, False),
+        (torch.float32, torch.bfloat16, 9.5, True),  # and here a page's those of two gradients
+        (torch.float32, torch.bfloat16, 8.5, False),
+        (torch.float32, torch.bfloat16, 10, False),
+    ],
+)
+def test_gradients_in_views_of_the_pages_that_are_read(
+    keys: torch.dtype, gradients: torch.dtype, first: float, meets: bool
+) -> None:
+    """Slots 1 to 5 and 9 are read, and one is written that begins where slot ``first`` does."""
+    arguments = good()
+    arguments |= {name: arguments[name].to(keys) for name in ("q", "k", "v")}
+    pool = arguments["kv_pages"] = ops.pages_like(arguments["k"], 12, PAGE)
+    values = pool.view(gradients).flatten()
+    view = values[int(first * values.numel() / 12) :]
+    of_slot = pool[0].numel()
+    view = view[: view.numel() // of_slot * of_slot].view(-1, *pool.shape[1:])
+    arguments |= {"dkv_pages": view, "block_table": table([9, 1, 2], [3, 4, 5])}
+    arguments["dkv_table"] = table([0, -1, -1], [-1, -1, -1])
+    if not meets:
+        ops.paged_attention(**arguments)
+        return
+    with pytest.raises(ValueError, match="^dkv_pages: expected other pages than those with keys"):
+        ops.paged_attention(**arguments)
+
+
 def test_pages_may_be_shared_where_no_gradient_is_added() -> None:
     shared = table([0, 1, 2], [0, 1, 3])
     arguments = good() | {"block_table": shared}
@@ -150,6 +185,11 @@ WRITE: list[tuple[Changes, str]] = [
     ({"v": lambda x: x.half()}, "v: expected torch.float32, got torch.float16"),
     ({"kv_pages": lambda x: x.double()}, "kv_pages: expected torch.float32, got torch.float64"),
     ({"kv_pages": lambda x: x[:, :1]}, r"kv_pages: expected \[slots, 2, 2, page_size, 16\], got"),
+    ({"kv_pages": lambda x: x.requires_grad_()}, "kv_pages: expected no requires_grad, as no"),
+    (
+        {"summary": torch.zeros(2, 3, 2, 16, requires_grad=True)},
+        "summary: expected no requires_grad, as no gradient reaches it, got a tensor with it",
+    ),
     ({"slots": lambda x: x.long()}, "slots: expected torch.int32, got torch.int64"),
     ({"slots": lambda x: x[:, :2]}, r"slots: expected \[2, 3\], got \[2, 2\]"),
     ({"slots": lambda x: x + 5}, r"slots: expected slots in \[-1, 10\), got 5 … 10"),
@@ -197,7 +237,7 @@ def test_what_is_known_to_be_right_is_not_looked_at(monkeypatch: pytest.MonkeyPa
         (attention_module, "check_once"),
         (attention_module, "check_range"),
         (attention_module, "_check_selection"),
-        (torch, "isin"),
+        (attention_module, "_meet"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, look)
