@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit
+from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit, budget_of
+from oomb.config import TopKPages
 
 # Means lose one key that matters among others: docs/quality.md.
 _BOUNDS = ", or summary bounds with score token_softmax"
@@ -29,22 +30,23 @@ def advice(
 
 
 def _about_budgets(sparse: Sequence[SparseAudit], tolerance: float) -> str:
-    ordered = sorted(sparse, key=lambda one: one.rule.budget)
-    tried = ", ".join(str(one.rule.budget) for one in ordered)
+    ordered = sorted(sparse, key=lambda one: (one.rule.max_pages, one.gradient.error))
+    tried = ", ".join(budget_of(one.rule) for one in ordered)
     within = [one for one in ordered if one.gradient.error <= tolerance]
     if within:
         best = within[0]
         smallest = "smallest" if len(ordered) > 1 else "one"
         return (
-            f"Budget {best.rule.budget} is the {smallest} of {tried} whose gradient stays within "
-            f"{tolerance:.0%} of the exact one ({best.gradient.error:.1%} off)"
+            f"Budget {budget_of(best.rule)} is the {smallest} of {tried} whose gradient stays "
+            f"within {tolerance:.0%} of the exact one ({best.gradient.error:.1%} off)"
             f"{_weakest_layer(best)}."
         )
     best = min(ordered, key=lambda one: one.gradient.error)
-    by_means = all(one.rule.summary == "mean" for one in ordered)
+    ranked = [one.rule for one in ordered if isinstance(one.rule, TopKPages)]
+    by_means = bool(ranked) and all(rule.summary == "mean" for rule in ranked)
     return (
         f"No budget of {tried} keeps the gradient within {tolerance:.0%} of the exact one: the "
-        f"nearest, {best.rule.budget}, is {best.gradient.error:.1%} off"
+        f"nearest, {budget_of(best.rule)}, is {best.gradient.error:.1%} off"
         f"{_weakest_layer(best)}. Try more{_BOUNDS if by_means else ''}, or stay exact."
     )
 

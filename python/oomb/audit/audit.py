@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from oomb.audit.advice import advice
-from oomb.audit.gradients import KEPT_SUMS, Gradients, Groups, compare, gradients_of_call
+from oomb.audit.gradients import KEPT_SUMS, Gradients, Groups, compare, gradients_of_call, products
 from oomb.audit.mass import attention_mass
 from oomb.audit.outputs import Recorder, compare_outputs
-from oomb.audit.results import Audit, SampledAudit, SparseAudit, SparseLayer, TruncatedAudit
+from oomb.audit.results import (
+    Audit,
+    SampledAudit,
+    SparseAudit,
+    SparseLayer,
+    TruncatedAudit,
+    budget_of,
+)
 from oomb.audit.sampled import audit_sampled
 from oomb.audit.untouched import untouched
 from oomb.config import (
@@ -19,8 +27,8 @@ from oomb.config import (
     BackwardRule,
     Config,
     Dense,
+    PageRule,
     SampledChunks,
-    TopKPages,
     TruncatedChunks,
 )
 from oomb.core.inputs import IGNORED
@@ -37,7 +45,7 @@ def audit(
     labels: torch.Tensor,
     *,
     config: Config | None = None,
-    attention: Sequence[TopKPages] = (),
+    attention: Sequence[PageRule] = (),
     backward: Sequence[SampledChunks | TruncatedChunks] = (),
     draws: int = 16,
     sample_blocks: int = 32,
@@ -54,7 +62,8 @@ def audit(
         model: as for :class:`oomb.Engine`.
         input_ids, labels: [batch, tokens] int64, as for ``forward_backward``.
         config: sizes and memory; ``attention`` and ``backward`` are not used. None: defaults.
-        attention: rules to audit.
+        attention: rules to audit: :class:`oomb.TopKPages`, or an :class:`oomb.PageRule` of your
+            own.
         backward: rules to audit.
         draws: per rule of sampled chunks, at least 2. Where there are no more subsets of the chunks
             than this, every subset is run once instead, and the figures are expectations.
@@ -64,7 +73,8 @@ def audit(
         on_call: told before each pass over the text.
 
     Raises:
-        ValueError: an argument does not fit; nothing was run.
+        ValueError: an argument does not fit, and nothing was run; or the exact gradient is zero or
+            not finite, and nothing can be compared with it.
     """
     own = config if config is not None else Config()
     _check(attention, backward, draws, sample_blocks, tolerance)
@@ -151,15 +161,21 @@ class _Reference:
                 engine, self._groups, *self._arguments, on_progress=self._count
             )
             self.loss = float(step.loss)
+        norm = sum(products(self._gradients, self._gradients).values()) ** 0.5
+        if not 0.0 < norm < math.inf:  # errors are relative to it
+            raise ValueError(
+                "model: expected a gradient that is finite and not zero on this text, got one of "
+                f"norm {norm:g}"
+            )
 
-    def sparse(self, rule: TopKPages, told: OnCall) -> SparseAudit:
+    def sparse(self, rule: PageRule, told: OnCall) -> SparseAudit:
         config = self._with(rule)
         recorder = Recorder(self._causal, self._rows, attention=True)
         with Engine(self._model, config) as engine:
-            told(f"budget {rule.budget}: layer outputs")
+            told(f"budget {budget_of(rule)}: layer outputs")
             with recorder.recording():
                 step = engine.evaluate(*self._arguments)
-            told(f"budget {rule.budget}: gradient")
+            told(f"budget {budget_of(rule)}: gradient")
             _, found = gradients_of_call(engine, self._groups, *self._arguments)
         gradients, whole = compare(self._groups, found, self._gradients)
         layers = []
@@ -204,7 +220,7 @@ class _Reference:
         layers, whole = compare(self._groups, found, self._gradients)
         return TruncatedAudit(rule=rule, gradient=whole, layers=layers)
 
-    def _with(self, attention: Dense | TopKPages, backward: BackwardRule | None = None) -> Config:
+    def _with(self, attention: Dense | PageRule, backward: BackwardRule | None = None) -> Config:
         changed = {
             "attention": attention,
             "backward": backward or AllChunks(),
@@ -219,7 +235,7 @@ class _Reference:
 
 
 def _check(
-    attention: Sequence[TopKPages],
+    attention: Sequence[PageRule],
     backward: Sequence[SampledChunks | TruncatedChunks],
     draws: int,
     sample_blocks: int,
@@ -228,7 +244,7 @@ def _check(
     if not attention and not backward:
         raise ValueError("attention, backward: expected at least one rule to audit, got none")
     for name, rules, kind, names in (
-        ("attention", attention, TopKPages, "oomb.TopKPages"),
+        ("attention", attention, PageRule, "oomb.PageRule"),
         (
             "backward",
             backward,
@@ -239,6 +255,8 @@ def _check(
         for rule in rules:
             if not isinstance(rule, kind):
                 raise ValueError(f"{name}: expected {names} rules, got {rule!r}")
+    for rule in attention:
+        Config(attention=rule)  # says what is wrong with a rule of the user's own
     for name, value, least in (("draws", draws, 2), ("sample_blocks", sample_blocks, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")

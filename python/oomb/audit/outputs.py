@@ -11,6 +11,7 @@ import torch
 
 from oomb.audit.gradients import likeness
 from oomb.audit.results import Likeness
+from oomb.core.attention import ChunkAttention
 from oomb.model.causal import CausalModel
 from oomb.model.interface import AttentionCall, observed_attention
 
@@ -73,8 +74,8 @@ class Recorder:
         return self._layers[0].tokens
 
     def outputs(self, layer: int) -> torch.Tensor:
-        """[B, rows, hidden_size]."""
-        return torch.cat(self._layers[layer].outputs, dim=1)
+        """[…, B, rows, hidden_size]; layers of Gemma 3n hand on several streams of them."""
+        return torch.cat(self._layers[layer].outputs, dim=-2)
 
     def attention(self, layer: int) -> LayerAttention | None:
         """None for a layer with a sliding window."""
@@ -86,11 +87,15 @@ class Recorder:
 
     def _hook(self, index: int) -> Any:
         def keep(_: Any, __: Any, output: Any) -> None:
+            # Before the chunks of a call the engine looks at the dtype of keys in a forward of one
+            # token, which layers below the first attention run to their end.
+            if not ChunkAttention.active:
+                return
             hidden = output if isinstance(output, torch.Tensor) else output[0]
-            pieces = self._layers[index]
-            rows = self._of_chunk(pieces.tokens, hidden.shape[1])
-            pieces.outputs.append(hidden[:, rows.to(hidden.device)].to("cpu", copy=True))
-            pieces.tokens += hidden.shape[1]
+            pieces, tokens = self._layers[index], hidden.shape[-2]
+            rows = self._of_chunk(pieces.tokens, tokens).to(hidden.device)
+            pieces.outputs.append(hidden[..., rows, :].to("cpu", copy=True))
+            pieces.tokens += tokens
 
         return keep
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from oomb.config import SampledChunks, TopKPages, TruncatedChunks
+from oomb.config import PageRule, SampledChunks, TopKPages, TruncatedChunks
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLayer:
-    """One decoder layer under :class:`oomb.TopKPages`.
+    """One decoder layer under a rule of page-sparse attention.
 
     Attributes:
         output: hidden states behind the layer, with what earlier layers got wrong, at the sampled
@@ -45,7 +45,7 @@ class SparseLayer:
 class SparseAudit:
     """A rule of page-sparse attention. ``gradient``: of all trained parameters."""
 
-    rule: TopKPages
+    rule: PageRule
     loss: float
     gradient: Likeness
     layers: list[SparseLayer]
@@ -130,5 +130,18 @@ class Audit:
     advice: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; a page rule of your own, which may hold anything, as its ``repr``."""
+        return asdict(replace(self, sparse=[_for_json(one) for one in self.sparse]))
+
+
+def budget_of(rule: PageRule) -> str:
+    """Pages that a block sees at most, with the rule's class where it is one of your own."""
+    pages = str(rule.max_pages)
+    return pages if type(rule) is TopKPages else f"{pages} ({type(rule).__name__})"
+
+
+def _for_json(one: SparseAudit) -> SparseAudit:
+    if isinstance(one.rule, TopKPages):
+        return one
+    text: Any = repr(one.rule)
+    return replace(one, rule=text)

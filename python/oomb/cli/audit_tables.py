@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oomb.audit import Audit, Likeness, SampledAudit, SparseLayer
+from oomb.audit.results import budget_of
 
 
 def show(console: Console, found: Audit) -> None:
@@ -47,7 +48,7 @@ def _budgets(found: Audit) -> Table:
     for one in found.sparse:
         masses = [layer.mass for layer in one.layers if layer.mass is not None]
         table.add_row(
-            str(one.rule.budget),
+            budget_of(one.rule),
             f"{one.loss:.4f}",
             *_cells(one.gradient),
             _share(sum(masses) / len(masses) if masses else None),
@@ -66,7 +67,7 @@ def _layers(found: Audit) -> list[Table]:
     ):
         table = _table(title, "layer")
         for one in found.sparse:
-            table.add_column(str(one.rule.budget), justify="right", min_width=7)
+            table.add_column(budget_of(one.rule), justify="right", min_width=7)
         for layer in range(len(found.sparse[0].layers)):
             table.add_row(str(layer), *(cell(one.layers[layer]) for one in found.sparse))
         tables.append(table)

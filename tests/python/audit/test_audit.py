@@ -51,20 +51,27 @@ class Runs:
     scale: float
 
 
-def runs(name: str, rule: oomb.TopKPages, batch: int = 2, sample_blocks: int = 99) -> Runs:
-    model, ids = make(name), random_ids(batch, TOKENS)
+def runs(
+    name: str | PreTrainedModel,
+    rule: oomb.PageRule,
+    batch: int = 2,
+    sample_blocks: int = 99,
+    tokens: int = TOKENS,
+) -> Runs:
+    model = make(name) if isinstance(name, str) else name
+    ids = random_ids(batch, tokens)
     found = audit(model, ids, ids, config=CONFIG, attention=[rule], sample_blocks=sample_blocks)
     config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, attention=rule, record_selection=True)
     step = chunked(model, config, ids, ids).step
     assert step is not None
     whole, visible = (
-        Visible(batch, TOKENS, CHUNK, PAGE, selection) for selection in ([], step.selection)
+        Visible(batch, tokens, CHUNK, PAGE, selection) for selection in ([], step.selection)
     )
     with dense_attention(model, whole), outputs_of_layers(model) as exact_outputs:
         exact = ordinary(model, ids, ids)
     with dense_attention(model, visible), outputs_of_layers(model) as masked_outputs:
         masked = ordinary(model, ids, ids)
-    scale = model.get_decoder().layers[0].self_attn.scaling
+    scale = next(m.scaling for m in model.get_decoder().modules() if hasattr(m, "scaling"))
     return Runs(
         found, exact.gradients, masked.gradients, exact_outputs, masked_outputs, visible, scale
     )
@@ -325,7 +332,7 @@ def test_gradients_the_model_has_do_not_matter(used_model: PreTrainedModel) -> N
     ("arguments", "message"),
     [
         ({}, "attention, backward: expected at least one rule"),
-        ({"attention": [oomb.Dense()]}, "attention: expected oomb.TopKPages rules"),
+        ({"attention": [oomb.Dense()]}, "attention: expected oomb.PageRule rules, got Dense"),
         (
             {"backward": [oomb.AllChunks()]},
             "backward: expected oomb.SampledChunks or oomb.TruncatedChunks rules",
@@ -344,6 +351,29 @@ def test_model_without_trained_parameters_is_refused() -> None:
     model, ids = make("llama").requires_grad_(False), random_ids(1, 20)
     with pytest.raises(ValueError, match="model: expected parameters that require gradients"):
         audit(model, ids, ids, config=CONFIG, attention=[oomb.TopKPages()])
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"backward": [oomb.SampledChunks()], "draws": 2},
+        {"backward": [oomb.TruncatedChunks(window=1)]},
+        {"attention": [oomb.TopKPages()]},
+    ],
+    ids=["sampled", "truncated", "sparse"],
+)
+@pytest.mark.parametrize(("value", "norm"), [(0.0, "0"), (float("inf"), "inf"), (torch.nan, "nan")])
+def test_gradients_that_nothing_can_be_compared_with_are_refused(
+    rules: dict[str, Any], value: float, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is trained is reached, or a value overflows."""
+    model, ids = make("llama").requires_grad_(False), random_ids(1, TOKENS)
+    model.unreached = nn.Parameter(torch.zeros(3))
+    if value:
+        monkeypatch.setattr("oomb.audit.gradients._dot", lambda *_: value)
+    message = f"model: expected a gradient that is finite and not zero .* got one of norm {norm}$"
+    with pytest.raises(ValueError, match=message):
+        audit(model, ids, ids, config=CONFIG, **rules)
 
 
 @pytest.mark.parametrize(("number", "most"), [(5, 9), (9, 9), (100, 7), (33, 32), (1, 1)])

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from engine.models import make
-from oomb import Config, SampledChunks, TopKPages, TruncatedChunks
+from oomb import Config, Engine, SampledChunks, TopKPages, TruncatedChunks
 from oomb.audit import (
     Likeness,
     SampledAudit,
@@ -23,6 +23,7 @@ from oomb.audit.advice import advice
 from oomb.audit.results import Spread
 from oomb.cli import app
 from oomb.cli.demo_tokenizer import byte_tokenizer
+from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
 
 WORDS = "the quick brown fox jumps over the lazy dog; " * 8
 
@@ -133,6 +134,35 @@ def test_missing_files_are_named(folder: Path, text: Path, tmp_path: Path) -> No
     assert "text: expected a file, got " in missing.output and "none.txt" in missing.output
     missing = run(tmp_path / "no-model", text, "--budget", "8")
     assert missing.exit_code == 2 and "no-model" in missing.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("model: expected a gradient"), 2),
+        (UnsupportedModelError("layers.0: hands on states"), 2),
+        (OutOfMemoryError("host_memory: expected more"), 1),
+        (Error("engine: expected one call at a time"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_library_refuses_is_one_line(
+    folder: Path, text: Path, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "forward_backward", refused)
+    result = run(folder, text, "--keep", "0.5")
+    assert result.exit_code == code and isinstance(result.exception, SystemExit)
+    assert result.stderr == f"oomb audit: {error}\n" and "Traceback" not in result.output
+
+
+def test_memory_that_does_not_suffice(folder: Path, text: Path) -> None:
+    result = run(folder, text, "--budget", "1", "--device-memory", "1KiB", "--host-memory", "1KiB")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("oomb audit: ") and "out of memory. Raise host_memory" in line
 
 
 def test_what_is_no_text(folder: Path, tmp_path: Path) -> None:
