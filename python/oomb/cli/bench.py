@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from oomb.cli.kept import KEEP_HELP, share_or_word
-from oomb.cli.refusal import check_out
+from oomb.cli.refusal import check_out, refuse
 from oomb.config import AllChunks, Config, Dense, SampledChunks, TopKPages
 from oomb.lengths import parse_length
 from oomb.trace.shapes import SHAPES
@@ -73,8 +73,8 @@ def step(
         raise typer.BadParameter(f"optimizer: expected none or adamw, got {optimizer!r}")
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"device: expected cuda or cpu, got {device!r}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
+    if plot is not None:
+        _check_picture(plot)
     if against and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise typer.BadParameter("--against: expected one process, got a job of several ranks")
     lengths = _lengths(tokens)
@@ -101,6 +101,7 @@ def step(
 
     from oomb.cli.bench_run import run
     from oomb.cli.bench_step import SELECTIONS
+    from oomb.errors import Error
 
     if selection not in SELECTIONS:
         raise typer.BadParameter(f"selection: expected {', '.join(SELECTIONS)}, got {selection!r}")
@@ -109,32 +110,47 @@ def step(
             "device: expected a GPU for cuda, got none (see oomb doctor); on a CPU: --device cpu "
             "--model qwen2.5-0.5b --layers 2 --tokens 4K --chunk-size 1024"
         )
-    run(
-        model,
-        lengths,
-        config,
-        selection=selection,
-        layers=layers or None,
-        optimizer=optimizer,
-        steps=steps,
-        device=device,
-        against=against,
-        about={
-            "model": model,
-            "attention": attention,
-            "selection": selection,
-            "chunk_size": chunk_size,
-            "page_size": page_size,
-            "recompute": recompute,
-            "device_memory": device_memory,
-            "kv_grad_dtype": kv_grad_dtype,
-            "main_grad_dtype": main_grad_dtype,
-            "keep_outputs": keep_outputs,
-            "divide_pages": divide_pages,
-        },
-        out=out,
-        plot=plot,
-    )
+    try:
+        run(
+            model,
+            lengths,
+            config,
+            selection=selection,
+            layers=layers or None,
+            optimizer=optimizer,
+            steps=steps,
+            device=device,
+            against=against,
+            about={
+                "model": model,
+                "attention": attention,
+                "selection": selection,
+                "chunk_size": chunk_size,
+                "page_size": page_size,
+                "recompute": recompute,
+                "device_memory": device_memory,
+                "kv_grad_dtype": kv_grad_dtype,
+                "main_grad_dtype": main_grad_dtype,
+                "keep_outputs": keep_outputs,
+                "divide_pages": divide_pages,
+            },
+            out=out,
+            plot=plot,
+        )
+    except (Error, torch.OutOfMemoryError) as error:
+        refuse("bench step", str(error).partition("\n")[0], code=1)
+
+
+def _check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before the work for it."""
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("plot: expected matplotlib; pip install 'oomb[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # slow, and not always there
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    suffix = path.suffix[1:].lower()
+    if suffix and suffix not in kinds:
+        raise typer.BadParameter(f"plot: expected a name in one of {', '.join(kinds)}, got {path}")
 
 
 def _lengths(text: str) -> list[int]:

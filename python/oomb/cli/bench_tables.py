@@ -48,7 +48,7 @@ def print_steps(rows: list[Row]) -> None:
     console.print(memory)
     for row in rows:
         for line in _more(row):
-            console.print(f"{row['tokens']:,} tokens: {line}", highlight=False)
+            console.print(f"{row['tokens']:,} tokens: {line}", markup=False, highlight=False)
 
 
 def _table(*columns: str) -> Table:
@@ -95,7 +95,7 @@ def print_rivals(rivals: list[Row], fastest: dict[int, Row]) -> None:
     for row in rivals:
         if not row["fits"]:
             line = f"{row['name']} at {row['tokens']:,} tokens does not fit; {row['why']}"
-            console.print(line, highlight=False)
+            console.print(line, markup=False, highlight=False)  # torch's texts have brackets
 
 
 def _measured(row: Row) -> list[str]:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from oomb.cli.demo_process import OutOfBudget, TaskFailed
+from oomb.cli.refusal import check_folder, refuse
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for picture, figures, model and text.")] = Path(
@@ -23,6 +26,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small model on a long text, chunked and as usual, and compare the two."""
+    check_folder("demo", "--out", out)
     from oomb.cli.demo_run import FULL, QUICK, run
 
-    run(out, seconds, QUICK if quick else FULL)
+    try:
+        run(out, seconds, QUICK if quick else FULL)
+    except (OSError, OutOfBudget, TaskFailed) as error:
+        refuse("demo", error, code=1)

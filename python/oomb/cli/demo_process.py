@@ -29,12 +29,16 @@ class OutOfBudget(Exception):
     """The task ran into its memory limit."""
 
 
+class TaskFailed(RuntimeError):
+    """The task's process failed for another reason; the text has its output."""
+
+
 def run_task(task: str, arguments: dict[str, Any], on_share: OnShare) -> dict[str, Any]:
     """Run a task in a fresh process.
 
     Raises:
         OutOfBudget: an allocation failed.
-        RuntimeError: the process failed for another reason; the text has its output.
+        TaskFailed: the process failed for another reason.
     """
     start = f"from {__name__} import main; main()"
     command = [sys.executable, "-c", start, task, json.dumps(arguments)]
@@ -51,8 +55,9 @@ def run_task(task: str, arguments: dict[str, Any], on_share: OnShare) -> dict[st
         result: dict[str, Any] = message["result"]
         return result
     if any(text in said for text in _OUT_OF_MEMORY):
-        raise OutOfBudget
-    raise RuntimeError(f"the demo's task {task!r} failed:\n{said}")
+        raise OutOfBudget(f"task {task!r} ran out of memory")
+    told = said.strip() or f"exit status {process.returncode}"  # a killed process says nothing
+    raise TaskFailed(f"task {task!r} failed:\n{told}")
 
 
 def _report(share: float) -> None:

@@ -88,9 +88,14 @@ def run(out: Path, seconds: float | None, size: Size) -> None:
     else:
         picture = out / "memory_and_loss.png"
         draw(picture, memory, left_out, size.budget, ordinary, chunked)
-        console.print(f"Picture: {picture}")
-    console.print(f"Figures: {out / 'figures.json'}\nModel:   {out / 'model'}")
-    console.print(f"Text:    {out / 'text'}")
+        _print_path(console, "Picture:", picture)
+    _print_path(console, "Figures:", out / "figures.json")
+    _print_path(console, "Model:  ", out / "model")
+    _print_path(console, "Text:   ", out / "text")
+
+
+def _print_path(console: Console, label: str, path: Path) -> None:
+    console.print(f"{label} {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 # The three parts ----------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def doctor() -> None:
     try:
         from oomb import _C
     except ImportError as error:
-        console.print(f"oomb._C cannot be imported: {error}", style="red")
+        console.print(f"oomb._C cannot be imported: {error}", style="red", markup=False)
         console.print("  reinstall: pip install --force-reinstall --no-deps .")
         raise typer.Exit(1) from error
     versions = package_versions()
@@ -274,7 +274,8 @@ def doctor() -> None:
     if not findings:
         console.print("No problem found.", style="green")
     for finding in findings:
-        console.print(f"- {finding.problem}", style="red" if finding.fatal else "yellow")
-        console.print(f"    {finding.remedy}")
+        style = "red" if finding.fatal else "yellow"
+        console.print(f"- {finding.problem}", style=style, markup=False)
+        console.print(f"    {finding.remedy}", markup=False)
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from oomb.units import bytes_text, count_text, seconds_text
@@ -25,11 +26,11 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     prediction = result.prediction
     verdict = "[green]fits[/green]" if result.fits else "[red]does not fit[/red]"
     console.print(
-        f"[bold]{model}[/bold], {prediction.num_tokens:,} tokens"
+        f"[bold]{escape(model)}[/bold], {prediction.num_tokens:,} tokens"
         + (f" x {prediction.batch_size}" if prediction.batch_size > 1 else "")
-        + f", on {_devices(prediction.machine)}: {verdict}"
+        + f", on {escape(_devices(prediction.machine))}: {verdict}"
     )
-    console.print(_settings(prediction))
+    console.print(_settings(prediction), markup=False)
     console.print(_memory(prediction))
     if prediction.duration is not None:
         console.print(_time(prediction))
@@ -50,7 +51,7 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     if result.remedies:
         console.print(_remedies(result))
     for sentence in result.advice:
-        console.print(f"- {sentence}", soft_wrap=True)
+        console.print(f"- {sentence}", markup=False, soft_wrap=True)
 
 
 def _devices(machine: Machine) -> str:

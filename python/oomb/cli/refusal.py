@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,11 +25,13 @@ def check_out(command: str, option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work for it; makes its folder."""
     if path is None:
         return
-    if path.is_dir():
-        refuse(command, f"{option}: expected a file to write, got the folder {path}")
-    target = path.resolve()  # behind a link
-    there = target.exists()
     try:
+        if path.is_dir():
+            refuse(command, f"{option}: expected a file to write, got the folder {path}")
+        if path.exists() and not path.is_file():
+            return  # a pipe may not be opened twice: its reader would see the end
+        target = Path(os.path.realpath(path))  # behind a link
+        there = target.exists()
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a"):
             pass
@@ -35,3 +39,13 @@ def check_out(command: str, option: str, path: Path | None) -> None:
             target.unlink()
     except OSError as error:
         refuse(command, f"{option}: expected a file to write, got {path}: {error.strerror}")
+
+
+def check_folder(command: str, option: str, path: Path) -> None:
+    """Refuse a folder that no file can be written to, before the work for it; makes it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        refuse(command, f"{option}: expected a folder to write to, got {path}: {error.strerror}")

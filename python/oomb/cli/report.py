@@ -23,4 +23,6 @@ def report(
         path = write_report(run, out, compare)
     except (OSError, ValueError) as error:
         refuse("report", error)
-    Console().print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+    # Where the page went to standard output this line is no part of it.
+    console = Console(stderr=not path.is_file())
+    console.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)

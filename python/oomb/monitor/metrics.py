@@ -126,7 +126,7 @@ def _records(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # behind the last newline: a torn line
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=not_finite)
         except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("event"), str):
@@ -134,8 +134,16 @@ def _records(path: Path) -> list[Record]:
         if record["event"] in _OF_A_STEP and not isinstance(record.get("step"), int):
             got = record.get("step")
             raise ValueError(f"{path}, line {number}: step: expected an int, got {got!r}")
+        resumed = record.get("resumed_from_step")
+        if record["event"] == "start" and not (resumed is None or isinstance(resumed, int)):
+            what = f"resumed_from_step: expected an int, got {resumed!r}"
+            raise ValueError(f"{path}, line {number}: {what}")
         records.append(record)
     return records
+
+
+def not_finite(_: str) -> None:
+    """NaN and Infinity, which other programs may write, mean what null means in our records."""
 
 
 def _last_of_each_step(records: Sequence[Record]) -> list[Record]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder has no metrics.
-        ValueError: metrics cannot be read, or hold no finished step; the page cannot be written.
+        ValueError: records cannot be read, or hold no finished step; the page cannot be written.
     """
     runs = [read_run(run_dir)]
     if compare is not None:
@@ -46,13 +48,21 @@ def write_report(
         raise ValueError(f"out: expected a file to write, got the folder {path}")
     text = page(runs)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)  # a page that someone has open is never half-written
+        _write(path, text.encode(errors="replace"))  # JSON may hold half a character
     except OSError as error:
         raise ValueError(f"out: expected a file to write, got {path}: {error.strerror}") from error
     return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    if path.exists() and not path.is_file():  # a pipe or a device stays what it is
+        path.write_bytes(content)
+        return
+    target = Path(os.path.realpath(path))  # behind a link, which stays
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.part")
+    temporary.write_bytes(content)
+    temporary.replace(target)  # a page that someone has open is never half-written
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -143,10 +153,12 @@ def _section(title: str, body: str, of: str = "", wide: bool = False) -> str:
 def _subtitle(run: Run) -> str:
     start, end = run.metrics.start, run.metrics.end
     parts = [str(start["model"])] if start.get("model") else []
-    if start.get("context"):
-        parts.append(f"{start['context']:,} tokens")
-    if start.get("time"):
-        parts.append("started " + time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time"])))
+    if context := start.get("context"):
+        parts.append(f"{context:,} tokens" if isinstance(context, int) else f"{context} tokens")
+    if isinstance(start.get("time"), (int, float)):
+        with suppress(ValueError, OverflowError, OSError):  # other programs count nanoseconds
+            begun = time.localtime(start["time"])
+            parts.append("started " + time.strftime("%Y-%m-%d %H:%M", begun))
     parts.append(f"ended: {end.get('reason')}" if end else "no end recorded: running, or killed")
     return f'<p class="sub">{escape(" · ".join(parts))}</p>'
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
+from typing import TypeVar
 
 from oomb.monitor.observer import Record
 from oomb.report.chart import (
@@ -27,6 +28,8 @@ from oomb.units import bytes_text
 BARS = 48  # of the breakdown over steps
 SMOOTH_FROM = 4  # steps; fewer have no trend
 LIMIT_DRAWN = 2.5  # times the most that was held; a limit farther off is told below
+
+_T = TypeVar("_T")
 
 _CHUNKS = XAxis("chunk, in the order they ran", "chunk")
 
@@ -169,20 +172,15 @@ def traffic(run: Run) -> tuple[int, str] | None:
 
 def breakdown(run: Run) -> str:
     """Seconds of each step by what they went to; long runs: the mean of several steps."""
-    groups = _grouped(run.metrics.steps, BARS)
-    x = [statistics.fmean(r["step"] for r in group) for group in groups]
+    groups = _grouped(run.steps, BARS)
+    x = [statistics.fmean(group) for group in groups]
+    keys = ("fill_seconds", "sweep_seconds", "exposed_copy_seconds", "data_seconds", "seconds")
+    means = [
+        [statistics.fmean(value or 0.0 for value in group) for group in _grouped(column, BARS)]
+        for column in map(run.column, keys)
+    ]
     parts: dict[str, list[float | None]] = {}
-    for group in groups:
-        fill, sweep, waited, data, whole = (
-            statistics.fmean(float(r.get(key) or 0.0) for r in group)
-            for key in (
-                "fill_seconds",
-                "sweep_seconds",
-                "exposed_copy_seconds",
-                "data_seconds",
-                "seconds",
-            )
-        )
+    for fill, sweep, waited, data, whole in zip(*means, strict=True):
         # Which phase waited is not recorded per step: both give in proportion.
         share = min(1.0, waited / (fill + sweep)) if fill + sweep > 0 else 0.0
         for name, value in (
@@ -204,12 +202,12 @@ def breakdown(run: Run) -> str:
 
 def page_maps(run: Run) -> tuple[int, str] | None:
     """(step, figures) of the pages that each query block read, per layer."""
-    selections = run.metrics.selections
-    if not selections:
+    found = run.maps_of_a_step()
+    if found is None:
         return None
-    step = max(selections)
+    step, selections = found
     figures = []
-    for record in sorted(selections[step], key=lambda r: int(r["layer"])):
+    for record in sorted(selections, key=lambda r: int(r["layer"])):
         picture = data_uri(map_png(record["read"]))
         told = f"layer {record['layer']}: {_share_of_past(record['read']):.0f} % of earlier pages"
         figures.append(
@@ -231,9 +229,9 @@ def _phases(chunks: Sequence[Record], shift: float = 0.0) -> list[Phase]:
     ]
 
 
-def _grouped(records: Sequence[Record], most: int) -> list[Sequence[Record]]:
-    size = -(-len(records) // most)
-    return [records[begin : begin + size] for begin in range(0, len(records), size)]
+def _grouped(values: Sequence[_T], most: int) -> list[Sequence[_T]]:
+    size = -(-len(values) // most)
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
 def _share_of_past(rows: Sequence[Sequence[int]]) -> float:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from oomb.monitor.observer import Record
-from oomb.report.runs import Run
+from oomb.report.runs import Run, is_number
 from oomb.units import bytes_text, count_text, seconds_text
 
 
@@ -107,16 +107,13 @@ def _best(evals: Sequence[Record]) -> Record | None:
 
 def ranks(run: Run) -> str | None:
     """Seconds of a step on each rank, and those in exchanges; None where one process ran."""
-    steps = run.metrics.steps
-    last = int(steps[-1].get("ranks") or 1)
-    # Of steps before a resume with another number of ranks nothing is told.
-    alike = [step for step in steps if step.get("ranks") == last]
-    if last == 1:
+    steps = run.steps_of_ranks()
+    if not steps:
         return None
     rows = ["<tr><td></td><th>step, median</th><th>in exchanges</th><th>of the step</th></tr>"]
-    for rank in range(last):
-        whole = statistics.median(step["seconds_by_rank"][rank] for step in alike)
-        sent = statistics.median(step["exchange_seconds_by_rank"][rank] for step in alike)
+    for rank in range(steps[-1]["ranks"]):
+        whole = statistics.median(step["seconds_by_rank"][rank] for step in steps)
+        sent = statistics.median(step["exchange_seconds_by_rank"][rank] for step in steps)
         cells = (seconds_text(whole), seconds_text(sent), f"{sent / whole:.1%}" if whole else "")
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(f"<tr><th>rank {rank}</th>{row}</tr>")
@@ -130,7 +127,8 @@ def plan(run: Run) -> str:
     rows = ["<tr><td></td><th>predicted</th><th>measured</th><th>measured / predicted</th></tr>"]
     for name, text in _PLANNED.items():
         expected, found = predicted.get(name), measured.get(name)
-        if not isinstance(expected, (int, float)) or not (expected or found):
+        found = found if is_number(found) else None
+        if not is_number(expected) or not (expected or found):
             continue
         ratio = f"{found / expected:.2f}" if found is not None and expected else ""
         measured_text = "" if found is None else _quantity(name, found)

@@ -271,6 +271,23 @@ def test_bad_options_are_refused(option: str, value: str) -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_picture_of_no_known_kind_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_run, "run", lambda *_, **__: None)
+    result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", "--plot", "p.txt"])
+    assert result.exit_code == 2 and "plot: expected a name in one of" in result.output
+
+
+def test_memory_that_does_not_suffice_is_told_in_one_line(tiny: str) -> None:
+    small = ["--device-memory", "1KiB", "--host-memory", "1KiB", "--tokens", "300"]
+    sizes = ["--chunk-size", "64", "--page-size", "8", "--device", "cpu"]
+    result = CliRunner().invoke(app, ["bench", "step", "--model", tiny, *small, *sizes])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.output.startswith("oomb bench step: device_memory: expected at least")
+    assert result.output.count("\n") == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_how_to_use_the_cpu() -> None:
     result = CliRunner().invoke(app, ["bench", "step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from oomb.cli import app, demo_run, demo_training
 from oomb.cli.demo_gradients import compare_gradients, largest_difference
 from oomb.cli.demo_model import small_model
 from oomb.cli.demo_picture import LeftOut, Measured, draw
-from oomb.cli.demo_process import OutOfBudget, run_task
+from oomb.cli.demo_process import OutOfBudget, TaskFailed, run_task
 from oomb.cli.demo_run import QUICK
 from oomb.cli.demo_text import python_source
 from oomb.cli.demo_tokenizer import byte_tokenizer
@@ -146,6 +147,59 @@ def test_memory_run_reports_its_use_and_its_progress() -> None:
 def test_other_failures_are_told() -> None:
     with pytest.raises(RuntimeError, match="multiple of page_size"):
         run_task("memory", memory_arguments(chunk_size=100), ignore)
+
+
+@pytest.mark.parametrize("out", ["file", "file/folder", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[Path] = []
+    monkeypatch.setattr(demo_run, "run", lambda folder, *_: began.append(folder))
+    (tmp_path / "file").write_text("a book")
+    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / out)])
+    assert result.exit_code == 2 and not began
+    assert result.output.startswith("oomb demo: --out: expected a folder to write to, got /")
+    assert (tmp_path / "file").read_text() == "a book"
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new" / "folder")])
+    assert result.exit_code == 0 and began == [tmp_path / "new" / "folder"]
+    assert not list(began[0].iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [TaskFailed("task 'memory' failed:\nwhy"), OutOfBudget("why"), OSError(28, "why")]
+)
+def test_a_failed_demo_says_why(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo_run, "run", fail)
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.output == f"oomb demo: {error}\n"
+
+
+def test_a_killed_task_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing itself."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TaskFailed, match="task 'memory' failed:\nexit status 1"):
+        run_task("memory", {}, ignore)
+
+
+def test_paths_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Brackets are no markup."""
+    for part in ("compare_gradients", "show_gradients", "show_memory", "show_training", "draw"):
+        monkeypatch.setattr(demo_run, part, lambda *_: None)
+    for part in ("measure_memory", "train"):
+        monkeypatch.setattr(demo_run, part, lambda *_: (None, None))
+    monkeypatch.setattr(demo_run, "_figures", lambda *_: {})
+    out = tmp_path / "x[red]" / "b[/b]"
+    result = CliRunner().invoke(app, ["demo", "--out", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert (
+        f"Figures: {out}/figures.json\nModel:   {out}/model\nText:    {out}/text\n" in result.output
+    )
 
 
 def test_training_evaluates_as_often_as_asked() -> None:

@@ -38,6 +38,14 @@ def test_each_record_is_a_line_of_json(tmp_path: Path) -> None:
     assert step["loss"] == 2.5 and step["grad_norm"] is None and step["event"] == "step"
 
 
+def test_words_for_what_is_not_finite_are_read_as_null(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    words = '"loss": NaN, "grad_norm": Infinity, "seconds": -Infinity'
+    path.write_text(f'{{"event": "step", "step": 1, {words}}}\n')
+    (step,) = read_metrics(path).steps
+    assert step == {"event": "step", "step": 1, "loss": None, "grad_norm": None, "seconds": None}
+
+
 def test_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     writer = MetricsWriter(path)

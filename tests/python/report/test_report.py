@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import stat
 import struct
 import zlib
 from html.parser import HTMLParser
@@ -261,6 +263,21 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, out: str) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    steps_only(tmp_path, 3.0)
+    (tmp_path / "link.html").symlink_to("deep/page.html")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    write_report(tmp_path, tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    text = (tmp_path / "deep" / "page.html").read_bytes()
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write_report(tmp_path, pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert os.read(reader, 1 << 20) == text
+    os.close(reader)
+
+
 def test_plan_is_shown_beside_what_was_measured(tmp_path: Path) -> None:
     predicted = {"device_bytes": 1 << 30, "seconds": 4.0, "num_tokens": 12345, "basis": "datasheet"}
     plan = {"predicted": predicted, "measured": {"seconds": 5.0}}
@@ -295,6 +312,22 @@ def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
         ("nonsense\n", "line 1: expected a JSON object"),
         ('{"event": "step"}\n', "line 1: step: expected an int, got None"),
         ('{"event": "start"}\n{"event": "step", "step": "x"}\n', "line 2: step: expected an int"),
+        (
+            '{"event": "start", "resumed_from_step": "x"}\n',
+            "line 1: resumed_from_step: expected an int, got 'x'",
+        ),
+        (
+            '{"event": "step", "step": 3, "loss": "x"}\n',
+            "metrics.jsonl, step 3: loss: expected a number, got 'x'",
+        ),
+        (
+            '{"event": "step", "step": 3, "fill_seconds": 1e999}\n',
+            "metrics.jsonl, step 3: fill_seconds: expected a number, got inf",
+        ),
+        (
+            '{"event": "step", "step": 3}\n{"event": "eval", "step": 3, "loss": [1]}\n',
+            "metrics.jsonl, eval 3: loss: expected a number, got [1]",
+        ),
     ],
 )
 def test_bad_folder_is_named_and_nothing_is_written(
@@ -307,3 +340,60 @@ def test_bad_folder_is_named_and_nothing_is_written(
     assert result.exit_code == 2
     assert message in result.output
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "plan.json: expected a JSON object: "),
+        ("[]", "plan.json: expected a JSON object"),
+        ('{"predicted": [1]}', "plan.json: predicted: expected a JSON object, got [1]"),
+        ('{"measured": "x"}', "plan.json: measured: expected a JSON object, got 'x'"),
+    ],
+)
+def test_a_bad_plan_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    result = CliRunner().invoke(app, ["report", str(steps_only(tmp_path, 1.0))])
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_what_other_programs_record_otherwise_is_left_out(tmp_path: Path) -> None:
+    plan = {"predicted": {"seconds": 4.0}, "measured": {"seconds": "x"}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "run.yaml").write_bytes("name: K\xe4se\n".encode("latin-1"))
+    for number, time in enumerate((None, "today", 1e18)):
+        steps_only(tmp_path / str(number), 1.0, time=time)
+        assert "started" not in write_report(tmp_path / str(number)).read_text()
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write("start", {"context": "128K"})
+        writer.write("chunk", {"step": 1, "phase": "fill", "chunk": 0, "seconds": 1.0})
+        for read in (None, [[1, 2]]):
+            writer.write("selection", {"step": 1, "layer": 0, "read": read})
+        writer.write("step", {"step": 1, "loss": 2.5, "seconds": 1.0, "ranks": 2})
+    text = write_report(tmp_path).read_text()
+    words = Page(text).words
+    assert len(svgs(text)) == 3  # loss, throughput, breakdown: nothing of chunks
+    assert "128K tokens" in words and "2.5000" in words and "name: K\ufffdse" in words
+    assert "time of a call\n4.00 s\n" in words
+    assert "Ranks" not in words and "Pages read" not in words
+
+
+def test_a_step_whose_chunks_are_whole_is_shown_before_a_later_one(tmp_path: Path) -> None:
+    chunk = {"phase": "sweep", "seconds": 1.0, "h2d_bytes": 0, "d2h_bytes": 0}
+    chunk |= {"exposed_copy_seconds": 0.0, "device_bytes": 1 << 20, "host_bytes": 1 << 20}
+    steps_only(tmp_path, 3.0, 2.0)
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write("chunk", {"step": 1, **chunk})
+        writer.write("chunk", {"step": 2, **chunk, "host_bytes": None})
+    words = Page(write_report(tmp_path).read_text()).words
+    assert "Memory tiers in step 1" in words and "in step 2" not in words
+
+
+def test_the_page_alone_goes_to_standard_output(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    arguments = ["report", str(steps_only(tmp_path, 3.0)), "--out", str(pipe)]
+    result = CliRunner().invoke(app, arguments)
+    os.close(reader)
+    assert result.exit_code == 0 and result.stdout == "" and "Report: " in result.stderr
