@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oomb.parallel.group import Ranks
-from oomb.parallel.heads import HeadShares, copy_heads
+from oomb.parallel.heads import HeadShares, in_pieces, picked, received_heads, sent_heads
 from oomb.parallel.in_order import added_in_order
 from oomb.parallel.slices import TokenSlices
 
@@ -114,12 +114,11 @@ def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Te
             else:
                 received = None
     if received is None:
-        send = tensors[0].new_empty(ranks.size, own, batch, sum(heads), head_dim)
-        for place, (part, x) in enumerate(zip(send.split(heads, dim=3), tensors, strict=True)):
-            put = shares.put_keys if place else shares.put_queries
-            put(part, x[:, :, :own])
         received = ranks.all_to_all(
-            send.view(-1), [own * width] * ranks.size, [size * width for size in sizes], largest
+            _messages(shares, own, tensors),
+            [own * width] * ranks.size,
+            [size * width for size in sizes],
+            largest,
         )
     whole = received.view(total, batch, sum(heads), head_dim)
     return tuple(part.permute(1, 2, 0, 3) for part in whole.split(heads, dim=2))
@@ -127,7 +126,7 @@ def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Te
 
 def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
     sizes = slices.sizes
-    own, total = sizes[slices.rank], sum(sizes)
+    own = sizes[slices.rank]
     batch, _, _, head_dim = tensors[0].shape
     heads = [x.shape[1] for x in tensors]
     width = batch * sum(heads) * head_dim
@@ -143,14 +142,41 @@ def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: T
             if peers.to_tokens(tensors, sizes, largest, results):
                 ranks.expect_no_failure()
                 return tuple(results)
-    send = tensors[0].new_empty(total, batch, sum(heads), head_dim)
-    for part, x in zip(send.split(heads, dim=2), tensors, strict=True):
-        copy_heads(part, x.permute(2, 0, 1, 3))
+    rows = in_pieces([x.to(tensors[0].dtype).permute(2, 0, 1, 3) for x in tensors])
     received = ranks.all_to_all(
-        send.view(-1), [size * width for size in sizes], [own * width] * ranks.size, largest
+        torch.cat(rows, dim=2).view(-1).view(tensors[0].dtype),
+        [size * width for size in sizes],
+        [own * width] * ranks.size,
+        largest,
     )
     mine = received.view(ranks.size, own, batch, sum(heads), head_dim)
-    for place, (parts, result) in enumerate(zip(mine.split(heads, dim=3), results, strict=True)):
-        take = shares.take_keys if place else shares.take_queries
-        take(result.transpose(1, 2)[:, :own], parts)
+    for result, x in zip(results, _whole_heads(shares, len(tensors) - 1, mine), strict=True):
+        result.transpose(1, 2)[:, :own] = x
     return tuple(results)
+
+
+def _messages(shares: HeadShares, own: int, tensors: Tensors) -> torch.Tensor:
+    """[ranks, own tokens, batch, heads of a rank, D], flat."""
+    batch, dtype = tensors[0].shape[0], tensors[0].dtype
+    rows = [x[:, :, :own].to(dtype).permute(2, 0, 1, 3) for x in tensors]
+    if shares.fills:
+        rows.append(rows[0].new_zeros(own, batch, 1, rows[0].shape[3]))
+    every = torch.cat(in_pieces(rows), dim=2)
+    heads = picked(every, 2, sent_heads(shares, len(tensors) - 1)).unflatten(2, (shares.ranks, -1))
+    messages: torch.Tensor = heads.permute(2, 0, 1, 3, 4).contiguous().view(-1).view(dtype)
+    return messages
+
+
+def _whole_heads(shares: HeadShares, others: int, messages: torch.Tensor) -> list[torch.Tensor]:
+    """[ranks, own tokens, batch, heads of a rank, D] → each tensor's [batch, own tokens, heads, D].
+
+    What copies of a key/value head give back is summed, in their order.
+    """
+    dtype = messages.dtype
+    rows = in_pieces([messages])[0].permute(2, 1, 0, 3, 4).flatten(2, 3)
+    queries, keys = received_heads(shares, others)
+    whole = [picked(rows, 2, queries).view(dtype)]
+    for copies in keys:
+        parts = [picked(rows, 2, places).view(dtype) for places in copies]
+        whole.append(parts[0] if len(parts) == 1 else added_in_order(parts))
+    return whole

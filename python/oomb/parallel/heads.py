@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-
-from oomb.parallel.in_order import added_in_order
 
 _WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU moves at once
 
@@ -78,39 +77,16 @@ class HeadShares:
         bounds = [self.of_key * i // self.copies for i in (copy, copy + 1)]
         return bounds[0], bounds[1]
 
-    def put_queries(self, room: torch.Tensor, x: torch.Tensor) -> None:
-        """[B, query heads, tokens, D] into [ranks, tokens, B, queries, D]."""
-        heads = x.unflatten(1, (self.groups, self.keys, self.of_key))
-        for place, (first, last) in self._places(room):
-            part = heads[:, :, :, first:last].permute(1, 4, 0, 2, 3, 5)
-            copy_heads(place[..., : last - first, :], part)
-            place[..., last - first :, :].zero_()
+    @property
+    def fills(self) -> bool:
+        """Whether some rank has zeros in place of a query."""
+        return self.of_key % self.copies != 0
 
-    def put_keys(self, room: torch.Tensor, x: torch.Tensor) -> None:
-        """[B, key/value heads, tokens, D] into [ranks, tokens, B, keys, D]."""
-        heads = x.unflatten(1, (self.groups, self.keys)).permute(1, 3, 0, 2, 4)
-        copy_heads(room.unflatten(0, (self.groups, self.copies)), heads[:, None])
-
-    def take_queries(self, room: torch.Tensor, parts: torch.Tensor) -> None:
-        """[ranks, tokens, B, queries, D] into [B, tokens, query heads, D]."""
-        heads = room.unflatten(2, (self.groups, self.keys, self.of_key))
-        for place, (first, last) in self._places(parts):
-            part = place[..., : last - first, :].permute(2, 1, 0, 3, 4, 5)
-            copy_heads(heads[:, :, :, :, first:last], part)
-
-    def take_keys(self, room: torch.Tensor, parts: torch.Tensor) -> None:
-        """[ranks, tokens, B, keys, D] into [B, tokens, key/value heads, D]: sums over copies, in
-        their order."""
-        of_groups = parts.unflatten(0, (self.groups, self.copies))
-        total = of_groups[:, 0] if self.copies == 1 else added_in_order(of_groups.unbind(1))
-        heads = room.unflatten(2, (self.groups, self.keys))
-        copy_heads(heads, total.permute(2, 1, 0, 3, 4))
-
-    def _places(self, parts: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
-        """Of each copy: its [groups, tokens, B, keys, width, D], and its queries of a key."""
-        of_copies = parts.unflatten(0, (self.groups, self.copies))
-        for copy in range(self.copies):
-            yield of_copies[:, copy].unflatten(3, (self.keys, self.width)), self.part(copy)
+    def head_of(self, rank: int, place: int) -> int:
+        """The model's query head at a place of a rank's; -1: zeros."""
+        (first, last), (key, query) = self.part(rank % self.copies), divmod(place, self.width)
+        missing = first + query >= last
+        return -1 if missing else (self.keys_of(rank)[0] + key) * self.of_key + first + query
 
     def of_rank(self, per_head: torch.Tensor, rank: int) -> torch.Tensor:
         """[query heads, …] → [queries, …] of a rank, with its zeros."""
@@ -139,6 +115,71 @@ class HeadShares:
             first, last = self.part(copy)
             copy_heads(room[:, :, : last - first], heads[:, :, first:last])
         return parts.flatten(2, 3)
+
+
+Places = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def sent_heads(shares: HeadShares, others: int) -> Places:
+    """[ranks * heads of a message]: which head of a model goes where in the messages.
+
+    Heads are numbered through the tensors that are sent: queries, then ``others`` tensors of keys
+    or values, then one of zeros.
+    """
+    number = [shares.query_heads + i * shares.kv_heads for i in range(others + 1)]
+    places: list[int] = []
+    for rank in range(shares.ranks):
+        own = [shares.head_of(rank, place) for place in range(shares.queries)]
+        places += [head if head >= 0 else number[-1] for head in own]
+        for before in number[:-1]:
+            places += range(before + shares.keys_of(rank)[0], before + shares.keys_of(rank)[1])
+    return tuple(places)
+
+
+@lru_cache(maxsize=64)
+def received_heads(shares: HeadShares, others: int) -> tuple[Places, list[list[Places]]]:
+    """Places of the model's heads among those of all ranks' messages, which are made likewise.
+
+    Returns:
+        Those of queries, [query heads]; and for each of the other tensors those of every copy of
+        its heads, [kv_heads].
+    """
+    width = shares.queries + others * shares.keys
+    queries = [-1] * shares.query_heads
+    for rank in range(shares.ranks):
+        for place in range(shares.queries):
+            if (head := shares.head_of(rank, place)) >= 0:
+                queries[head] = rank * width + place
+
+    def of_copy(other: int, copy: int) -> Places:
+        before = shares.queries + other * shares.keys
+        ranks = (head // shares.keys * shares.copies + copy for head in range(shares.kv_heads))
+        return tuple(rank * width + before + i % shares.keys for i, rank in enumerate(ranks))
+
+    keys = [[of_copy(other, copy) for copy in range(shares.copies)] for other in range(others)]
+    return tuple(queries), keys
+
+
+def picked(x: torch.Tensor, dim: int, places: Places) -> torch.Tensor:
+    """What is at some places of an axis. On a GPU the places are copied there once."""
+    # A fake tensor of a plan is nothing that a call may find later.
+    made = _index if type(x) is torch.Tensor else _index.__wrapped__
+    return x.index_select(dim, made(places, x.device))
+
+
+@lru_cache(maxsize=256)
+def _index(places: Places, device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, device=device)
+
+
+def in_pieces(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors [..., D] in pieces of 16 bytes where all their heads consist of such.
+
+    What only moves heads then moves as much at a time as a GPU's thread can.
+    """
+    whole = all(_in_pieces(x) for x in tensors)
+    return [x.view(_WIDE) for x in tensors] if whole else list(tensors)
 
 
 def copy_heads(room: torch.Tensor, x: torch.Tensor) -> None:
