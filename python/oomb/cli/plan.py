@@ -119,6 +119,7 @@ def plan(
         "recompute": recompute,
     }
     chosen = {name: value for name, value in chosen.items() if value}
+    sizes = {"chunk_size": chunk_size or _least_chunk(page_size)}
     try:
         config = Config(
             page_size=page_size,
@@ -129,7 +130,7 @@ def plan(
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
             divide_pages=divide_pages,
-            **chosen,
+            **(sizes | chosen),
         )
         tokens = parse_length("context", context)
         device_bytes = _whole_memory("device_memory", device_memory)
@@ -209,6 +210,12 @@ def plan(
         out.write_text(json.dumps(record, indent=1) + "\n")
     if not result.fits:
         raise typer.Exit(1)
+
+
+def _least_chunk(page_size: int) -> int:
+    """Of whole pages, and at least as long as the default."""
+    page = max(1, page_size)  # what is no size is refused by its name
+    return -(-Config.chunk_size // page) * page
 
 
 def _backward(keep: float, window: int | None) -> BackwardRule:

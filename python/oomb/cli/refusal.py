@@ -31,12 +31,14 @@ def check_out(command: str, option: str, path: Path | None) -> None:
         if path.exists() and not path.is_file():
             return  # a pipe may not be opened twice: its reader would see the end
         target = Path(os.path.realpath(path))  # behind a link
-        there = target.exists()
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("a"):
+        # Ranks try at the same time, so a file that is not there is not made and removed again.
+        with (
+            target.open("a")
+            if os.path.lexists(target)
+            else tempfile.TemporaryFile(dir=target.parent)
+        ):
             pass
-        if not there:
-            target.unlink()
     except OSError as error:
         refuse(command, f"{option}: expected a file to write, got {path}: {error.strerror}")
 

@@ -59,7 +59,11 @@ class Admission:
 
         Args:
             images: as of :meth:`checked`; ranks that gather weights for them must do so alike.
+
+        Raises:
+            Error: no call can run; at once, since nobody answers a rank that has left the others.
         """
+        self.expect_usable()
         if self._weights.is_sharded:
             given = sorted(name for name, value in images.items() if value is not None)
             self._placement.expect_same(lambda: {"arguments for images": repr(given)})
@@ -83,7 +87,6 @@ class Admission:
         Raises:
             ValueError, Error: of :meth:`oomb.Engine.forward_backward`.
         """
-        self.expect_usable()
         wanted = routed(self._model, images, others)
         inputs = inputs_with_images(
             self._model, self._config, self._weights, input_ids, labels, images, wanted
@@ -121,6 +124,11 @@ class Admission:
         self.expect_own_process()
         if self.closed:
             raise Error("engine: expected an open engine, got one that was closed")
+
+    @property
+    def is_usable(self) -> bool:
+        """In the engine's own process, while it is open."""
+        return not self.closed and os.getpid() == self._process
 
     def expect_own_process(self) -> None:
         """Raise an Error in a process forked from the engine's."""

@@ -19,7 +19,7 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.admission import Admission, admitted
 from oomb.engine.call import Calls
-from oomb.engine.plan import Plan
+from oomb.engine.plan import Plan, check_planned
 from oomb.engine.ranks import gathering, shapes_here
 from oomb.engine.surroundings import on_device
 from oomb.engine.training import Training
@@ -163,10 +163,8 @@ class Engine:
             return inputs, swept, training.parameters()
 
         inputs, swept, parameters = self._admission.together(prepare, images)
-        wanted: dict[str, Any] = dict(
-            token_loss=token_loss is not None, token_metrics=token_metrics
-        )
-        wanted["backward.draw"] = swept
+        has_loss = token_loss is not None
+        wanted = {"token_loss": has_loss, "token_metrics": token_metrics, "backward.draw": swept}
         self._admission.expect_alike(images, input_ids=input_ids, labels=labels, **given, **wanted)
         if not swept:
             training.add_zeros(parameters)
@@ -223,7 +221,8 @@ class Engine:
             return_logprobs: give each counted token's log-probability in ``step.logprobs``
                 [batch, tokens], at the token itself; 0 where there is none.
             on_logits: called with a first token and logits [batch, tokens, vocabulary] of each
-                slice in turn. It runs all tokens but trailing padding; none has to be a target.
+                slice in turn, on each rank of a mesh those of its own tokens. It runs all tokens
+                but trailing padding; none has to be a target.
 
         Returns:
             Step: as of :meth:`forward_backward`; no gradient is made or changed.
@@ -334,10 +333,7 @@ class Engine:
         Raises:
             ValueError: a number is none, or too large.
         """
-        for name, value in {"num_tokens": num_tokens, "batch_size": batch_size}.items():
-            expect(isinstance(value, int) and value >= 1, name, "an int >= 1", repr(value))
-        fits = isinstance(image_tokens, int) and 0 <= image_tokens <= num_tokens
-        expect(fits, "image_tokens", "an int in 0 ... num_tokens", repr(image_tokens))
+        check_planned(num_tokens, batch_size, image_tokens)
         self._admission.expect_own_process()
         swept = self._training.upcoming(self._calls.planned_chunks(self.config, num_tokens).number)
         of_call = self.config, num_tokens, batch_size, image_tokens, swept

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from oomb.config import Config
+from oomb.core.committed import committed_bytes
 from oomb.core.fit import Room
 from oomb.core.growth import growth_seconds
+from oomb.core.inputs import expect
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs, Pools
 from oomb.errors import OutOfMemoryError
@@ -16,6 +18,25 @@ from oomb.model.causal import CausalModel
 from oomb.trace.layerwise import layerwise_bytes
 from oomb.trace.tower import TowerUse
 from oomb.units import bytes_text
+
+_LONGEST, _MOST_SEQUENCES = 2**40, 2**20  # of a call that is planned
+
+
+def check_planned(num_tokens: int, batch_size: int, image_tokens: int = 0) -> None:
+    """Refuse numbers that no call has, before anything is counted.
+
+    Raises:
+        ValueError: one is no int, or out of bounds.
+    """
+    for name, value, least, most, bounds in (
+        ("num_tokens", num_tokens, 1, _LONGEST, f"1 ... {_LONGEST:,}"),
+        ("batch_size", batch_size, 1, _MOST_SEQUENCES, f"1 ... {_MOST_SEQUENCES:,}"),
+        ("image_tokens", image_tokens, 0, num_tokens, "0 ... num_tokens"),
+    ):
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        # As text a number may have more digits than Python prints.
+        got = "more" if is_int and value >= 2**63 else repr(value)
+        expect(is_int and least <= value <= most, name, f"an int in {bounds}", got)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +47,7 @@ class Plan:
         device_bytes: device tier, a chunk's activations and the gradient sums; or what the tower
             of images takes before, or after the chunks in their place.
         host_bytes: host tier, page lists, states at the borders between chunks, features of images.
+            Of the tier the most that the call takes; where that does not fit, the least it needs.
         seconds: predicted time; None until a call of this shape was measured.
         growth_seconds: about how much longer the call takes, at most, to pin memory of the host
             tier that earlier calls have not pinned.
@@ -79,19 +101,27 @@ def plan_call(
 ) -> Plan:
     """Plan of ``forward_backward`` on a batch with labels on every token."""
     slot = demand.layout.slot_bytes
-    room, kept, advice = pools.room(demand, config, needs), None, list[str]()
-    slots = demand.page_slots
+    room, advice = pools.room(demand, config, needs), list[str]()
+    slots, kept, caps = demand.page_slots, None, None
     try:
         found = pools.fit(demand, config, needs)
-        kept = found.outputs
+        kept, caps = found.outputs, found.caps
         slots += kept.slots
-        on_device = min(found.caps.device_slots, slots) * slot
+        on_device = min(caps.device_slots, slots) * slot
     except OutOfMemoryError as error:
         on_device = min(room.device // slot, slots) * slot
         advice = _advice(error, config, demand, room, recompute)
-    on_host = slots * slot - on_device
-    if on_host > 0:
-        on_host += demand.transit_slots * slot
+    least = on_host = slots * slot - on_device
+    if least > 0:
+        least = on_host = least + demand.transit_slots * slot
+    if caps is not None and on_host > 0:  # where there is room, pages stay when they are copied
+        on_host = committed_bytes(
+            min(slots, caps.host_capacity) * slot,
+            slot_bytes=slot,
+            max_slots=caps.host_capacity,
+            device_type=demand.device_type,
+            on_host=True,
+        )
     fits, kept_bytes = kept is not None, 0 if kept is None else kept.num_bytes
     lists = demand.list_bytes + demand.border_bytes
     layerwise = layerwise_bytes(
@@ -102,7 +132,7 @@ def plan_call(
         element_bytes=torch.finfo(model.dtype).bits // 8,
     )
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + needs.others + on_host + lists - kept_bytes:
+    if theirs < on_device + needs.others + least + lists - kept_bytes:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {bytes_text(theirs)} on device and host, "

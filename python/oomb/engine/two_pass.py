@@ -255,7 +255,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         is_shared = error is not None and failed_rank(error) is not None
         try:
-            if self._state == "filled" and not is_shared:
+            if self._state == "filled" and not is_shared and self._admission.is_usable:
                 self._leave(error)
         finally:
             self._end()
@@ -291,6 +291,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             gradients.update(self._given())
             return {"call.sweep()": "called", "values with a gradient": repr(sorted(gradients))}
 
+        self._admission.expect_usable()  # before other ranks are waited for
         self._placement.expect_same(called)
         self._state = "running"
         try:
@@ -308,7 +309,6 @@ class TwoPass(AbstractContextManager["TwoPass"]):
 
     def _given(self) -> dict[str, torch.Tensor]:
         """Gradients that the values were given, where a sweep of them can begin."""
-        self._admission.expect_usable()
         if self._state != "filled":
             raise Error(f"call.sweep: expected {_HOW[self._state]}")
         gradients = {n: leaf.grad for n, leaf in self._leaves.items() if leaf.grad is not None}

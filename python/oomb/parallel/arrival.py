@@ -47,17 +47,27 @@ def connected(
     except Exception as error:
         _expect_others(store, name, rank, members, None)
         failure = Failure.of(rank, error)
-        store.set(f"{name}/failed", pickle.dumps(failure).hex())
+        refuse(store, name, failure)
         failure.raise_again(error)
         raise
+
+
+def refuse(store: Any, name: str, failure: Failure) -> None:
+    """Tell those who connect, now or later, that it is in vain; ``name`` as of `connected`."""
+    store.set(_failed(name), pickle.dumps(failure).hex())
+
+
+def refusal(store: Any, name: str) -> Failure | None:
+    """What one of them has told the others so; None: nothing."""
+    return _read(store, _failed(name)) if store.check([_failed(name)]) else None
 
 
 def _expect_others(
     store: Any, name: str, rank: int, members: list[int], waited: timedelta | None
 ) -> None:
     """Raise where one has failed or ended; and, after a wait, where one is not here."""
-    if store.check([f"{name}/failed"]):
-        failure: Failure = _read(store, f"{name}/failed")
+    failure = refusal(store, name)
+    if failure is not None:
         failure.raise_again(None)
     known = [other for other in members if store.check([_place(other)])]
     ended = first_ended([_read(store, _place(other)) for other in known])
@@ -71,6 +81,10 @@ def _expect_others(
 
 def _place(rank: int) -> str:
     return f"oomb/place/{rank}"
+
+
+def _failed(name: str) -> str:
+    return f"{name}/failed"
 
 
 def _here(name: str, rank: int) -> str:

@@ -36,7 +36,7 @@ def failed_rank(error: BaseException) -> int | None:
 
 
 class RankLostError(Error):
-    """A rank of the job has ended, or does not answer."""
+    """A rank of the job has ended, has closed its engine, or does not answer."""
 
     @staticmethod
     def of(error: BaseException) -> RankLostError:

@@ -18,9 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from oomb.errors import Error
 from oomb.held_signals import with_signals_held
-from oomb.parallel.arrival import connected
+from oomb.parallel.arrival import connected, refusal, refuse
 from oomb.parallel.failure import Alarm, Failure, RankLostError
 from oomb.parallel.leaving import let_go
+from oomb.parallel.own_groups import gloo, nccl, options_of, own_connection
 from oomb.parallel.peer_copies import PeerCopies
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
@@ -28,9 +29,9 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the slowest rank may be pinning its memory
 PATIENCE = timedelta(hours=12)  # a rank may be tokenising, uploading or generating alone
-_CONNECTS = timedelta(minutes=2)  # once all ranks are there
 _LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
 _ENDS = timedelta(minutes=1)  # a work whose future is done
+_ON_ITS_WAY = 20.0  # seconds, for what a rank has sent before it closed or ended
 _NOTE_BYTES = 4096  # of an agreement's first message
 
 _engines: Counter[tuple[int, ...]] = Counter()
@@ -61,7 +62,8 @@ class Ranks:
         self, members: list[int], device: torch.device, timeout: timedelta = TIMEOUT
     ) -> None:
         self.members = members
-        self.rank = members.index(dist.get_rank())
+        self._own = dist.get_rank()  # of the job
+        self.rank = members.index(self._own)
         self.size = len(members)
         self.stopwatch: Any = None
         self.device = device
@@ -79,6 +81,7 @@ class Ranks:
         self._alarm: Alarm | None = None
         self._settled = False
         self._places: list[Place] = []
+        self._process, self._closed = os.getpid(), False
         self._connect()
         self._places = self._gather_notes(place_of_this())
 
@@ -99,13 +102,13 @@ class Ranks:
         self._calls += 1
         self._settled = False
         key = f"{self._name}/failure/{self._calls}"
-        alarm = self._alarm = Alarm(_own_connection(), key, self._abort, self._lost)
+        alarm = self._alarm = Alarm(own_connection(), key, self._abort, self._lost)
         try:
             yield
         except BaseException as error:
-            if self._settled:  # the others have what they wait for
+            if self._settled or self._is_inherited:  # nobody waits for what this process does
                 raise
-            failure = alarm.ring(Failure.of(self.members[self.rank], error))
+            failure = alarm.ring(Failure.of(self._own, error))
             self._disconnect(failed=True)
             failure.raise_again(error)
         finally:
@@ -134,43 +137,70 @@ class Ranks:
             self.peers.expect_in_time()
 
     def close(self) -> None:
-        """Leave the others; who still waits for this rank is told that it is gone."""
+        """Leave the others; who waits for this rank, now or later, is told that it is gone.
+
+        A process forked from a rank's own is none of the ranks: there nothing is done.
+        """
+        if self._is_inherited:
+            return
+        self._closed = True
+        gone = Failure.of(self._own, RankLostError(f"rank {self._own} has closed its engine"))
+        with suppress(Exception):  # the store has ended
+            name = self._name_of(self._generation + (self._notes is not None))  # the next one
+            refuse(c10d._get_default_store(), name, gone)
         if self.device.type == "cuda" and self._tensors is not None:
             torch.cuda.synchronize()  # what is under way may end
         self._disconnect(failed=False)
 
+    @property
+    def _is_inherited(self) -> bool:
+        """In a process forked from a rank's own, which has none of the groups' threads."""
+        return os.getpid() != self._process
+
+    def _expect_usable(self) -> None:
+        """Raise where a collective would wait for ever; before the first one of a call."""
+        if self._is_inherited:
+            raise Error(
+                f"ranks: expected a call in process {self._process}, which is one of them, got one "
+                f"in process {os.getpid()}, forked from it"
+            )
+        if self._closed:
+            raise Error("ranks: expected a call before they were closed, got one after it")
+
     def _connect(self) -> None:
+        self._expect_usable()
         if self._notes is not None:
             return
         lost = self._lost()
         if lost is not None:  # it would be waited for until the store gives up
             raise lost.error()
-        name = f"{self._name}/{self._generation}"
-        store, own = c10d._get_default_store(), self.members[self.rank]
-        connect = partial(_gloo, store, name, self.rank, self.size, self._timeout)
-        notes = connected(connect, store, name, own, self.members, self._timeout)
+        store, name = c10d._get_default_store(), self._name_of(self._generation)
+        connect = partial(gloo, name, self.rank, self.size, self._timeout)
+        notes = connected(connect, store, name, self._own, self.members, self._timeout)
         if self.device.type == "cuda":
-            self._tensors = self._on_gpus(f"{name}/tensors")
-            self._weights = self._on_gpus(f"{name}/weights")  # connects where it is used
+            on_gpus = partial(nccl, rank=self.rank, members=self.members, timeout=self._timeout)
+            self._tensors = on_gpus(f"{name}/tensors")
+            self._weights = on_gpus(f"{name}/weights")  # connects where it is used
             self.peers = PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
         else:
             self._tensors = notes
         self._notes = notes  # last, so that an error above leaves nothing that looks connected
 
+    def _name_of(self, generation: int) -> str:
+        return f"{self._name}/{generation}"
+
     def _lost(self) -> Failure | None:
         index = first_ended(self._places)
         if index is None:
             return None
-        rank = self.members[self.rank]
-        return Failure.of(rank, RankLostError(f"rank {self.members[index]} has ended"))
+        return Failure.of(self._own, RankLostError(f"rank {self.members[index]} has ended"))
 
-    def _on_gpus(self, name: str) -> Any:
-        store = c10d.PrefixStore(name, c10d._get_default_store())
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        if hasattr(options, "global_ranks_in_group"):
-            options.global_ranks_in_group = self.members
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+    def _gone(self) -> Failure | None:
+        """A rank that has ended or closed; None: none that can be seen from here has."""
+        with suppress(Exception):  # the store has ended
+            store, name = c10d._get_default_store(), self._name_of(self._generation + 1)
+            return self._lost() or refusal(store, name)
+        return None
 
     def _disconnect(self, *, failed: bool) -> None:
         self._abort()
@@ -204,7 +234,7 @@ class Ranks:
             note = None, work()
         except BaseException as error:
             own = error
-            note = Failure.of(self.members[self.rank], error), None
+            note = Failure.of(self._own, error), None
         notes: list[tuple[Failure | None, Any]] = self._gather_notes(note)
         for failure, _ in notes:
             if failure is not None:
@@ -255,7 +285,7 @@ class Ranks:
                 self.expect_no_failure()
                 return received
             on_gpu = self.device.type == "cuda"
-            options = _options(c10d.AllToAllOptions(), on_gpu)
+            options = options_of(c10d.AllToAllOptions(), on_gpu)
             if on_gpu:
                 of, to = list(send.split(send_sizes)), list(received.split(received_sizes))
                 # NCCL would move a rank's own part beside the others', through the same channels.
@@ -277,7 +307,7 @@ class Ranks:
         on_gpu = self.device.type == "cuda"
         options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         if not later:
-            options = _options(options, on_gpu)
+            options = options_of(options, on_gpu)
         with nullcontext() if later else self.measured():
             group = self._weights if on_gpu else self._tensors
             work = group._allgather_base(out.view(-1), x.view(-1), options)
@@ -308,7 +338,7 @@ class Ranks:
     def _all_gather(self, group: Any, x: torch.Tensor) -> torch.Tensor:
         parts = x.new_empty(self.size, *x.shape)
         on_gpu = x.device.type == "cuda"
-        options = _options(c10d.AllgatherOptions(), on_gpu)  # type: ignore[attr-defined]
+        options = options_of(c10d.AllgatherOptions(), on_gpu)  # type: ignore[attr-defined]
         work = group._allgather_base(parts.view(-1), x.contiguous().view(-1), options)
         self._wait(work, on_gpu=on_gpu)
         return parts
@@ -347,6 +377,8 @@ class Ranks:
                 return
             if alarm is not None:
                 alarm.expect_none()
+            elif self._gone() is not None:  # a process forked from it may keep connections open
+                deadline = min(deadline, time.monotonic() + _ON_ITS_WAY)
             if time.monotonic() > deadline:
                 self._explain(TimeoutError(f"no answer within {self._timeout}"))
         try:
@@ -355,45 +387,12 @@ class Ranks:
             self._explain(error)
 
     def _explain(self, error: BaseException) -> None:
-        rank = self.members[self.rank]
         if self._alarm is None:
+            gone = self._gone() or Failure.of(self._own, RankLostError.of(error))
             self._disconnect(failed=True)
-            raise Failure.of(rank, RankLostError.of(error)).error() from error
-        self._alarm.explain(rank, error).raise_again(None)
-
-
-def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group whose ranks are there: to connect takes them no longer than that."""
-    notes = c10d.PrefixStore(f"{name}/notes", store)
-    group = dist.ProcessGroupGloo(notes, rank, size, min(timeout, _CONNECTS))
-    try:
-        group._set_default_timeout(timeout)
-    except (AttributeError, RuntimeError):  # older torch
-        again = c10d.PrefixStore(f"{name}/again", store)
-        group = dist.ProcessGroupGloo(again, rank, size, timeout)
-    return group
-
-
-def _options(options: Any, on_gpu: bool) -> Any:
-    """On a GPU collectives run in the current stream, where torch can have them there."""
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = not on_gpu
-    return options
+            raise gone.error() from error
+        self._alarm.explain(self._own, error).raise_again(None)
 
 
 def _bytes(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _own_connection() -> Any:
-    """The job's store through a connection that blocks nobody else."""
-    store: Any = c10d._get_default_store()
-    with suppress(RuntimeError, AttributeError):  # not every kind of store can
-        return store.clone()
-    return store
-
-
-def expect_process_group() -> None:
-    """Raise unless torch.distributed runs."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise Error("mesh: expected torch.distributed to be initialised; start with torchrun")

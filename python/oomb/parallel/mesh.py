@@ -8,7 +8,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from oomb.parallel.group import Ranks, expect_process_group
+from oomb.errors import Error
+from oomb.parallel.group import Ranks
 from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
 from oomb.parallel.weights import Weights
 
@@ -53,7 +54,8 @@ def placement_of(mesh: Any) -> Placement:
             f"{type(mesh).__name__}; make one with init_device_mesh('cuda', (ranks,), "
             "mesh_dim_names=('cp',))"
         )
-    expect_process_group()
+    if not dist.is_available() or not dist.is_initialized():
+        raise Error("mesh: expected torch.distributed to be initialised; start with torchrun")
     names = tuple(mesh.mesh_dim_names or ())
     if DIMENSION not in names:
         raise ValueError(

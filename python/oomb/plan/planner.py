@@ -12,6 +12,7 @@ from oomb.core.border_states import border_bytes
 from oomb.core.fit import Room, fit
 from oomb.core.growth import growth_seconds
 from oomb.core.layout import Chunks, GradientReach
+from oomb.core.main_grad import check_sums
 from oomb.core.page_demand import Choices, rule_of
 from oomb.core.tiers import PageLayout
 from oomb.engine.needs import (
@@ -23,6 +24,7 @@ from oomb.engine.needs import (
     setting_of,
     spare_of,
 )
+from oomb.engine.plan import check_planned
 from oomb.engine.ranks import shapes_here, tokens_here
 from oomb.errors import OutOfMemoryError
 from oomb.model.float8 import GPU_WANTED, SMALLEST_CAPABILITY
@@ -42,7 +44,6 @@ from oomb.trace.bare import bare_model
 from oomb.trace.trace import Trace, Tracer
 
 _DRAWS = 8  # draws of SampledChunks that are looked at; the largest counts
-MOST_SEQUENCES = 2**20  # of a call that is planned
 _ARGUMENT_BYTES = 3 * 8  # per token: ids, labels and a mask, at most
 _INPUT_BYTES = _ARGUMENT_BYTES + 2 * 4  # and positions, targets
 
@@ -128,15 +129,9 @@ class Planner:
         Raises:
             ValueError: an argument does not fit.
         """
-        for name, value, most in (
-            ("num_tokens", num_tokens, 2**40),
-            ("batch_size", batch_size, MOST_SEQUENCES),
-        ):
-            if not isinstance(value, int) or not 1 <= value <= most:
-                # As text a number may have more digits than Python prints.
-                got = "more" if isinstance(value, int) and value > most else repr(value)
-                raise ValueError(f"{name}: expected an int in 1 ... {most:,}, got {got}")
+        check_planned(num_tokens, batch_size)
         config, tracer = config or Config(), self.tracer
+        check_sums(tracer.trainable, config.main_grad_dtype)
         use = OptimizerUse()
         if optimizer is not None:
             use = optimizer_use(

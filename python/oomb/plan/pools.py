@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oomb.core.committed import committed_bytes
 from oomb.core.layout import first_page_in_window
 from oomb.core.tiers import Caps
 from oomb.core.window_pages import existing_pages
 from oomb.plan.dry_run import DryRun, DryRunResult
 from oomb.plan.pages import PageCall
-
-# Bytes by which a pool grows: (device tier, host tier).
-_STEPS = {"cpu": (2**20, 2**20), "cuda": (2**28, 2**26)}
-_UNITS = {"cpu": (2**16, 2**16), "cuda": (2**21, 2**27)}  # and what it is a multiple of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +37,19 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     """
     slot = call.layout.slot_bytes
 
-    def committed(in_use: int, tier: int, max_slots: int) -> int:
-        """Bytes of a pool of which ``in_use`` bytes were in use at once."""
-        slots = -(-in_use // slot)
-        step = max(1, _STEPS[call.device_type][tier] // slot)
-        mapped = min(-(-slots // step) * step, max_slots)
-        unit = _UNITS[call.device_type][tier]
-        whole = -(-mapped * slot // unit) * unit
-        return whole if tier == 0 else min(whole, max_slots * slot)
+    def committed(in_use: int, max_slots: int, on_host: bool) -> int:
+        return committed_bytes(
+            in_use,
+            slot_bytes=slot,
+            max_slots=max_slots,
+            device_type=call.device_type,
+            on_host=on_host,
+        )
 
     peak = slots_at_once(call)
     if peak > caps.device_slots and not dry_run:
         return least_pools(call, caps.device_slots)
-    device = committed(min(peak, caps.device_slots) * slot, 0, caps.device_slots)
+    device = committed(min(peak, caps.device_slots) * slot, caps.device_slots, False)
     if peak <= caps.device_slots:
         return PoolUse(device_peak_bytes=device, host_peak_bytes=0, h2d_bytes=0, d2h_bytes=0)
     ran = DryRun(call, caps).run()
@@ -60,7 +57,7 @@ def pool_use(call: PageCall, caps: Caps, *, dry_run: bool = True) -> PoolUse:
     host = min(ran.host_peak_bytes, most * slot)
     return PoolUse(
         device_peak_bytes=device,
-        host_peak_bytes=committed(host, 1, caps.host_capacity),
+        host_peak_bytes=committed(host, caps.host_capacity, True),
         h2d_bytes=ran.h2d_bytes,
         d2h_bytes=ran.d2h_bytes,
         dry_run=ran,

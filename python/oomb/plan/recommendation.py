@@ -270,14 +270,17 @@ def _fastest(
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:
-    """The most tokens that fit, in whole chunks; 0 where not even one chunk does."""
-    low, high = 0, -(-min(context, _LONGEST) // config.chunk_size)
+    """The most tokens that fit, in whole chunks; 0 where not even the fewest do: one chunk, or as
+    many as hold the tokens that show images, whose number stays.
+    """
+    fewest = max(1, -(-asked["image_tokens"] // config.chunk_size))
+    low, high = fewest - 1, -(-min(context, _LONGEST) // config.chunk_size)
     while high - low > 1:
         middle = (low + high) // 2
         tokens = middle * config.chunk_size
         fits = planner.predict(tokens, config, timed=False, dry_run=False, **asked).fits
         low, high = (middle, high) if fits else (low, middle)
-    return low * config.chunk_size
+    return low * config.chunk_size if low >= fewest else 0
 
 
 def _advice(

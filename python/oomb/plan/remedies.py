@@ -57,28 +57,26 @@ def remedies(asked: Prediction, predict: Predict) -> tuple[Remedy, ...]:
     """Single changes that save memory: those that make the step fit first; of these the ones that
     alter the result least, then the fastest.
 
-    Each is tried by itself; where none is enough, the last is all of those together that change
-    neither the context nor what is trained, with the smallest optimizer.
+    Each is tried by itself; where none is enough, the last is all of those together, with the
+    smallest optimizer.
 
     Args:
         asked: what does not fit.
         predict: the same step with another config, optimizer and place of its states.
     """
-    found = [
-        remedy
-        for changes in _single(asked)
-        if (remedy := _tried(asked, predict, changes)).saved_bytes > 0
-    ]
+    tried = (_tried(asked, predict, changes) for changes in _single(asked))
+    saving = [remedy for remedy in tried if remedy is not None and remedy.saved_bytes > 0]
+    found = list(saving)
     found.sort(key=lambda one: (not one.fits, one.alters, one.seconds or 0.0, -one.saved_bytes))
     if found and not any(one.fits for one in found):
         together: dict[str, str] = {}
-        for changes in _single(asked):
-            for name, value in changes.items():
-                together[name] = value  # of several optimizers the last, the smallest
+        for remedy in saving:
+            together |= dict(remedy.changes)  # of several optimizers the last, the smallest
         if together.get("optimizer", "").startswith("paged_"):
             together.pop("optimizer_states", None)
-        whole = _tried(asked, predict, together)
-        if whole.saved_bytes > 0:
+        new = tuple(together.items()) not in [remedy.changes for remedy in saving]
+        whole = _tried(asked, predict, together) if new else None
+        if whole is not None and whole.saved_bytes > 0:
             found.append(whole)
     return tuple(found)
 
@@ -110,17 +108,21 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
                 yield {"optimizer": name}
 
 
-def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Remedy:
+def _tried(asked: Prediction, predict: Predict, changes: dict[str, str]) -> Remedy | None:
+    """None: it cannot be set, for this model or beside what is asked for."""
     of_engine = {k: v for k, v in changes.items() if not k.startswith("optimizer")}
     settings: dict[str, object] = dict(of_engine)
     if "chunk_size" in settings:
         settings["chunk_size"] = int(changes["chunk_size"])
-    config = replace(asked.config, **settings)  # type: ignore[arg-type]
     name = changes.get("optimizer", asked.optimizer)
     states = changes.get("optimizer_states", asked.optimizer_states)
     if "optimizer" in changes and changes["optimizer"].startswith("paged_"):
         states = "device"
-    other = predict(config, name, states)
+    try:
+        config = replace(asked.config, **settings)  # type: ignore[arg-type]
+        other = predict(config, name, states)
+    except ValueError:  # what was asked for was none, so it is of the change
+        return None
     seconds = None
     if asked.seconds is not None and other.seconds is not None:
         seconds = other.seconds - asked.seconds

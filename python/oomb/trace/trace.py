@@ -171,8 +171,8 @@ class Tracer:
 
     def _states(self, causal: CausalModel) -> int:
         """What one sequence hands over a border beside keys and values."""
-        kernels = kernels_in_torch(causal.decoder)
-        with entered(torch.random.fork_rng(devices=[]), kernels, self._mode):
+        runnable = experts_of_any_dtype(), kernels_in_torch(causal.decoder)
+        with entered(torch.random.fork_rng(devices=[]), *runnable, self._mode):
             try:
                 return state_bytes(found_mixers(causal))
             except (UnsupportedModelError, *_FAILURES):  # it knows no cache like ours

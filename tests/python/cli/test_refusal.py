@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,11 @@ def test_links_in_a_circle_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(typer.Exit):
         check_out("plan", "--out", tmp_path / "a")
     assert "--out: expected a file to write, got " in capsys.readouterr().err
+
+
+def test_ranks_try_the_same_file_at_the_same_time(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        tries = [pool.submit(check_out, "plan", "--out", tmp_path / "file") for _ in range(2000)]
+    for one in tries:
+        one.result()
+    assert not any(tmp_path.iterdir())

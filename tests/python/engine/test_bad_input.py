@@ -244,10 +244,26 @@ def test_a_call_inside_a_call(engine: oomb.Engine) -> None:
     assert engine.evaluate(IDS, IDS).loss > 0
 
 
-@pytest.mark.parametrize("arguments", [{"num_tokens": 0}, {"num_tokens": 9, "batch_size": -1}])
-def test_plan(engine: oomb.Engine, arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected an int >= 1"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_tokens": 0}, r"num_tokens: expected an int in 1 \.\.\. 1,099,511,627,776, got 0"),
+        ({"num_tokens": True}, r"num_tokens: .*, got True"),
+        ({"num_tokens": 2.0}, r"num_tokens: .*, got 2\.0"),
+        ({"num_tokens": 2**40 + 1}, r"num_tokens: .*, got 1099511627777"),
+        ({"num_tokens": 10**5000}, r"num_tokens: .*, got more"),
+        ({"num_tokens": 9, "batch_size": -1}, r"batch_size: .* in 1 \.\.\. 1,048,576, got -1"),
+        ({"num_tokens": 9, "batch_size": 2**20 + 1}, r"batch_size: .*, got 1048577"),
+        ({"num_tokens": 9, "image_tokens": True}, r"image_tokens: .*, got True"),
+    ],
+)
+def test_plan(engine: oomb.Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
         engine.plan(**arguments)
+
+
+def test_the_largest_plan(engine: oomb.Engine) -> None:
+    assert not engine.plan(2**40, 2**20).fits
 
 
 def test_a_closed_engine() -> None:

@@ -97,13 +97,27 @@ def test_plan_says_what_a_call_takes() -> None:
     """Where plan says it fits just so, it does; a page less, and it does not."""
     model = make("llama")
     device = 8 * 2048
-    with oomb.Engine(model, config(device_memory=device, host_memory="1GiB")) as engine:
-        host = engine.plan(75, batch_size=2).host_bytes
-    assert host > 0
+    with oomb.Engine(model, config(device_memory=device, host_memory=2048)) as engine:
+        plan = engine.plan(75, batch_size=2)
+    host = plan.host_bytes  # the least
+    assert host > 0 and not plan.fits
     with oomb.Engine(model, config(device_memory=device, host_memory=host)) as engine:
-        assert engine.plan(75, batch_size=2).fits
+        plan = engine.plan(75, batch_size=2)
+        assert plan.fits and plan.host_bytes == host
         engine.forward_backward(IDS, IDS)
     with oomb.Engine(model, config(device_memory=device, host_memory=host - 2048)) as engine:
         assert not engine.plan(75, batch_size=2).fits
         with pytest.raises(oomb.OutOfMemoryError):
             engine.forward_backward(IDS, IDS)
+
+
+@pytest.mark.parametrize("device_memory", ["64KiB", "600KiB"])
+@pytest.mark.parametrize("tokens", [400, 2000])
+def test_plan_counts_the_host_tier_as_it_grows(device_memory: str, tokens: int) -> None:
+    """In steps; and where there is room for them, pages stay there when they are copied."""
+    ids = random_ids(1, tokens)
+    model = make("llama", max_position_embeddings=2048)
+    settings = config(device_memory=device_memory, host_memory="1GiB", keep_outputs="none")
+    with oomb.Engine(model, settings) as engine:
+        planned = engine.plan(tokens).host_bytes
+        assert engine.forward_backward(ids, ids).stats.host_peak_bytes == planned

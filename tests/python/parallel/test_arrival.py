@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 import oomb
-from oomb.parallel import group
+from oomb.parallel import own_groups
 from oomb.parallel.failure import RankLostError
 from oomb.parallel.group import Ranks
 
@@ -38,7 +38,7 @@ def failing(rank: int) -> tuple[str, float]:
 
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_CONNECTS", timedelta(seconds=2))
+        patch.setattr(own_groups, "_CONNECTS", timedelta(seconds=2))
         if rank == 1:
             patch.setattr(dist, "ProcessGroupGloo", no_room)
         with pytest.raises(oomb.OutOfMemoryError) as found:

@@ -49,9 +49,27 @@ def test_a_folder_is_planned_from_its_config_alone(tmp_path: Path) -> None:
     assert "chunk_size=256" in done.output
 
 
+@pytest.mark.parametrize(("page_size", "chunk_size"), [(8192, 8192), (100, 4100), (64, 2048)])
+def test_a_chunk_that_is_chosen_has_whole_pages(
+    tmp_path: Path, page_size: int, chunk_size: int
+) -> None:
+    """Of the sizes that there are, or the least of at least 4,096 tokens."""
+    make("llama").config.save_pretrained(tmp_path)
+    arguments = ["--context", "2K", "--page-size", str(page_size), "--dtype", "float32"]
+    done = run(str(tmp_path), *arguments)
+    assert done.exit_code == 0, done.output
+    assert f"chunk_size={chunk_size}," in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["qwen2.5-1.5b", "--page-size", "0"], "page_size: expected an int >= 1, got 0"),
+        (["qwen2.5-1.5b", "--page-size", "-8"], "page_size: expected an int >= 1, got -8"),
+        (
+            ["qwen2.5-1.5b", "--main-grad-dtype", "bfloat16", "--dtype", "float32"],
+            "main_grad_dtype: expected 'float32' for a model that trains no parameter in bfloat16",
+        ),
         (["qwen2.5-1.5b", "--context", "long"], "context: expected tokens"),
         (["qwen2.5-1.5b", "--context", "4K", "--host-memory", "much"], "host_memory: expected"),
         (["qwen2.5-1.5b", "--chunk-size", "100"], "chunk_size: expected a multiple"),

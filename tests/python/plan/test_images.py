@@ -18,7 +18,7 @@ from engine.models import make
 from oomb.cli import app
 from oomb.engine import call
 from oomb.model.causal import CausalModel
-from oomb.plan import Machine, Planner, Prediction
+from oomb.plan import Machine, Planner, Prediction, recommend
 from oomb.trace.image_sizes import tokens_of_image
 from oomb.trace.meter import tensors_of
 from oomb.trace.tower import _ATTENTION_OF_CPU, ShownImages
@@ -179,6 +179,22 @@ def test_which_tokens_show_images() -> None:
     seeing = model_of("gemma3", trained=True)
     with pytest.raises(ValueError, match=r"image_tokens: expected 0 \.\.\. 64, .* got 65"):
         Planner(seeing, Machine.here("cpu")).predict(64, CONFIG, image_tokens=65)
+
+
+@pytest.mark.parametrize(("device_bytes", "some"), [(32_000_000, True), (20_000_000, False)])
+def test_the_longest_context_has_all_images(device_bytes: int, some: bool) -> None:
+    """A text that is too long is halved, but not to fewer tokens than show images."""
+    model, machine = model_of("qwen3-vl", trained=True), Machine.described(device_memory="48GiB")
+    machine = replace(machine, device_bytes=device_bytes, host_bytes=0)
+    config = oomb.Config(chunk_size=256, page_size=32, recompute="none", keep_outputs="none")
+    asked: dict[str, Any] = {"optimizer": None, "image_tokens": 700, "timed": False}
+    kept = frozenset({"chunk_size", "recompute", "kv_grad_dtype"})
+    found = recommend(model, 2**15, machine=machine, config=config, keep=kept, **asked)
+    longest = found.longest_context
+    assert not found.fits and longest is not None and (longest >= 700) == some
+    planner = Planner(model, machine, images=True)
+    assert planner.predict(max(768, longest), config, **asked).fits == some
+    assert not planner.predict(max(768, longest + 256), config, **asked).fits
 
 
 @pytest.mark.parametrize(

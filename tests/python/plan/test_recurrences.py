@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from oomb.model.causal import CausalModel
+from oomb.model.mixers import state_bytes
+from oomb.model.probe import found_mixers
 from oomb.trace import trace
 from oomb.trace.trace import Setting, Tracer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from engine.models import make
 from engine.recurrent_models import RECURRENT, make_recurrent
 
 
@@ -36,6 +41,25 @@ def test_a_few_turns_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert sampled.sweep_peak_bytes == pytest.approx(whole.sweep_peak_bytes, rel=0.02)
     assert sampled.sweep.flops == pytest.approx(whole.sweep.flops, rel=0.02)
     assert sampled.sum_bytes == whole.sum_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_states_beside_experts_of_any_dtype(name: str, dtype: torch.dtype) -> None:
+    """Torch knows shapes of grouped products in bf16 alone, and writes an error for others."""
+    model = (make_recurrent if name in RECURRENT else make)(name, dtype)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        counted = Tracer(model, "cpu", False).state_bytes
+    finally:
+        logger.removeHandler(handler)
+    assert records == []
+    assert counted == state_bytes(found_mixers(CausalModel(model)))
+    assert (counted > 0) == (name in RECURRENT)
 
 
 # All but ZAYA, whose convolutions are torch's own.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+import oomb
+from engine.models import make
 from oomb.cli.plan_tables import show
-from oomb.plan import Machine, Recommendation, recommend
+from oomb.plan import Machine, Planner, Recommendation, recommend
 
 ASKED: dict[str, Any] = {"gpu": "h100", "host_bytes": 256 * 2**30}
 
@@ -56,6 +60,35 @@ def test_beside_shards_only_what_goes_with_them(weights: str) -> None:
     names = {name for remedy in found.remedies for name, _ in remedy.changes}
     assert not names & {"weights", "optimizer", "optimizer_states"}
     assert ("main_grad_device" in names) == (weights == "zero3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_can_be_set_and_saves(dtype: torch.dtype) -> None:
+    """Sums in bf16 are for parameters in bf16; the row of all has what saved something alone."""
+    described = Machine.described(device_memory="48GiB", host_memory="1GiB")
+    machine = replace(described, device_bytes=100_000, host_bytes=0)
+    config = oomb.Config(chunk_size=512)
+    found = recommend(make("llama", dtype), 4096, machine=machine, config=config, timed=False)
+    assert not found.fits
+    *single, together = found.remedies
+    names = {name for remedy in single for name, _ in remedy.changes}
+    assert ("main_grad_dtype" in names) == (dtype == torch.bfloat16)
+    assert all(len(remedy.changes) == 1 for remedy in single)
+    assert 1 < len(together.changes) == len(names)
+    assert set(together.changes) <= {change for remedy in single for change in remedy.changes}
+
+
+def test_what_an_engine_refuses_is_no_plan() -> None:
+    model, config = make("llama", torch.float32), oomb.Config(main_grad_dtype="bfloat16")
+    refusals = []
+    for ask in (
+        lambda: oomb.Engine(model, config),
+        lambda: Planner(model, Machine.here("cpu")).predict(64, config, timed=False),
+    ):
+        with pytest.raises(ValueError, match="main_grad_dtype: expected 'float32'") as refused:
+            ask()
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
 
 
 def test_what_fits_needs_none() -> None:
