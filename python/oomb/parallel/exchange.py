@@ -162,7 +162,7 @@ def _messages(shares: HeadShares, own: int, tensors: Tensors) -> torch.Tensor:
     if shares.fills:
         rows.append(rows[0].new_zeros(own, batch, 1, rows[0].shape[3]))
     every = torch.cat(in_pieces(rows), dim=2)
-    heads = picked(every, 2, sent_heads(shares, len(tensors) - 1)).unflatten(2, (shares.ranks, -1))
+    heads = picked(every, sent_heads(shares, len(tensors) - 1)).unflatten(2, (shares.ranks, -1))
     messages: torch.Tensor = heads.permute(2, 0, 1, 3, 4).contiguous().view(-1).view(dtype)
     return messages
 
@@ -175,8 +175,8 @@ def _whole_heads(shares: HeadShares, others: int, messages: torch.Tensor) -> lis
     dtype = messages.dtype
     rows = in_pieces([messages])[0].permute(2, 1, 0, 3, 4).flatten(2, 3)
     queries, keys = received_heads(shares, others)
-    whole = [picked(rows, 2, queries).view(dtype)]
+    whole = [picked(rows, queries).view(dtype)]
     for copies in keys:
-        parts = [picked(rows, 2, places).view(dtype) for places in copies]
+        parts = [picked(rows, places).view(dtype) for places in copies]
         whole.append(parts[0] if len(parts) == 1 else added_in_order(parts))
     return whole

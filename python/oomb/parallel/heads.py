@@ -161,11 +161,11 @@ def received_heads(shares: HeadShares, others: int) -> tuple[Places, list[list[P
     return tuple(queries), keys
 
 
-def picked(x: torch.Tensor, dim: int, places: Places) -> torch.Tensor:
-    """What is at some places of an axis. On a GPU the places are copied there once."""
+def picked(x: torch.Tensor, places: Places) -> torch.Tensor:
+    """Heads of [..., ..., heads, D] at some places. On a GPU the places are copied there once."""
     # A fake tensor of a plan is nothing that a call may find later.
     made = _index if type(x) is torch.Tensor else _index.__wrapped__
-    return x.index_select(dim, made(places, x.device))
+    return x.index_select(2, made(places, x.device))
 
 
 @lru_cache(maxsize=256)
