@@ -304,6 +304,9 @@ class Config:
             ``"zero2"`` also shards gradient sums after each chunk, ``"zero3"`` gathers by layer.
         divide_pages: ranks that would hold copies of a key/value head, where they are more than the
             heads, hold a part of its pages each: less memory, and more exchanges.
+        head_groups: number of groups in which ranks exchange a layer's heads, one after another, in
+            buffers of an n-th of the size: a divisor of a rank's key/value heads. Dense attention
+            alone may have several. Changes no bit, but for gradient pages in bf16.
         rope_angles: ``"model"`` as the model computes them, or ``"float64"`` for positions past 1M.
         deterministic: False allows faster kernels whose sums have no fixed order.
         keep_main_grad: keep the sum of each gradient over chunks for ``engine.main_grad``.
@@ -325,6 +328,7 @@ class Config:
     weights: Literal["device", "host"] = "device"
     sharded_weights: Literal["zero1", "zero2", "zero3"] = "zero3"
     divide_pages: bool = False
+    head_groups: int = 1
     rope_angles: Literal["model", "float64"] = "model"
     deterministic: bool = True
     keep_main_grad: bool = False
@@ -351,6 +355,10 @@ class Config:
             "oomb.AllChunks(), oomb.SampledChunks(…) or oomb.TruncatedChunks(…)",
             backward,
         )
+        groups = self.head_groups
+        _expect(_is_count(groups, 1), "head_groups", "an int >= 1", groups)
+        if isinstance(attention, PageRule):
+            _expect(groups == 1, "head_groups", "1, as page rules see all heads at once", groups)
         object.__setattr__(self, "device_memory", parse_size("device_memory", self.device_memory))
         object.__setattr__(self, "host_memory", parse_size("host_memory", self.host_memory))
         keep = self.keep_outputs

@@ -44,6 +44,9 @@ def step(
     divide_pages: Annotated[
         bool, typer.Option("--divide-pages", help="GPUs divide pages in place of copies of heads.")
     ] = False,
+    head_groups: Annotated[
+        int, typer.Option(min=1, help="Groups in which GPUs exchange a layer's heads.")
+    ] = 1,
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
@@ -92,6 +95,7 @@ def step(
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             record_selection=attention == "topk",
             divide_pages=divide_pages,
+            head_groups=head_groups,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -133,6 +137,7 @@ def step(
                 "main_grad_dtype": main_grad_dtype,
                 "keep_outputs": keep_outputs,
                 "divide_pages": divide_pages,
+                "head_groups": head_groups,
             },
             out=out,
             plot=plot,

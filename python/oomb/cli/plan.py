@@ -66,6 +66,9 @@ def plan(
     divide_pages: Annotated[
         bool, typer.Option("--divide-pages", help="GPUs divide pages in place of copies of heads.")
     ] = False,
+    head_groups: Annotated[
+        int, typer.Option(help="Groups in which GPUs exchange a layer's heads.")
+    ] = 1,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk; 0: choose.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages per query block (TopKPages); 0: dense.")] = 0,
@@ -130,6 +133,7 @@ def plan(
             keep_outputs=share_or_word(keep_outputs),  # type: ignore[arg-type]
             weights=weights,  # type: ignore[arg-type]
             divide_pages=divide_pages,
+            head_groups=head_groups,
             **(sizes | chosen),
         )
         tokens = parse_length("context", context)

@@ -75,6 +75,7 @@ def _settings(prediction: Prediction) -> str:
             else [f"sharded_weights={prediction.machine.weights}"]
         ),
         *(["divide_pages=True"] if config.divide_pages else []),
+        *([f"head_groups={config.head_groups}"] if config.head_groups > 1 else []),
         f"attention={config.attention!r}",
         f"backward={config.backward!r}",
         f"optimizer={prediction.optimizer}",

@@ -34,6 +34,7 @@ class ChunkAttention:
         placement: of the parts of a sequence over ranks.
 
     Attributes:
+        head_groups: of each layer; each has pages of its own, as a layer has.
         kept_seconds: of the forward whose outputs are kept.
     """
 
@@ -44,8 +45,10 @@ class ChunkAttention:
         self,
         pages: CallPages,
         placement: Placement = AllHere(),  # noqa: B008  # a constant
+        head_groups: int = 1,
     ) -> None:
         self.pages = pages
+        self.head_groups = head_groups
         self.id = next(self._ids)
         self.kept_seconds = Stopwatch()
         self._expansions: dict[int, Expansion] = {}  # by layer whose pages hold latents
@@ -116,7 +119,7 @@ class ChunkAttention:
             self._shares[layer] = shares
         if run.phase == "fill":
             pages.write(layer, chunk, self._writing(chunk, layer, k, v))
-        ends = run.ends_with == "pages" and layer == pages.layers.last_filled
+        ends = run.ends_with == "pages" and layer >= pages.layers.fill_attends
         if pages.choice is not None:
             is_read = not ends or pages.order.read[chunk, layer] >= 0  # now, or in the sweep
             if is_read and pages.choice.lists.wanted(layer, chunk):
@@ -275,7 +278,8 @@ class ChunkAttention:
         own = self._reading_gradient(run.chunk, layer, *left)
         pages.accumulate(layer, run.chunk, launching, own)
         if pages.check_finite:
-            expect_finite("the gradient of attention", dq, dk, dv, chunk=run.chunk, layer=layer)
+            name, number = "the gradient of attention", layer // self.head_groups
+            expect_finite(name, dq, dk, dv, chunk=run.chunk, layer=number)
         return dq, dk, dv, torch.cat(left, -1) if width else None
 
     def _over_ranks(self, layer: int) -> WholeAttention:

@@ -135,11 +135,11 @@ class Keeping:
         swept: Sequence[int],
         batch: int,
         budget: int | None,
-        last_filled: int | None = None,
+        fill_attends: int | None = None,
     ) -> Keeping:
         """
         Args:
-            last_filled: layer at whose keys and values the fill ends; None: the last.
+            fill_attends: layers whose attention the fill runs; None: all but the last.
             swept: chunks that receive gradient, ascending.
             budget: past tokens that a query sees at most, where there is no window; None: all.
         """
@@ -159,7 +159,7 @@ class Keeping:
             (chunk, layer): worth(chunk, layer)
             for chunk in swept[:-1]
             if _is_whole(chunks, chunk)
-            for layer in range(len(shapes) - 1 if last_filled is None else last_filled)
+            for layer in range(len(shapes) - 1 if fill_attends is None else fill_attends)
         }
         order = sorted(found, key=lambda place: (-found[place], -place[0], place[1]))
         return Keeping(none, tuple(order), tuple(found[place] for place in order))

@@ -101,12 +101,15 @@ class PagedLayers:
         chunks: as each of them cuts them into its pages.
         sources: of each, the layer whose keys and values it reads: mostly its own.
         last_filled: the fill ends there; no layer behind it stores keys and values.
+        fill_attends: layers, the first ones, whose attention the fill runs: all before the last
+            filled, or before the groups of heads that make it up.
     """
 
     windows: tuple[int, ...]
     chunks: tuple[Chunks, ...]
     sources: tuple[int, ...]
     last_filled: int
+    fill_attends: int
 
     @staticmethod
     def of(
@@ -121,20 +124,23 @@ class PagedLayers:
         sources = tuple(
             layer if shape.source is None else shape.source for layer, shape in enumerate(shapes)
         )
+        last = layers[-1] if chooses else max(sources)
         sizes = [layout.page_size_of(layer) for layer in layers]
         cut = {size: replace(chunks, page_size=size) for size in set(sizes)}
         return PagedLayers(
             windows=tuple(shape.window for shape in shapes),
             chunks=tuple(cut[size] for size in sizes),
             sources=sources,
-            last_filled=layers[-1] if chooses else max(sources),
+            last_filled=last,
+            fill_attends=last + 1 - shapes[last].groups,
         )
 
     @staticmethod
     def alike(chunks: Chunks, windows: Sequence[int]) -> PagedLayers:
         """Layers of one shape, each with keys and values of its own."""
         number = len(windows)
-        return PagedLayers(tuple(windows), (chunks,) * number, tuple(range(number)), number - 1)
+        sources, last = tuple(range(number)), number - 1
+        return PagedLayers(tuple(windows), (chunks,) * number, sources, last, last)
 
     @property
     def number(self) -> int:
@@ -257,7 +263,7 @@ def call_order(
 
     together = 2 if paired else 1
     for first in range(0, filled, together):
-        for layer in range(num_layers if whole_fill else layers.last_filled):
+        for layer in range(num_layers if whole_fill else layers.fill_attends):
             for chunk in range(first, min(first + together, filled)):
                 visit(fill, chunk, layer, READ)
     for chunk in reversed(swept):

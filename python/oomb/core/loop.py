@@ -15,6 +15,7 @@ from oomb.core.attention import ChunkAttention, expect_finite
 from oomb.core.attention_operation import chunk_attention, with_sinks
 from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
+from oomb.core.head_groups import GroupOutputs, calls_of_groups
 from oomb.core.images import ImageRows
 from oomb.core.inputs import CallInputs, document_places
 from oomb.core.layout import Chunks
@@ -231,12 +232,36 @@ class ChunkLoop:
         return self._placement.slices(*self._chunks.span(chunk))
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
+        groups = self._attention.head_groups
         layer = self._model.paged[self._model.layer_of(call.module)]
+        if groups == 1:
+            return self._attend_at_once(call, layer)
+        outputs, ends = GroupOutputs(call.q.shape[1]), False
+        for group, own in enumerate(calls_of_groups(call, groups)):
+            try:
+                outputs.put(group, self._attend_at_once(own, layer * groups + group))
+            except FillComplete:  # of this group; the others' pages are written too
+                ends = True
+        if ends:
+            raise FillComplete
+        return outputs.whole
+
+    def _attend_at_once(self, call: AttentionCall, layer: int) -> torch.Tensor:
+        """
+        Args:
+            layer: of the pages.
+        """
+        shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
+        o = self._attend_here(call, layer, shares)
+        return self._to_tokens(_cut(o, call.v.shape[-1]), shares).to(call.q.dtype)
+
+    def _attend_here(self, call: AttentionCall, layer: int, shares: HeadShares) -> torch.Tensor:
+        """Output of the heads that are held here, of the whole chunk. In the fill nothing else is
+        left of them."""
         window = self._model.window_of(call)
         dtype = call.k.dtype  # the pages' own; a model may leave V in another
         # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
         widest = max(call.k.shape[-1], call.v.shape[-1])
-        shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
         own = tuple(_padded(x.to(dtype), widest) for x in (call.q, call.k, call.v))
         width = kernel_head_dim(call, self._model.capability)
         q, k, v = (_padded(x, width) for x in self._to_heads(own, shares))
@@ -262,7 +287,7 @@ class ChunkLoop:
             o, lse = later(o, lse)
         if call.sinks is not None:
             o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
-        return self._to_tokens(_cut(o, call.v.shape[-1]), shares).to(call.q.dtype)
+        return o
 
     def _mix(
         self,

@@ -282,7 +282,7 @@ class PageDemand:
             self.swept,
             self.batch,
             None if rule is None else rule.max_pages * self.chunks.page_size,
-            last_filled=self.layers.last_filled,
+            fill_attends=self.layers.fill_attends,
         )
 
     def chosen_share(self, past: int) -> float:

@@ -67,7 +67,9 @@ class Call:
         if self.model.device.type == "cuda":  # waits and copies are measured when they are over
             torch.cuda.synchronize(self.model.device)
         counters = pages.manager.stats()
-        exposed = pages.order.by_pass(pages.manager.waits().sum(axis=0))
+        waits = pages.order.by_pass(pages.manager.waits().sum(axis=0))
+        each = self.attention.head_groups  # the manager's layers of one of the model's
+        exposed = {name: x.reshape(len(x), -1, each).sum(axis=2) for name, x in waits.items()}
         reads = counters.hits + counters.misses
         selection: Selection = []
         if self.config.record_selection and pages.choice is not None:
@@ -272,7 +274,7 @@ class Calls:
             model, config, demand, tokens, recompute, self.weights, begun=True, image_tokens=shown
         )
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
-        attention = ChunkAttention(pages, placement)
+        attention = ChunkAttention(pages, placement, self._shapes[0].groups)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         routers = model.routers
         loop = ChunkLoop(

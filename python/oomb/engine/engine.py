@@ -317,7 +317,8 @@ class Engine:
     @property
     def layer_windows(self) -> list[int]:
         """Sliding window of each layer; 0: none."""
-        windows = {x: self._shapes[page].window for x, page in self._model.paged.items()}
+        of_layers = self._shapes[:: self._shapes[0].groups]
+        windows = {x: of_layers[page].window for x, page in self._model.paged.items()}
         return [windows.get(layer, 0) for layer in range(len(self._model.layers))]
 
     # Around calls ---------------------------------------------------------------------------------

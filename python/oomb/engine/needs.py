@@ -19,8 +19,9 @@ from oomb.engine.tracers import tracer_of
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.parallel.weights import Weights
+from oomb.trace.setting import Setting
 from oomb.trace.tower import TowerUse
-from oomb.trace.trace import Setting, Trace
+from oomb.trace.trace import Trace
 
 # Values of one layer that autograd keeps per token, in units of the hidden size and of the MLP's
 # inner size: norms, projections, residuals; gate, up, product.
@@ -225,6 +226,7 @@ def setting_of(
         expanded=demand.expanded,
         ranks=1 if recurrent else demand.ranks,
         divides_pages=config.divide_pages,
+        head_groups=demand.shapes[0].groups,
     )
 
 

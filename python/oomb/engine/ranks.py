@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[LayerShape]:
-    """Attention of each layer with the heads that one of ``ranks`` holds.
+    """Attention of each layer, or group of its heads, with the heads that one of ``ranks`` holds.
 
     Pages hold latents where a layer has them, each rank all of them; but keys and values where a
     page rule chooses by these, and where those of a rank's heads take no more. Pages of windows are
     never divided: their number does not grow with the sequence.
 
     Raises:
-        UnsupportedModelError: some rank would have no queries of its own, or pages that shall be
-            divided hold latents.
+        UnsupportedModelError: some rank would have no queries of its own, pages that shall be
+            divided hold latents, or groups do not divide the heads of a rank.
     """
     shares = [HeadShares(s.query_heads, s.kv_heads, ranks) for s in shapes]
     if not all(of_layer.fits for of_layer in shares):
@@ -59,7 +59,40 @@ def shapes_here(shapes: list[LayerShape], ranks: int, config: Config) -> list[La
             "divide_pages: expected a model whose pages hold keys and values, got one whose pages "
             "hold latents, of which each rank has all"
         )
-    return here
+    return _grouped(here, config.head_groups) if ranks > 1 else here  # else nothing is sent
+
+
+def _grouped(shapes: list[LayerShape], groups: int) -> list[LayerShape]:
+    """Those of each layer's groups of heads in place of the layer's."""
+    if groups == 1:
+        return shapes
+    if any(shape.latent for shape in shapes):
+        raise UnsupportedModelError(
+            "head_groups: expected 1 for a model whose pages hold latents, which all heads are "
+            f"made of, got {groups}"
+        )
+    if any(shape.copies > 1 for shape in shapes):
+        raise UnsupportedModelError(
+            "head_groups: expected 1 where ranks hold copies of key/value heads, whose number they "
+            f"do not divide, got {groups}"
+        )
+    if any(shape.kv_heads % groups for shape in shapes):
+        heads = " and ".join(str(n) for n in sorted({s.kv_heads for s in shapes}))
+        raise UnsupportedModelError(
+            f"head_groups: expected a divisor of the {heads} key/value heads that a rank holds, "
+            f"got {groups}"
+        )
+    return [
+        replace(
+            shape,
+            query_heads=shape.query_heads // groups,
+            kv_heads=shape.kv_heads // groups,
+            groups=groups,
+            source=None if shape.source is None else shape.source * groups + group,
+        )
+        for shape in shapes
+        for group in range(groups)
+    ]
 
 
 def _holds_latents(shape: LayerShape, kv_heads: int, config: Config) -> bool:

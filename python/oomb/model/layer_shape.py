@@ -21,6 +21,7 @@ class LayerShape:
         block: tokens see their own block of so many, which is a window as well; 0: no blocks.
         latent: numbers of a token that its keys and values are expanded from, where pages hold
             these; 0: pages hold keys and values.
+        groups: of the layer's heads, one of which this is; all of them stand in a row.
     """
 
     query_heads: int
@@ -32,6 +33,7 @@ class LayerShape:
     divided: bool = False
     block: int = 0
     latent: int = 0
+    groups: int = 1
 
     @property
     def stored_heads(self) -> int:

@@ -120,7 +120,7 @@ class DryRun:
         outputs, each = self._call.outputs or self._call.nothing_kept, self._layers_each
         layers = len(self._shapes)
         kept = outputs.kept[:, :layers].copy()
-        kept[:, self._layers.last_filled :] = False  # where the fill ends
+        kept[:, self._layers.fill_attends :] = False  # where the fill ends
         return replace(
             outputs,
             kept=kept,
@@ -169,6 +169,8 @@ class DryRun:
                 self._begin("fill", chunk, layer)
                 if layer == self._layers.last_filled:
                     break  # the fill ends here
+                if layer >= self._layers.fill_attends:
+                    continue  # other groups of the same heads are left to write
                 if turns is not None:
                     turns.pass_on()
                 self._attend("fill", chunk, layer)
@@ -260,7 +262,8 @@ def _some_layers(call: PageCall) -> Sequence[LayerShape]:
         enough = min(enough, _PAGE_VISITS * total // max(1, _page_visits(call, call.shapes)))
     for number in range(max(4, enough), total):
         some = call.shapes[:number]
-        if sum(1 for shape in some if shape.window) * total == windowed * number:
+        whole = number % call.shapes[0].groups == 0
+        if whole and sum(1 for shape in some if shape.window) * total == windowed * number:
             return some
     return call.shapes
 

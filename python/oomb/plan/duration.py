@@ -87,7 +87,7 @@ def duration_of(
 
     fill = seconds(trace.fill, trace.fill_peak_bytes)
     sweep = seconds(trace.sweep, trace.sweep_peak_bytes - trace.sum_bytes)
-    filling_shapes = call.shapes[: call.layers.last_filled]
+    filling_shapes = call.shapes[: call.layers.fill_attends]
     fill_attention = forward_seconds(call, rates, range(call.filled), filling_shapes)
     sweep_attention = forward_seconds(call, rates, call.swept, call.shapes)
     spared = _spared(call, rates)

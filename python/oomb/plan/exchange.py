@@ -42,7 +42,7 @@ def _parts_of_chunk_tokens(call: PageCall) -> float:
     for layer, shape in enumerate(call.shapes):
         if not shape.divided:
             continue
-        filled = call.filled * (layer < call.layers.last_filled)
+        filled = call.filled * (layer < call.layers.fill_attends)
         kept = 0 if call.outputs is None else int(call.outputs.kept[:, layer].sum())
         of_query, swept = shape.head_dim * dtype.itemsize, len(call.swept)
         # Queries, and outputs with their log-sum-exp; queries, what was left on their outputs, and

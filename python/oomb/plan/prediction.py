@@ -156,6 +156,7 @@ class Prediction:
             "weights": config.weights,
             "keep_outputs": config.keep_outputs,
             "divide_pages": config.divide_pages,
+            "head_groups": config.head_groups,
             "device_memory": config.device_memory,
             "host_memory": config.host_memory,
         }

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from oomb.core.attention import ChunkAttention, like_tokens_first
 from oomb.core.border_states import FillComplete
 from oomb.core.chunk_run import ChunkRun
-from oomb.core.latent_groups import Expanded, expanded, gathered, half_of, propagated
+from oomb.core.latent_groups import expanded, gathered, half_of, propagated
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
@@ -28,6 +28,7 @@ from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
 from oomb.trace.meter import Meter
+from oomb.trace.setting import Setting
 
 
 class TracedLoss(ChunkLoss):
@@ -174,11 +175,15 @@ class TracedLoop(ChunkLoop):
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, TracedAttention)
-        layer = self._model.layer_of(call.module)
-        attention.see(layer, call)
+        attention.see(self._model.layer_of(call.module), call)
+        return super()._attend(call)
+
+    def _attend_at_once(self, call: AttentionCall, layer: int) -> torch.Tensor:
+        attention = self._attention
+        assert isinstance(attention, TracedAttention)
         shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
         carried = attention.carried(layer, call, shares)
-        result = super()._attend(call)
+        result = super()._attend_at_once(call, layer)
         del carried
         return result
 
@@ -189,23 +194,20 @@ class TracedAttention(ChunkAttention):
     def __init__(
         self,
         last_filled: int,
-        waves: bool,
+        setting: Setting,
         capability: int | None,
-        expanded: Expanded | None,
         meter: Meter,
         placement: Placement,
-        divides_pages: bool,
     ) -> None:
         pages = SimpleNamespace(check_finite=False, paired=False, choice=None)
-        super().__init__(pages, placement)  # type: ignore[arg-type]
+        super().__init__(pages, placement, setting.head_groups)  # type: ignore[arg-type]
         self._last_filled = last_filled
         self.shapes: dict[int, LayerShape] = {}
         self._stored: dict[int, tuple[weakref.ref[torch.Tensor], ...]] = {}
         self.key_dtype = torch.float32
-        self._in_waves = waves
+        self._in_waves, self._divides_pages = setting.waves, setting.divides_pages
         self._capability = capability
-        self._expanded, self._meter = expanded, meter
-        self._divides_pages = divides_pages
+        self._expanded, self._meter = setting.expanded, meter
 
     def see(self, layer: int, call: AttentionCall) -> None:
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -226,7 +228,11 @@ class TracedAttention(ChunkAttention):
         return None
 
     def holds_latents(self, layer: int) -> bool:
-        return self._expanded is not None and self.shapes[layer].latent > 0
+        return self._expanded is not None and self._shape(layer).latent > 0
+
+    def _shape(self, layer: int) -> LayerShape:
+        """Of the decoder's layer that a group of heads belongs to."""
+        return self.shapes[layer // self.head_groups]
 
     def vector(
         self,
@@ -235,7 +241,7 @@ class TracedAttention(ChunkAttention):
         dtype: torch.dtype,
         heads: tuple[int, int, int] | None = None,
     ) -> torch.Tensor | None:
-        number = self.shapes[layer].kv_heads
+        number = self._shape(layer).kv_heads
         if heads is None and self._expanded is not None and self._expanded.heads < number:
             heads = 0, self._expanded.heads, number  # of one rank, which runs all tokens
         return super().vector(layer, latent, dtype, heads)
@@ -249,7 +255,7 @@ class TracedAttention(ChunkAttention):
         v: torch.Tensor,
         shares: HeadShares,
     ) -> None:
-        if run.ends_with == "pages" and layer == self._last_filled:
+        if run.ends_with == "pages" and layer // self.head_groups == self._last_filled:
             raise FillComplete
         if self.holds_latents(layer):
             self._attend_in_scratch(layer, q)
@@ -258,7 +264,7 @@ class TracedAttention(ChunkAttention):
             self._attend_in_parts(layer, q)
 
     def _is_divided(self, layer: int, shares: HeadShares) -> bool:
-        shape = self.shapes[layer]
+        shape = self._shape(layer)
         divides = self._divides_pages and shares.copies > 1
         return divides and not shape.window and not self.holds_latents(layer)
 

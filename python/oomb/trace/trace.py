@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomb.core.copying import linear_flops
 from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
-from oomb.core.latent_groups import Expanded
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
@@ -36,6 +35,7 @@ from oomb.trace.meter import Work
 from oomb.trace.quantized import PackedLinear, unpack_as_shapes
 from oomb.trace.recurrences import kernels_in_torch, recurrences_on_shapes
 from oomb.trace.samples import sample_sizes
+from oomb.trace.setting import Setting
 from oomb.trace.stand_ins import (
     TracedAttention,
     TracedLoop,
@@ -69,30 +69,6 @@ class Trace:
     sum_bytes: int
     fill: Work
     sweep: Work
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a chunk runs.
-
-    Attributes:
-        tokens: that are run of the chunk, per sequence; ``batch`` sequences.
-        recompute: layers are recomputed in backward.
-        waves: attention runs in several launches and carries its state between them.
-        main_grad_dtype: as in :class:`oomb.Config`.
-        expanded: of the past, where pages hold latents; None: they hold keys and values.
-        ranks: that run as many tokens each, and exchange them for heads.
-        divides_pages: those that share a key/value head divide its pages.
-    """
-
-    tokens: int
-    batch: int
-    recompute: bool
-    waves: bool
-    main_grad_dtype: str = "float32"
-    expanded: Expanded | None = None
-    ranks: int = 1
-    divides_pages: bool = False
 
 
 class Tracer:
@@ -247,13 +223,7 @@ class Tracer:
             total = torch.zeros((), dtype=torch.float64)
         meter, sweep = TracedMeter(_FLOPS_PER_BYTE[self._device_type]), Work()
         attention = TracedAttention(
-            self._last_filled(causal),
-            setting.waves,
-            self._capability,
-            setting.expanded,
-            meter,
-            placement,
-            setting.divides_pages,
+            self._last_filled(causal), setting, self._capability, meter, placement
         )
         grads = TracedSums(self._device_type, meter, setting.main_grad_dtype)
         runner = TracedRunner(setting.recompute, meter, border)

@@ -303,3 +303,13 @@ def test_pages_are_divided_where_it_is_asked(
     monkeypatch.setattr(bench_run, "run", lambda *given, **_: configs.append(given[2]))
     run("--model", tiny, "--tokens", "300", *(["--divide-pages"] if divided else []))
     assert [config.divide_pages for config in configs] == [divided]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_heads_are_exchanged_in_groups_where_it_is_asked(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    configs: list[oomb.Config] = []
+    monkeypatch.setattr(bench_run, "run", lambda *given, **_: configs.append(given[2]))
+    run("--model", tiny, "--tokens", "300", *(["--head-groups", "4"] if groups > 1 else []))
+    assert [config.head_groups for config in configs] == [groups]

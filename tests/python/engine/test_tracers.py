@@ -18,7 +18,7 @@ from oomb.engine import tracers
 from oomb.engine.needs import activations_of
 from oomb.engine.tracers import tracer_of
 from oomb.model.causal import CausalModel
-from oomb.trace.trace import Setting
+from oomb.trace.setting import Setting
 
 from .models import make
 

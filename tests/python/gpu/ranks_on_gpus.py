@@ -42,6 +42,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two tiers": {"device_memory": 80 * SLOT, "host_memory": "64MiB"},
     "kept": {"keep_outputs": "all"},
     "pages": {"attention": oomb.TopKPages(budget=4), "record_selection": True},
+    "groups": {"head_groups": 2},
+    "groups, recomputed": {"head_groups": 2, "recompute": "layer"},
+    "groups, kept, two tiers": {
+        "head_groups": 2,
+        "keep_outputs": 0.5,
+        "device_memory": 80 * SLOT,
+        "host_memory": "64MiB",
+    },
     "copies": {},
     "copies, pages": {"attention": oomb.TopKPages(budget=4, share="kv_head")},
     "copies, divided": {"divide_pages": True},
@@ -114,6 +122,10 @@ def compare(mesh: Any, say: Any) -> None:
             where = f"{name}, {dtype}"
             same = all(torch.equal(x, y) for x, y in zip(ours, repeated, strict=True))
             say(same and torch.equal(step.loss, again.loss), f"{where}: two runs differ in bits")
+            if "head_groups" in settings:
+                whole, at_once = train(model, ids, mesh, settings | {"head_groups": 1})
+                same = all(torch.equal(x, y) for x, y in zip(ours, at_once, strict=True))
+                say(same and torch.equal(step.loss, whole.loss), f"{where}: bits of one group")
             if dtype == torch.float32:
                 exact = one
                 away = error(ours, one)

@@ -226,6 +226,40 @@ CASES |= {
         ("own rule", Widest(share="kv_head"), "plain", None),
     )
 }
+# A layer's heads are exchanged in groups, of which each rank has a share.
+CASES |= {
+    f"groups, {name}": Case(
+        model=model,
+        heads=heads,
+        config={"head_groups": groups, **config},
+        batch=1 if call == "plain" else 3 if call == "padded" else 2,
+        tokens=140 if slots else 75,
+        call=call,
+        slots=slots,
+    )
+    for name, model, heads, groups, config, call, slots in (
+        ("two", "qwen2", (16, 8), 2, {}, "masked", None),
+        ("one head each", "qwen2", (24, 12), 4, {}, "documents", None),
+        ("three", "qwen2", (24, 12), 3, {}, "padded", None),
+        ("recompute", "qwen2", (16, 8), 2, {"recompute": "layer"}, "documents", None),
+        ("sinks", "gpt-oss", (16, 8), 2, {}, "plain", None),
+        ("soft caps", "gemma2", (8, 4), 2, {}, "masked", None),
+        ("window", "mistral", (8, 4), 2, {}, "plain", None),
+        ("shared keys", "gemma4-e2b", (8, 4), 2, {}, "plain", None),
+        ("two tiers", "qwen2", (16, 8), 2, {}, "plain", 30),
+        ("kept outputs", "qwen2", (16, 8), 2, {"keep_outputs": "all"}, "plain", None),
+        ("kept, two tiers", "qwen2", (16, 8), 2, {"keep_outputs": 0.5}, "plain", 30),
+    )
+}
+CASES |= {
+    "groups, 3 tokens": Case(heads=(16, 8), config={"head_groups": 2}, tokens=3),
+    "groups, sampled": Case(
+        heads=(16, 8),
+        config={"head_groups": 2, "backward": oomb.SampledChunks(keep=0.6, seed=3)},
+        is_ordinary=False,
+        tokens=120,
+    ),
+}
 CASES |= {
     "28 heads": Case(heads=(28, 4), batch=2, call="masked"),
     "28 heads, recompute": Case(heads=(28, 4), config={"recompute": "layer"}),
@@ -375,6 +409,15 @@ COPIES = {
 }
 
 
+def has_part(name: str, ranks: int) -> bool:
+    """Whether a case is one of so many ranks."""
+    case = CASES[name]
+    if name.startswith(SHARED):
+        return ranks == 4 or (name, ranks) in COPIES
+    groups = case.config.get("head_groups", 1)
+    return groups == 1 or (case.heads is not None and case.heads[1] % (ranks * groups) == 0)
+
+
 def is_quick(name: str, ranks: int) -> bool:
     if name.startswith(SHARED):
         return (name, ranks) in COPIES
@@ -386,7 +429,7 @@ WHERE = [
     for name in CASES
     if name not in EIGHT
     for ranks in (2, 3, 4)
-    if ranks == 4 or not name.startswith(SHARED) or (name, ranks) in COPIES
+    if has_part(name, ranks)
 ]
 
 

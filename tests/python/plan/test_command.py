@@ -134,3 +134,15 @@ def test_no_warning_of_other_libraries() -> None:
     )
     assert "fits" in done.stdout
     assert done.stderr == ""
+
+
+def test_groups_of_heads_are_planned(tmp_path: Path) -> None:
+    make("llama", num_key_value_heads=4, num_attention_heads=8).config.save_pretrained(tmp_path)
+    arguments = [str(tmp_path), "--context", "2K", *H200, "--gpus", "2", "--page-size", "64"]
+    done = run(*arguments, "--head-groups", "2")
+    assert done.exit_code == 0, done.output
+    assert "head_groups=2" in done.output
+    assert "head_groups" not in run(*arguments).output
+    refused = run(*arguments, "--head-groups", "3")
+    assert refused.exit_code == 2
+    assert "head_groups: expected a divisor of the 2 key/value heads" in refused.output

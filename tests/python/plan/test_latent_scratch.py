@@ -12,7 +12,8 @@ from engine.latent_models import adapted, make_latent
 from oomb.core.latent_groups import Expanded
 from oomb.errors import UnsupportedModelError
 from oomb.plan import Machine, Planner
-from oomb.trace.trace import Setting, Tracer
+from oomb.trace.setting import Setting
+from oomb.trace.trace import Tracer
 
 from .allocations import peak_allocated
 

@@ -20,7 +20,8 @@ from oomb.engine import call, needs
 from oomb.errors import UnsupportedModelError
 from oomb.hf import SFTTrainer
 from oomb.model.causal import CausalModel
-from oomb.trace.trace import Setting, Trace, Tracer
+from oomb.trace.setting import Setting
+from oomb.trace.trace import Trace, Tracer
 from trainer.runs import logged, model, prompts, sft_arguments, tokenizer
 
 SETTING = Setting(128, 1, False, False)

@@ -16,7 +16,7 @@ import oomb
 from oomb.model import adapters, causal
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
-from oomb.trace.trace import Setting
+from oomb.trace.setting import Setting
 
 pytest.importorskip("bitsandbytes")
 

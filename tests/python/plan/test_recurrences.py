@@ -16,7 +16,8 @@ from oomb.model.causal import CausalModel
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
 from oomb.trace import trace
-from oomb.trace.trace import Setting, Tracer
+from oomb.trace.setting import Setting
+from oomb.trace.trace import Tracer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -18,8 +18,9 @@ from oomb.errors import UnsupportedModelError
 from oomb.model import causal
 from oomb.plan import Machine, Planner
 from oomb.trace.bare import bare_model
+from oomb.trace.setting import Setting
 from oomb.trace.shapes import SHAPES
-from oomb.trace.trace import Setting, Tracer
+from oomb.trace.trace import Tracer
 
 from .allocations import peak_allocated
 

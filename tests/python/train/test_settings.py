@@ -106,8 +106,12 @@ def test_every_engine_setting_arrives(tmp_path: Path) -> None:
         "backward": oomb.SampledChunks(**backward),
     }
     assert config == oomb.Config(**expected)
-    for field in fields(oomb.Config):
-        assert getattr(config, field.name) != getattr(oomb.Config(), field.name), field.name
+    beside_dense = {"head_groups": 2}
+    config = read(tmp_path, LEAST + yaml.safe_dump({"engine": beside_dense})).engine.made()
+    assert config == oomb.Config(head_groups=2)
+    assert {field.name for field in fields(oomb.Config)} == changed.keys() | beside_dense
+    for name, value in changed.items():
+        assert expected[name] != getattr(oomb.Config(), name), (name, value)
 
 
 def test_truncated_chunks_arrive(tmp_path: Path) -> None:
