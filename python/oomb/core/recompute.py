@@ -139,7 +139,8 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors[num_inputs:])
+        # Not views: those of one sequence get other strides, and products save what strides need.
+        return tuple(x.detach() for x in tensors[num_inputs:])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -157,7 +158,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> Attended:
         ctx.save_for_backward(*tensors)  # q, k, v, o, lse
-        return tensors[3].view_as(tensors[3]), tensors[4].view_as(tensors[4])
+        return tensors[3].detach(), tensors[4].detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

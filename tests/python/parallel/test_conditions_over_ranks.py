@@ -1,0 +1,76 @@
+"""Each family on two ranks equals one process, and one ordinary backward, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import oomb
+from engine.conditions import (
+    CONDITIONS,
+    FAMILIES,
+    arguments,
+    expected_of,
+    make_family,
+    settings_of,
+)
+from engine.recurrent_models import nothing_rounds_to_float32
+from engine.reference import Result, assert_equal, assert_identical, take_gradients
+
+from .world import World, meshes
+
+
+@pytest.fixture(autouse=True)
+def all_in_float64() -> Iterator[None]:
+    with nothing_rounds_to_float32():
+        yield
+
+
+def over_ranks(rank: int, name: str, condition: str, recompute: str) -> tuple[Result, Result]:
+    """Two calls of one engine. Ranks 0 and 2 share sequences, and so do 1 and 3."""
+    case = CONDITIONS[condition]
+    with nothing_rounds_to_float32():
+        model, given = make_family(name, case), arguments(case)
+        config = settings_of(model, case, meshes[2], recompute=recompute)
+        with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+
+            def call() -> Result:
+                step = engine.forward_backward(**given)
+                return Result(step.loss, take_gradients(model), step)
+
+            return call(), call()
+
+
+# Run each time: families that no other test runs on ranks, and adapters beside frozen layers whose
+# input all ranks have sent: in a layer that is computed again it must have the same strides.
+QUICK = {
+    *(
+        (name, "tail of 3", "layer")
+        for name in (
+            *("qwen3.5-moe", "qwen3-next", "olmo-hybrid", "bamba", "granite-4-h", "lfm3"),
+            *("gemma4-31b", "gemma4-26b-a4b", "gemma3n", "vaultgemma"),
+        )
+    ),
+    ("nemotron-h", "adapters", "layer"),
+}
+WHERE = [
+    pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.slow, pytest.mark.release])
+    for way in itertools.product(FAMILIES, CONDITIONS, ("none", "layer"))
+]
+
+
+@pytest.mark.parametrize(("name", "condition", "recompute"), WHERE)
+def test_equals_one_backward(world: World, name: str, condition: str, recompute: str) -> None:
+    case = CONDITIONS[condition]
+    model, given = make_family(name, case), arguments(case)  # skips where there is none
+    world.start(over_ranks, name, condition, recompute)
+    expected = expected_of(model, given)
+    results = world.answers()
+    assert len(results) == 4
+    for found, again in results:
+        assert_equal(found, expected)
+        assert_identical(found, results[0][0])
+        assert_identical(again, found)
+        assert found.step.stats.h2d_bytes > 0 or not case.few_pages
