@@ -155,6 +155,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 64,
             "mamba_head_dim": 64,
             "n_groups": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
         },
     ),
 }
