@@ -9,7 +9,7 @@ are, of the rank that has most: what attention of a whole chunk holds at once in
 (heads that came, outputs that go and that come back; not the layer's output that groups are put
 into); the room that messages have in the memory of GPUs that write into each other's, which sums
 of gradients use too; seconds of a step (the slowest rank's median) and of exchanges; and whether
-loss and gradients have the bits of one group.
+loss and gradients have the bits of one group. Memory is told of GPUs alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Peaks:
 
 def measured(
     model: Any, ids: torch.Tensor, config: oomb.Config, mesh: DeviceMesh, times: int
-) -> Any:
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Row of one number of groups, and loss and gradients of its last step."""
     on_gpu = ids.device.type == "cuda"
     steps: list[oomb.Step] = []

@@ -74,7 +74,6 @@ FAMILIES = {
         {
             "layers_block_type": ["mamba", "moe", "attention", "mamba"],
             "n_routed_experts": 16,
-            "num_experts_per_tok": 6,
             "moe_intermediate_size": 512,
             "moe_shared_expert_intermediate_size": 512,
             "max_position_embeddings": 262144,

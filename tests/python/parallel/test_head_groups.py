@@ -85,7 +85,6 @@ def of_call(rank: int, settings: dict[str, Any], groups: int) -> Result | None:
     config = oomb.Config(**{**PLAIN, **settings}, head_groups=groups)
     with oomb.Engine(model, config, mesh=meshes[2]) as engine:
         step = engine.forward_backward(ids, ids)
-        assert engine.layer_windows == [0, 0]
     return Result(step.loss, take_gradients(model), step)
 
 
@@ -98,8 +97,11 @@ def test_same_bits(world: World, name: str) -> None:
             stats = found.step.stats
             assert bool(stats.h2d_bytes) == (name == "two tiers")
             assert stats.kept_output_share == whole.step.stats.kept_output_share
-            for seconds in stats.exposed_by_layer.values():
+            for passed, seconds in stats.exposed_by_layer.items():
                 assert len(seconds) == 2
+                assert sum(seconds) == pytest.approx(sum(stats.exposed_by_chunk[passed]))
+            waited = sum(map(sum, stats.exposed_by_layer.values()))
+            assert (waited > 0) == (name == "two tiers")
 
 
 # Memory -----------------------------------------------------------------------------------------
@@ -204,6 +206,21 @@ def test_layers_have_the_models_numbers(world: World) -> None:
     found = list(filter(None, world.run(not_finite)))
     assert len(found) == 4
     assert all("layer 1: the gradient of attention is not finite" in text for text in found)
+
+
+def windows(rank: int, groups: int) -> list[int] | None:
+    if meshes[2].get_coordinate() is None:
+        return None
+    model = make("gemma2", num_attention_heads=8, num_key_value_heads=4)
+    config = oomb.Config(**PLAIN, head_groups=groups)
+    with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+        return engine.layer_windows
+
+
+def test_layers_have_the_models_windows(world: World) -> None:
+    alternating, *_ = world.run(windows, 1)
+    assert len(set(alternating)) == 2
+    assert world.run(windows, 2) == [alternating] * 4
 
 
 def refused(rank: int, make_model: Callable[[], Any], groups: int) -> str | None:
