@@ -1,316 +1,217 @@
-"""Every causal language model class of the installed transformers, tiny and random: what an engine
-says of it at construction, and, if it takes it, how far its gradients are from ordinary ones.
+"""What an engine says of every causal language model class of the installed transformers, tiny and
+random, and how far its gradients are from ordinary ones; writes docs/models.md.
 
     python scripts/model_families.py [--only NAME ...] [--out FILE] [--against FILE] [--page FILE]
 
 A line each: family, ``exact`` (and the worst parameter's error in fp64), ``wrong`` (likewise),
-``refused`` and why, ``cannot be built`` or ``crash``. ``--against`` prints what differs from a file
-of another version; ``--page`` writes docs/models.md.
+``refused`` and why, ``not built`` or ``crash``. ``--against`` prints what differs from a file of
+another version. tests/python/test_families.py compares the page with what it measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
+import math
+import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from published_sizes import section
-from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tiny_families import FAMILIES, Verdict, config_of, verdict
 
-import oomb
+from oomb import _C
+from oomb.trace.published import PUBLISHED
 
-# What makes a config tiny, under any of its names; a config takes those that it has.
-_SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "d_model": 48,
-    "n_embd": 48,
-    "intermediate_size": 64,
-    "ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "n_inner": 64,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 1,
-    "num_layers": 2,
-    "num_attention_heads": 6,
-    "decoder_attention_heads": 6,
-    "encoder_attention_heads": 6,
-    "attention_heads": 6,
-    "n_head": 6,
-    "num_heads": 6,
-    "num_key_value_heads": 2,
-    "multi_query_group_num": 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "kv_channels": 8,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "max_seq_len": 512,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 16,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 6,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "state_size": 8,
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 97,
-    "num_kv_shared_layers": 0,
-    "laurel_rank": 8,
-    "sliding_window": 12,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dropout": 0.0,
-    "activation_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "layerdrop": 0.0,
-    "is_decoder": True,
-    "router_jitter_noise": 0.0,
-    "input_jitter_noise": 0.0,
+# The first release of transformers, of those below, from which on a family was found exact by this
+# script's models (2026-11-27: 5.14.1, 5.15.1, 5.16.1, 5.17.0, 5.18.0, 5.19.0, 5.20.2, 5.21.1,
+# 5.22.2, 5.23.0 and 5.24.0, each in a run of its own). Others are so from the first of them on.
+_OLDEST = "5.14"
+_SINCE = {
+    "5.15": "axk1 dbrx granite_swa granitemoe_swa",
+    "5.20": "beam kolibri1 moss_transcribe_diarize",
+    "5.21": (
+        "bailing_hybrid bamba cohere_compass_text falcon_h1 flint gemma2 granitemoehybrid "
+        "kimi_linear lfm2 lfm2_moe nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
+        "qwen3_5_moe_text qwen3_5_text qwen3_next vaultgemma zamba2 zaya"
+    ),
+    "5.23": "internlm3 iquestcoder lfm3",
+    "5.24": "apertus1p5_text codegen exaone gptj lara_mini sarvam_mla sarvam_moe",
 }
-# What a family needs besides.
-_OWN: dict[str, dict[str, Any]] = {
-    "falcon_h1": {"mamba_d_ssm": 96, "mamba_chunk_size": 16},
-    "mamba2": {"expand": 2, "num_heads": 6, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": None},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "dots1": {"layer_types": None, "max_window_layers": 1, "n_shared_experts": 1},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "cohere_compass_text": {
-        "layer_types": ["full_attention"] * 2,
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
-    },
-    "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
-    "zamba2": {
-        "num_hidden_layers": 4,  # two of them share their attention
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "n_mamba_heads": 2,
-    },
-    "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "nemotron_h": {"n_groups": 1, "layers_block_type": ["mamba", "attention"]},
-    "gptj": {"rotary_dim": 4},
-    "codegen": {"n_head": 4, "rotary_dim": 4},
-    "mimo_v2_flash": {
-        "num_key_value_heads": 2,
-        "num_attention_heads": 8,  # layers with a window have twice the key heads
-        "head_dim": 24,  # a third of it rotates
-        "v_head_dim": 16,
-    },
-    "deepseek_v32": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
-    "glm_moe_dsa": {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
-    "xmod": {"default_language": "en_XX"},
-    "reformer": {"axial_pos_embds_dim": [16, 32], "axial_pos_shape": [8, 8]},
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "deepseek_v3": {"first_k_dense_replace": 1},
-    # Padding stands for images too, which a text has none of.
-    "gemma4": dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), 0),
-    "gemma4_unified": dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), 0),
-    "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0]},
+_KERNELS_OF_HOPPER = (64, 128, 256)  # head dims that its own kernels take, without a soft cap
+_MIXERS = {  # parts of class names
+    "GatedDeltaNet": "gated delta net",
+    "BailingHybridDelta": "KDA",
+    "KimiLinearDelta": "KDA",
+    "Mamba": "Mamba-2",
+    "Bamba": "Mamba-2",
+    "FalconH1": "Mamba-2",
+    "ShortConv": "short convolution",
+    "ZayaCCA": "short convolution",
 }
-_SECONDS = 60  # that one family may take
-
-
-class _Late(Exception):
-    pass
-
-
-@contextmanager
-def _limited(seconds: int) -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise _Late(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def tiny_config(family: str, classes: str) -> Any:
-    """The config that the class takes, made small; parts of it (text, decoder) as well."""
-    kind = getattr(transformers, classes).config_class
-    known = kind().to_dict()
-    settings = {name: value for name, value in _SIZES.items() if _has(kind, known, name)}
-    for name, part in known.items():
-        if name.endswith("_config") and isinstance(part, dict):
-            settings[name] = {inner: value for inner, value in _SIZES.items() if inner in part} | (
-                {"model_type": part["model_type"]} if "model_type" in part else {}
-            )
-    if "kv_lora_rank" in known:  # latent attention has a key for each query head
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
-    layers = settings.get("num_hidden_layers", 2)
-    for name, value in known.items():
-        if isinstance(value, list) and value and name.endswith("layer_types"):
-            kinds = list(dict.fromkeys(value))  # each kind of layer once, as far as there is room
-            settings[name] = (kinds * layers)[:layers]
-    return kind(**{**settings, **_OWN.get(family, {})})
-
-
-def _has(kind: Any, known: dict[str, Any], name: str) -> bool:
-    return name in known or name in getattr(kind, "attribute_map", {})
-
-
-def build(family: str, classes: str) -> nn.Module:
-    """The family's causal model with random weights of unit gain, in fp64 and eval mode."""
-    torch.manual_seed(0)
-    model = getattr(transformers, classes)(tiny_config(family, classes))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if not weight.is_floating_point():
-                continue
-            noise = torch.empty_like(weight, dtype=torch.float32).normal_(generator=generator)
-            if "norm" in name or "ln_" in name:
-                weight.copy_(1 + 0.2 * noise)
-            elif weight.ndim == 1:
-                weight.copy_(0.2 * noise)
-            elif "embed" in name or "wte" in name:
-                weight.copy_(noise)
-            else:
-                weight.copy_(noise * weight.shape[-1] ** -0.5)
-    model = model.double().eval()
-    model.set_experts_implementation("eager")  # the others know no fp64
-    return model  # type: ignore[no-any-return]
-
-
-def worst_gradient(model: nn.Module) -> float:
-    """Largest relative error of a parameter's gradient, chunked against ordinary, in fp64."""
-    ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(5))
-    model.zero_grad()
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    ordinary = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
-        engine.forward_backward(ids, ids)
-    scale = max(float(g.norm()) for g in ordinary.values())
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        if name in ordinary and float(ordinary[name].norm()) > 1e-9 * scale:
-            ours = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            error = (ours - ordinary[name]).norm() / ordinary[name].norm()
-            worst = max(worst, float(error))
-    return worst
-
-
-def verdict(family: str, classes: str, make: Callable[[str, str], nn.Module] = build) -> str:
-    """One line on a family."""
-    try:
-        with _limited(_SECONDS):
-            model = make(family, classes)
-    except Exception as error:  # whatever a config of another kind of model raises
-        return f"cannot be built: {_first_line(error)}"
-    try:
-        with _limited(_SECONDS):
-            with oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8)) as engine:
-                handed = "states" if engine._model.mixers else "pages"
-            error = worst_gradient(model)
-    except oomb.UnsupportedModelError as refusal:
-        return f"refused: {_first_line(refusal)}"
-    except Exception as crash:
-        return f"crash: {type(crash).__name__}: {_first_line(crash)}"
-    # Norms and routers round to fp32 inside, so fp64 models agree to about 1e-7.
-    return f"{'exact' if error < 1e-4 else 'wrong'}: {error:.0e} ({handed})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:240] if str(error) else type(error).__name__
-
 
 _HEAD = """# Models
 
 What an engine says of every causal language model class of transformers {version}, tiny and with
 random weights, and how its gradients compare with one ordinary backward in fp64. This page is
-written by `python scripts/model_families.py --page docs/models.md`.
+written by `python scripts/model_families.py --page docs/models.md`, and
+`tests/python/test_families.py` fails where it differs from what is measured.
 
-{exact} families are exact, {refused} are refused, {wrong} are wrong or crash, and {unbuilt} cannot
-be made tiny by the script. Gradients agree to 1e-12 where a model's own code stays in fp64; norms,
-routers and recurrences that round to fp32 agree to about 1e-7. Layers may differ in heads and head
-dims, and read one another's keys and values, as in the released sizes of Gemma 4. These runs are on
-text; [images and videos](vision.md) says which families also take images exactly.
-
-On a GPU attention runs on tensor cores with heads of up to 512 in bf16 and fp16, of up to 256 on
-consumer cards, in pages of 64 or 128 tokens. Heads of another size than 64, 96, 128, 256 and 512
-get zeros behind them, up to the next of these: 192 and 128 of latent attention become 256, and 80
-becomes 96. The 512 of Gemma 4's global layers run on the plain kernels on consumer cards, and so do
-heads below 32 everywhere; these kernels are slow. Soft caps (Gemma 2, VaultGemma) run on the
-kernels for every GPU, on Hopper too.
+{exact} of {all} families are exact, {refused} are refused, {wrong} are wrong or crash, and
+{unbuilt} cannot be made by the script. Exact means that every parameter's gradient agrees to
+1e-12, with what transformers rounds to fp32 inside (norms, routers, recurrences, softmax) kept
+in fp64 on both sides; left as it is, that rounding shows as about 1e-7. Layers may differ in
+heads and head dims, and read one another's keys and values, as in the released sizes of Gemma
+4. These runs are on text; [images and videos](vision.md) says which families also take images
+exactly.
 """
-_PARTS = (
-    ("Exact, with keys and values alone", "exact", "(pages)", ""),
-    (
-        "Exact, with states of recurrences or convolutions",
-        "exact",
-        "(states)",
-        "From transformers 5.21 on. [usage](usage.md#recurrent-layers) says which kernels run.\n\n",
-    ),
-)
+_TABLE = """## Exact
+
+- *error*: of the worst parameter's gradient, relative, rounded up to a power of ten.
+- *heads: kernels*: head dims of the class's own default sizes, not of the tiny model, and what
+  attention runs on in bf16 on Hopper. *wgmma*: kernels of its own. *tensor cores*: those for
+  compute capability 8.0 and newer, on which every head dim of this column runs on an A100 as well,
+  and those up to 256 on consumer cards. *plain*: any GPU, correct and slow. Heads of another size
+  than 64, 96, 128, 256 and 512 get zeros behind them, up to the next of these: 192 and 128 of
+  latent attention become 256, and 80 becomes 96; heads below 32 run on the plain kernels.
+- *beside*: what the tiny model had in its attention. *latents*: pages hold these. Recurrences and
+  convolutions hand their states on; [usage](usage.md#recurrent-layers) says which kernels run.
+- *KiB*: of keys and values per token in bf16, of the released sizes that are known
+  [below](#kib-per-token), in their order.
+- *since*: first release of transformers, of the newest patch of each from {oldest} on, with which
+  this was found. Before 5.21 Gemma 2 and VaultGemma need `attn_implementation="eager"`.
+"""
+_REFUSED = """## Refused
+
+Why *indexers* are refused (DeepSeek V3.2, GLM-5): they choose keys for every query, 2,048 of the
+past as released. Chunks could train such a model exactly, because the choice has no gradient
+(transformers makes it without a graph, so ordinary training does not train the indexer either).
+The first pass would keep the indexer's keys beside the pages, the second would choose as the first
+did, and attention would take a list of keys per query. That last part is missing. Page rules give
+a list of pages to a block of queries: 128 queries may choose 262,144 different keys, which is every
+page of a past of 256K tokens. Pages in place of keys would train another model than the released
+one, so the engine refuses.
+"""
+_NOTHING = "-"  # of a cell
+_COLUMNS = ("family", "error", "heads: kernels", "beside", "KiB", "since")
 
 
-def page(verdicts: dict[str, str]) -> str:
+def kernels(family: str, capped: bool) -> str:
+    """Head dims of a class's default sizes, and the kernels that they run on."""
+    parts = []
+    for dim in _head_dims(config_of(family)):
+        padded = _C.attention_head_dim(dim, 90)
+        name = "tensor cores" if padded in (*_KERNELS_OF_HOPPER, 96, 512) else "plain"
+        if padded in _KERNELS_OF_HOPPER and not capped:
+            name = "wgmma"
+        parts.append(f"{dim}: {name}")
+    return ", ".join(parts)
+
+
+def _head_dims(config: Any) -> list[int]:
+    config = config.get_text_config(decoder=True)
+    sizes = config.to_dict()
+    if sizes.get("kv_lora_rank") and sizes.get("qk_nope_head_dim"):
+        key = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        return [max(key, sizes["v_head_dim"])]
+    layers = getattr(config, "per_layer_config", None)
+    if layers:
+        of_layers = (layers[index] for index in range(config.num_hidden_layers))
+        found = {getattr(layer, "head_dim", None) or 0 for layer in of_layers} - {0}
+        if found:
+            return sorted(found)
+
+    def first(*names: str) -> int:
+        return next((x for name in names if (x := getattr(config, name, None))), 0)
+
+    heads = first("num_attention_heads", "decoder_attention_heads", "n_head", "num_heads")
+    width = first("hidden_size", "n_embd", "d_model")
+    return [first("head_dim", "kv_channels") or width // heads]
+
+
+def beside(found: Verdict) -> str:
+    """What the attention of a tiny model had, and what hands on states."""
+    words = [next((w for p, w in _MIXERS.items() if p in name), name) for name in found.mixers]
+    return ", ".join(dict.fromkeys((*found.marks, *words)))
+
+
+def cells(family: str, found: Verdict) -> list[str]:
+    """A row of the table of exact families, without KiB."""
+    order = f"1e{math.ceil(math.log10(max(found.error, 1e-16)))}"
+    since = next((s for s, names in _SINCE.items() if family in names.split()), _OLDEST)
+    return [
+        f"`{family}`",
+        order,
+        kernels(family, "soft cap" in found.marks),
+        beside(found),
+        since,
+    ]
+
+
+def table_rows(page: str) -> Iterator[list[str]]:
+    """Rows of that table on a page, without KiB."""
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            row = ["" if cell == _NOTHING else cell for cell in line[2:-2].split(" | ")]
+            yield [*row[:4], row[5]]
+
+
+def listed(page: str, title: str) -> dict[str, str]:
+    """Families of a list on a page, and what it says of them."""
+    part = page.split(f"## {title}\n")[1].split("\n## ")[0] if f"## {title}\n" in page else ""
+    rows = re.split(r"^- ", part, flags=re.MULTILINE)[1:]
+    found = (" ".join(row.split()).split(": ", 1) for row in rows)
+    return {name.strip("`"): text for name, text in found}
+
+
+def _kib(rows: str) -> dict[str, str]:
+    """KiB per token of the released sizes of each model type, from the table of these."""
+    found: dict[str, list[str]] = {}
+    for line in rows.splitlines():
+        name, *columns = line.strip("| ").split(" | ")
+        if name in PUBLISHED:
+            found.setdefault(PUBLISHED[name][0], []).append(columns[2])
+    return {kind: ", ".join(values) for kind, values in found.items()}
+
+
+def page(verdicts: dict[str, Verdict]) -> str:
     """docs/models.md."""
-    kinds = [text.split(":")[0] for text in verdicts.values()]
+    kinds = [found.kind for found in verdicts.values()]
     head = _HEAD.format(
         version=transformers.__version__,
+        all=len(kinds),
         exact=kinds.count("exact"),
         refused=kinds.count("refused"),
         wrong=kinds.count("wrong") + kinds.count("crash"),
-        unbuilt=kinds.count("cannot be built"),
+        unbuilt=kinds.count("not built"),
     )
     parts = ["\n\n".join(_wrapped(part) for part in head.split("\n\n"))]
-    for title, kind, end, note in _PARTS:
-        names = [f"`{n}`" for n, x in verdicts.items() if x.startswith(kind) and x.endswith(end)]
-        parts.append(f"## {title}\n\n{note}{_wrapped(', '.join(names))}")
-    parts.append(section())
-    for title, kind in (("Refused", "refused"), ("Not built", "cannot be built")):
-        rows = [
-            _wrapped(f"- `{name}`: {text.split(': ', 1)[1] or 'no reason given'}")
-            for name, text in verdicts.items()
-            if text.startswith(kind)
+    sizes = section()
+    released = _kib(sizes)
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    for family, found in verdicts.items():
+        if found.kind == "exact":
+            *row, since = cells(family, found)
+            kib = released.get(family) or released.get(f"{family}_text", "")
+            rows.append([*row, kib, since])
+    table = "\n".join(f"| {' | '.join(cell or _NOTHING for cell in row)} |" for row in rows)
+    parts.append(f"{_TABLE.format(oldest=_OLDEST)}\n{table}")
+    parts.append(sizes)
+    for title, kind in (("Refused", "refused"), ("Wrong", "wrong"), ("Not built", "not built")):
+        lines = [
+            _wrapped(f"- `{family}`: {found.reason or f'{found.error:.0e}'}")
+            for family, found in verdicts.items()
+            if found.kind == kind
         ]
-        parts.append(f"## {title}\n\n" + "\n".join(rows))
+        if lines:
+            head = _REFUSED if kind == "refused" else f"## {title}\n"
+            parts.append(f"{head}\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -325,7 +226,7 @@ def _wrapped(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", nargs="+", help="families, by their model_type")
     parser.add_argument("--out", type=Path, help="write verdicts as JSON")
     parser.add_argument("--against", type=Path, help="print what differs from this JSON")
@@ -333,24 +234,26 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    verdicts: dict[str, str] = {}
-    for family, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    verdicts: dict[str, Verdict] = {}
+    for family in FAMILIES:
         if arguments.only and family not in arguments.only:
             continue
-        verdicts[family] = verdict(family, classes)
+        verdicts[family] = verdict(family)
         print(f"{family}: {verdicts[family]}", flush=True)
-    kinds = [text.split(":")[0] for text in verdicts.values()]
+    kinds = [found.kind for found in verdicts.values()]
     print({kind: kinds.count(kind) for kind in sorted(set(kinds))}, file=sys.stderr)
     if arguments.out:
-        arguments.out.write_text(json.dumps(verdicts, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({f: asdict(v) for f, v in verdicts.items()}, indent=1) + "\n"
+        )
     if arguments.page:
         arguments.page.write_text(page(verdicts))
     if arguments.against:
         before = json.loads(arguments.against.read_text())
-        for family, text in verdicts.items():
-            was = before.get(family, "not there")
-            if was.split(":")[0] != text.split(":")[0]:
-                print(f"- {family}: {was}\n+ {family}: {text}")
+        for family, found in verdicts.items():
+            was = before.get(family, {"kind": "not there"})
+            if was["kind"] != found.kind:
+                print(f"- {family}: {was}\n+ {family}: {found}")
 
 
 if __name__ == "__main__":

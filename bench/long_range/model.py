@@ -25,7 +25,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles, the same at all lengths: those of ``longest`` tokens are those of training."""
+    """Angles: base, and the tokens up to which a model that begins with them looks names up."""
 
     theta: float
     longest: int
@@ -74,8 +74,9 @@ def save(path: Path, model: Qwen2ForCausalLM, size: str, rope: Rope) -> None:
     parting.replace(path)
 
 
-def load(path: Path) -> Qwen2ForCausalLM:
+def load(path: Path, rope: Rope | None = None) -> Qwen2ForCausalLM:
+    """A checkpoint's model; with ``rope`` under other angles than it was trained with."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    model = new_model(SIZES[saved["size"]], 0, Rope(**saved["rope"]))
+    model = new_model(SIZES[saved["size"]], 0, rope or Rope(**saved["rope"]))
     model.load_state_dict(saved["weights"], strict=False)
     return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .model import Rope
 from .tasks import TASKS
-from .training import Stage
+from .training import UNTRAINED, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,14 @@ class Level:
             model of the level before, where there is one, or else from that of its first method.
         tried: methods under whose attention models are evaluated, beside dense attention
             and a model's own.
+        rope: angles from here on; None: those of the level before.
     """
 
     stage: Stage
     asked: tuple[int, ...] = ()
     methods: tuple[str, ...] = ("ordinary",)
     tried: tuple[str, ...] = ()
+    rope: Rope | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Profile:
         far_tasks: those asked beyond a level's own length too; none named: all of them.
         asked_tokens: that are asked at once.
         probe_seconds: of training between two looks at the share of needles found.
+        probe_steps: in place of seconds, where methods get equal steps; 0: seconds count.
     """
 
     size: str
@@ -49,10 +52,16 @@ class Profile:
     tasks: tuple[str, ...] = tuple(TASKS)
     far_tasks: tuple[str, ...] = ()
     probe_seconds: float = 5.0
+    probe_steps: int = 0
 
 
 def _stage(length: int, batch: int, rate: float, seconds: float, share: float = 0.6) -> Stage:
     return Stage(length=length, batch=batch, rate=rate, share=share, seconds=seconds)
+
+
+def _steps(length: int, batch: int, rate: float, steps: int) -> Stage:
+    """As many steps for every method, however long they take."""
+    return Stage(length=length, batch=batch, rate=rate, share=0.6, seconds=600.0, steps=steps)
 
 
 def _way(
@@ -110,6 +119,41 @@ PROFILES = {
         number=32,
         asked_tokens=8192,
         probe_seconds=10.0,
+    ),
+    # A CPU, a quarter of an hour a seed: how fast each method learns what the start cannot do. Its
+    # angles of 128 tokens, hardly stretched, tell names apart that are up to some 512 tokens away.
+    "learn-cpu": Profile(
+        size="tiny",
+        rope=Rope(1e3, 128),
+        page_size=16,
+        levels=(
+            *_way(2048, {64: 2e-3, 128: 2e-3}, {64: 20, 128: 20}, most=32),
+            Level(stage=_steps(2048, 2, 1e-3, 96), asked=(2048,), rope=Rope(3e3, 4096),
+                  methods=(UNTRAINED, "exact", "ordinary", "SpaCO 1/2", "SpaCO 1/4",
+                           "bf16 gradients", "16 pages, bounds", "16 pages, softmax", "1 back")),
+        ),
+        number=32,
+        asked_tokens=8192,
+        tasks=_NEEDLES,
+        probe_steps=4,
+    ),
+    # One H200, ten minutes a seed: the same at 16K, from 1K.
+    "learn": Profile(
+        size="base",
+        rope=Rope(1e4, 1024),
+        page_size=128,
+        levels=(
+            *_way(32_768, dict.fromkeys(_WAY[:4], 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0}),
+            Level(stage=_steps(16_384, 4, 2e-4, 80), asked=(16_384,), rope=Rope(3e4, 65_536),
+                  methods=(UNTRAINED, "exact", "SpaCO 1/2", "SpaCO 1/4", "ordinary",
+                           "64 pages, bounds", "16 pages, bounds", "bf16 gradients", "1 back",
+                           "4 back", "64 pages, softmax"),
+                  tried=("64 pages, bounds",)),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        tasks=tuple(TASKS),
+        probe_steps=4,
     ),
     # One H200, ten minutes: the shape of the answer.
     "quick": Profile(
@@ -231,11 +275,16 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """One training, with the checkpoint that it begins from (None: an untrained model)."""
+    """One training, with the checkpoint that it begins from (None: an untrained model).
+
+    Attributes:
+        rope: its angles.
+    """
 
     level: Level
     method: str
     begins_from: str | None
+    rope: Rope
 
     @property
     def name(self) -> str:
@@ -249,11 +298,13 @@ def named(level: Level, method: str) -> str:
 def pieces(profile: Profile, last: Sequence[str] = ()) -> Iterator[Piece]:
     """All of a run, in order; of its last level the methods in ``last``, if any are named."""
     before: Level | None = None
+    rope = profile.rope
     for level in profile.levels:
+        rope = level.rope or rope
         chosen = last if last and level is profile.levels[-1] else level.methods
         for method in chosen:
             start = None
             if before is not None:
                 start = named(before, method if method in before.methods else before.methods[0])
-            yield Piece(level, method, start)
+            yield Piece(level, method, start, rope)
         before = level

@@ -6,7 +6,8 @@
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
 times the length it was trained on, under dense attention and under page budgets. A profile names
-sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far, full.
+sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far, full; and learn-cpu
+and learn, in which methods get equal steps from a start that does not find what is far.
 
 A run is made of pieces: a training, then its questions. What is done stands in
 ``results-SEED.json`` and in checkpoints (bf16 weights) beside it; called again it goes on with what
@@ -39,7 +40,7 @@ from long_range.model import SIZES, load, new_model, save
 from long_range.picture import draw
 from long_range.profiles import PROFILES, Piece, Profile, pieces
 from long_range.tables import table
-from long_range.training import methods, train
+from long_range.training import UNTRAINED, methods, train
 
 PROBE = "needle, 8 keys"  # one alone is found by who copies any fact
 _ENOUGH = 0.9  # of the needles
@@ -83,46 +84,52 @@ class Run:
         if piece.begins_from is None:
             model = new_model(SIZES[profile.size], self._seed, profile.rope)
         else:
-            model = load(self._checkpoint(piece.begins_from))
+            model = load(self._checkpoint(piece.begins_from), piece.rope)
         model.to(self._device)  # type: ignore[arg-type]
         config = methods(stage.length, profile.page_size, self._seed)[piece.method]
+        [attention] = self._own_attention(piece) or (_DENSE,)
         probes: list[dict[str, float]] = []
         tokens = 0.0
 
         def look(step: dict[str, float]) -> None:
-            share = self._asked(model, PROBE, stage.length, _DENSE, _PROBED)
-            probes.append({"seconds": step["seconds"], "tokens": tokens, "needle": share})
-            print(f"{piece.name}: {step['seconds']:.0f} s, loss {step['loss']:.3f}, "
-                  f"needles {share:.2f}", flush=True)  # fmt: skip
+            share = self._asked(model, PROBE, stage.length, attention, _PROBED)
+            found = {key: step[key] for key in ("step", "seconds")}
+            probes.append({**found, "tokens": tokens, "needle": share})
+            print(f"{piece.name}: {step['step']:.0f} steps, {step['seconds']:.0f} s, "
+                  f"loss {step['loss']:.3f}, needles {share:.2f}", flush=True)  # fmt: skip
 
         def count(step: dict[str, float]) -> None:
             nonlocal tokens
             tokens += step["tokens"]
-            before = probes[-1]["seconds"] if probes else 0.0
-            if step["seconds"] - before >= profile.probe_seconds:
+            steps, seconds = (step[key] - probes[-1][key] for key in ("step", "seconds"))
+            due = seconds >= profile.probe_seconds
+            if steps >= profile.probe_steps if profile.probe_steps else due:
                 look(step)
 
-        steps = train(model, config, stage, self._data, on_step=count)
-        if not probes or probes[-1]["tokens"] < tokens:
-            look(steps[-1])
-        reached = next((one for one in probes if one["needle"] >= _ENOUGH), None)
+        nothing = {"step": 0.0, "seconds": 0.0, "tokens": 0.0, "loss": float("nan")}
+        steps = [nothing]
+        look(nothing)
+        if piece.method != UNTRAINED:
+            steps = train(model, config, stage, self._data, on_step=count)
+            if probes[-1]["tokens"] < tokens:
+                look(steps[-1])
         found |= {
             "method": piece.method,
             "length": stage.length,
             "begins_from": piece.begins_from,
-            "steps": len(steps),
+            "steps": int(steps[-1]["step"]),
             "tokens": tokens,
             "seconds": steps[-1]["seconds"],
-            "losses": means([step["loss"] for step in steps]),
+            "losses": [] if piece.method == UNTRAINED else means([s["loss"] for s in steps]),
             "loss_is": "estimate" if piece.method.startswith("SpaCO") else "all chunks",
             "probes": probes,
-            "reached": reached,
+            "reached": kept_from(probes),
             "asked": {},
         }
         if self._device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        save(self._checkpoint(piece.name), model, profile.size, profile.rope)
+        save(self._checkpoint(piece.name), model, profile.size, piece.rope)
         self._write()
         self._model = piece.name, model
 
@@ -200,6 +207,12 @@ class Run:
         parting = self._path.with_suffix(".part")
         write_record(parting, self.record)
         parting.replace(self._path)
+
+
+def kept_from(probes: list[dict[str, float]]) -> dict[str, float] | None:
+    """The first look since which enough needles are found each time; None: there is none."""
+    last = max((i for i, one in enumerate(probes) if one["needle"] < _ENOUGH), default=-1)
+    return probes[last + 1] if last + 1 < len(probes) else None
 
 
 def means(losses: list[float]) -> list[float]:

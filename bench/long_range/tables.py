@@ -55,8 +55,8 @@ def _questions(names: list[str], found: Asked) -> str:
 
 def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
     """The loss is the mean of the last twentieth; of sampled chunks it is an estimate."""
-    rows = [["trained", "steps", "tokens", "seconds", "loss", "needles", "tokens to 90 %",
-             "seconds to 90 %"]]  # fmt: skip
+    rows = [["trained", "steps", "tokens", "seconds", "loss", "needles", "steps to 90 %",
+             "tokens to 90 %", "seconds to 90 %"]]  # fmt: skip
     for name in names:
         found = [run["pieces"][name] for run in runs if "steps" in run["pieces"].get(name, {})]
         if not found:
@@ -68,14 +68,31 @@ def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
                 name,
                 *(f"{statistics.mean(one[key] for one in found):,.0f}"
                   for key in ("steps", "tokens", "seconds")),
-                f"{statistics.mean(one['losses'][-1] for one in found):.2f}"
-                + (" (estimate)" if found[0]["loss_is"] == "estimate" else ""),
+                _loss(found),
                 _cell([one["probes"][-1]["needle"] for one in found]),
-                *(f"{statistics.mean(one[key] for one in reached):,.0f}" if every else "not reached"
-                  for key in ("tokens", "seconds")),
+                *(_reached(reached, key) if every else "not reached"
+                  for key in ("step", "tokens", "seconds")),
             ]
         )  # fmt: skip
     return _markdown(rows)
+
+
+def _loss(found: list[dict[str, Any]]) -> str:
+    if not found[0]["losses"]:  # nothing was trained
+        return ""
+    estimate = " (estimate)" if found[0]["loss_is"] == "estimate" else ""
+    return f"{statistics.mean(one['losses'][-1] for one in found):.2f}{estimate}"
+
+
+def _reached(reached: list[dict[str, float]], key: str) -> str:
+    """Mean and range over seeds; steps are not known of older runs."""
+    if not all(key in one for one in reached):
+        return ""
+    numbers = [one[key] for one in reached]
+    mean = f"{statistics.mean(numbers):,.0f}"
+    return (
+        mean if len(set(numbers)) == 1 else f"{mean} ({min(numbers):,.0f} to {max(numbers):,.0f})"
+    )
 
 
 def _cell(shares: list[float]) -> str:

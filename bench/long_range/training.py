@@ -20,6 +20,9 @@ import oomb
 from .data import Batch, Data
 from .tasks import IGNORED
 
+UNTRAINED = "untrained here"  # in place of a method: what the others begin from
+_RISING = 0.1  # of a stage, at most
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -27,7 +30,8 @@ class Stage:
 
     Attributes:
         share: of a sequence that facts and questions take at most.
-        warm_up: steps in which the rate rises; Adam's moments begin anew with each stage.
+        warm_up: steps in which the rate rises, or a tenth of the stage where that is less; Adam's
+            moments begin anew with each stage.
         seconds: after which it ends, if ``steps`` have not come first; the rate falls to a tenth
             towards whichever end is nearer.
     """
@@ -47,7 +51,7 @@ def engine_settings(length: int, page_size: int) -> dict[str, Any]:
 
 
 def methods(length: int, page_size: int, seed: int) -> dict[str, oomb.Config | None]:
-    """Ways to train by name; None: ordinary backward."""
+    """Ways to train by name; None: ordinary backward, or none."""
     common = engine_settings(length, page_size)
     changed: dict[str, dict[str, Any]] = {"exact": {}}
     scores: dict[str, dict[str, Any]] = {
@@ -67,7 +71,7 @@ def methods(length: int, page_size: int, seed: int) -> dict[str, oomb.Config | N
         changed[f"{window} back"] = {"backward": oomb.TruncatedChunks(window=window)}
     changed["bf16 gradients"] = {"kv_grad_dtype": "bfloat16"}
     settings = {name: oomb.Config(**common, **own) for name, own in changed.items()}
-    return {"ordinary": None, **settings}
+    return {"ordinary": None, UNTRAINED: None, **settings}
 
 
 @contextmanager
@@ -107,7 +111,8 @@ def train(
             if spent >= stage.seconds and number > 0:
                 break
             done = max(spent / stage.seconds, number / stage.steps)
-            rate = stage.rate * min((number + 1) / stage.warm_up, _falling(done))
+            risen = max((number + 1) / stage.warm_up, done / _RISING)
+            rate = stage.rate * min(risen, _falling(done))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             if open_engine is None:

@@ -23,6 +23,7 @@ from oomb.model.latent import divided_expansions, watched_expansions
 from oomb.model.layer_shape import compute_capability
 from oomb.model.linear import WeightSums, summed_forwards
 from oomb.model.mixers import Mixer, MixerRunner
+from oomb.model.own_code import interface_forwards, refuse_alibi
 from oomb.model.rope import angles_of_call
 from oomb.model.rotary import fused_rotation, modeling_files, replaced_rotation
 from oomb.model.routers import Routers
@@ -77,6 +78,7 @@ class CausalModel:
         self.capability = compute_capability(self.device)
         _refuse_jitter(self.causal)
         _refuse_replaced(self.causal)
+        refuse_alibi(self.decoder, self.layer_names[0])
         self._fused = fused_forwards(self.decoder, self.device)
         self._products = Products() if device_multiplies_wide(self.device) else None
         self._rotating = modeling_files(self.decoder)
@@ -198,6 +200,7 @@ class CausalModel:
 
         def begin(swaps: Swaps) -> None:
             swaps.also(attention_handler(self.decoder, handler))
+            swaps.also(replaced_forwards(interface_forwards(self.decoder)))
             swaps.also(watched_expansions(self.decoder))
             for module in self.decoder.modules():
                 # Hugging Face's own checkpointing would run every layer's attention again.

@@ -43,7 +43,27 @@ def models_own(model: nn.Module, what: str) -> Iterator[None]:
     except _OF_A_MODEL as error:
         if not is_models_own(error):
             raise
-        raise UnsupportedModelError(f"{type(model).__name__}: {what}: {error}") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {what}: {_said(error)}{_where(model, error)}"
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    """Its words; "index 1 is out of bounds" tells nobody anything without the line that raised."""
+    behind = isinstance(error, IndexError) and " out of " in str(error)
+    return "it reads behind a tensor's or list's end" if behind else str(error)
+
+
+def _where(model: nn.Module, error: BaseException) -> str:
+    """Name and class of the innermost part of a model that was running when an error came."""
+    parts = {id(part): name for name, part in model.named_modules() if name}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        part = trace.tb_frame.f_locals.get("self")
+        if id(part) in parts:
+            found = f" (in {parts[id(part)]}, {type(part).__name__})"
+        trace = trace.tb_next
+    return found
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:

@@ -97,7 +97,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -110,6 +110,7 @@ def _attention(
     softcap: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
+    """The engine's, by the name that transformers' registry knows: o [B, C, Hq, D of v]."""
     if _handler is None:
         raise RuntimeError("attention implementation 'oomb' was used outside an engine's call")
     where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
@@ -164,7 +165,7 @@ def _mask(*args: Any, **keywords: Any) -> torch.Tensor | None:
     return None if _mask_probe is None else _mask_probe(*args, **keywords)
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 

@@ -17,6 +17,7 @@ from oomb.model.interface import AttentionCall
 from oomb.model.mixers import Mixer, States, joined
 from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
+from oomb.model.own_code import watched_code
 from oomb.model.rope import rotary_modules
 from oomb.model.swap import Swaps, swapping
 from oomb.model.widened import mixed_in_fp32
@@ -84,7 +85,11 @@ def observe_own(
         forwards[mixing.module] = partial(mixer, index, mixing.module.forward)
     for index, (module, forward) in enumerate(model.layer_forwards().items()):
         forwards[module] = partial(layer, index, forward)
-    with watched_attention(attended), _replaced_forwards(forwards):
+    with (
+        watched_attention(attended),
+        watched_code(model.decoder, attended),
+        _replaced_forwards(forwards),
+    ):
         reseed(model, -1)
         output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
     seen.logits = output.logits

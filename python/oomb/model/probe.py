@@ -20,11 +20,7 @@ from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
 from oomb.model.latent import latent_width
 from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.model.mixers import Mixer, StateName, cache_argument
-
-NO_CALL = (
-    "does not call attention through transformers' interface: it has none (a recurrence, a "
-    "convolution, experts alone) or brings one of its own"
-)
+from oomb.model.own_mixing import why_no_call
 
 
 def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[LayerShape]:
@@ -172,9 +168,9 @@ def _expect_calls(model: CausalModel, own: Collection[int], ours: Collection[int
 
     A layer that never calls it has none, or one of its own: a later check tells.
     """
-    for layer, name in enumerate(model.layer_names):
+    for layer in range(len(model.layers)):
         if (layer in own) != (layer in ours) or not ours:
-            raise UnsupportedModelError(f"{name}: {NO_CALL}")
+            raise UnsupportedModelError(why_no_call(model, layer))
 
 
 class _Asked(UnsupportedModelError):

@@ -24,7 +24,8 @@ from oomb.model.interface import AttentionCall
 from oomb.model.layer_shape import LayerShape
 from oomb.model.observation import Observation, observe_chunks, observe_own, undisturbed
 from oomb.model.own_attention import plain_attention
-from oomb.model.probe import NO_CALL, attention_shapes
+from oomb.model.own_mixing import why_no_call
+from oomb.model.probe import attention_shapes
 from oomb.model.router_check import routers_of
 
 _CHUNK = 16  # tokens; two chunks are looked at
@@ -182,9 +183,7 @@ def _check_layers(
         error = float(errors.max())
         if not error <= limit:
             if place[1] == "left" and not _meets(model, own, place[0]):
-                raise UnsupportedModelError(
-                    f"{model.layer_names[place[0]]}: {NO_CALL}{_at(positions)}"
-                )
+                raise UnsupportedModelError(f"{why_no_call(model, place[0])}{_at(positions)}")
             whole = observed(ids, positions)
             mixed = _deviations(observed(other_past, positions, _CHUNK), whole, _CHUNK)
             if not float(_deviations(whole, own)[place].max()) <= _rounded(model):

@@ -20,12 +20,13 @@ from . import layer_classes, models
 from .latent_models import LATENT, make_latent
 from .layer_classes import CLASSES
 from .models import ARCHITECTURES
+from .own_code_models import OWN_CODE, make_own_code
 from .recurrent_models import RECURRENT, make_recurrent
 from .reference import Result, ordinary, random_ids, take_gradients
 from .tiers import smallest_slots
 
 CHUNK, PAGE = 16, 8
-FAMILIES = [*RECURRENT, *LATENT, *CLASSES, *ARCHITECTURES]
+FAMILIES = [*RECURRENT, *LATENT, *CLASSES, *OWN_CODE, *ARCHITECTURES]
 # First tokens of documents, a row each: at borders, a token before and one behind them, and
 # documents of one token around a border.
 DOCUMENTS = [[16, 32], [15, 33], [17, 31, 48], [15, 16, 17, 18, 40]]
@@ -64,6 +65,8 @@ def make_family(name: str, condition: Condition | None = None) -> Any:
         model = make_recurrent(name)
     elif name in LATENT:
         model = make_latent(name)
+    elif name in OWN_CODE:
+        model = make_own_code(name)
     else:
         model = (layer_classes if name in CLASSES else models).make(name)
     return with_adapters(model) if condition is not None and condition.adapters else model
@@ -71,7 +74,8 @@ def make_family(name: str, condition: Condition | None = None) -> Any:
 
 def with_adapters(model: Any) -> Any:
     """LoRA off its neutral start, on every linear layer of the upper half of the decoder."""
-    layers = list(model.get_decoder().layers)
+    decoder = model.get_decoder()
+    layers = list(decoder.h if hasattr(decoder, "h") else decoder.layers)
     upper = layers[(len(layers) + 1) // 2 :]
     inside = {id(module) for layer in upper for module in layer.modules()}
     prefixes = [name for name, module in model.named_modules() if module in upper]

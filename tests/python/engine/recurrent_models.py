@@ -133,7 +133,8 @@ def make_recurrent(name: str, dtype: torch.dtype = torch.float64, **settings: An
 
 @contextmanager
 def nothing_rounds_to_float32() -> Iterator[None]:
-    """Inside, what is fp64 stays so: transformers' recurrences, norms and routers ask for fp32."""
+    """Inside, what is fp64 stays so: transformers' recurrences, norms, routers
+    and softmax ask for fp32."""
     to, single = torch.Tensor.to, torch.float32
 
     def kept(self: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
@@ -142,7 +143,21 @@ def nothing_rounds_to_float32() -> Iterator[None]:
             self if self.dtype == torch.float64 and asked is single else to(self, *args, **keywords)
         )
 
+    def softmax_of(function: Any) -> Any:
+        """Eager attention names fp32 as an argument of its softmax."""
+
+        def softmax(self: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+            if self.dtype == torch.float64 and keywords.get("dtype") is single:
+                del keywords["dtype"]
+            result: torch.Tensor = function(self, *args, **keywords)
+            return result
+
+        return softmax
+
     with pytest.MonkeyPatch.context() as patch:
+        for owner in (torch, torch.nn.functional, torch.Tensor):
+            for name in ("softmax", "log_softmax"):
+                patch.setattr(owner, name, softmax_of(getattr(owner, name)))
         patch.setattr(torch.Tensor, "to", kept)
         patch.setattr(torch.Tensor, "type", kept)
         patch.setattr(torch.Tensor, "float", lambda self: kept(self, single))

@@ -10,6 +10,7 @@ import pytest
 
 from .conditions import CONDITIONS, FAMILIES, arguments, expected_of, make_family, settings_of
 from .latent_models import LATENT
+from .own_code_models import OWN_CODE
 from .recurrent_models import RECURRENT, nothing_rounds_to_float32
 from .reference import assert_equal, assert_identical, chunked
 
@@ -27,6 +28,8 @@ QUICK = {
     *((name, *way) for name in LATENT if name != "small" for way in _OF_EACH),
     *((name, "tail of 1", "layer") for name in LATENT if name != "small"),
     *((name, *way) for name in ("gemma4-26b-a4b", "gemma3n") for way in _OF_EACH),
+    *((name, *way) for name in OWN_CODE for way in _OF_EACH),
+    *((name, f"tail of {n}", "none") for name in OWN_CODE for n in (1, 2, 3)),
     *((name, *_OF_EACH[-1]) for name in ("gemma2", "vaultgemma")),
 }
 WHERE = [

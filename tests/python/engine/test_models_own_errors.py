@@ -39,9 +39,16 @@ PROBES = {
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, IndexError, NotImplementedError])
 def test_an_error_of_the_models_own(tokens: int, text: str, kind: type[Exception]) -> None:
     error = kind("sizes differ")
-    with pytest.raises(oomb.UnsupportedModelError, match=text + "sizes differ$") as refused:
+    where = r"sizes differ \(in (model\.)?layers\.0, LlamaDecoderLayer\)$"
+    with pytest.raises(oomb.UnsupportedModelError, match=text + where) as refused:
         oomb.Engine(fails_at(tokens, error), CONFIG)
     assert refused.value.__cause__ is error
+
+
+def test_an_index_behind_an_end_is_said_in_words() -> None:
+    error = IndexError("index 1 is out of bounds for dimension 2 with size 1")
+    with pytest.raises(oomb.UnsupportedModelError, match=r"reads behind .* end \(in layers\.0, "):
+        oomb.Engine(fails_at(2, error), CONFIG)
 
 
 @pytest.mark.parametrize("tokens", PROBES)

@@ -54,6 +54,9 @@ QUICK = {
         )
     ),
     ("nemotron-h", "adapters", "layer"),
+    ("falcon-7b", "tail of 1", "none"),
+    ("falcon-40b", "documents", "layer"),
+    ("falcon-in-turn", "padding", "none"),
 }
 WHERE = [
     pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.slow, pytest.mark.release])

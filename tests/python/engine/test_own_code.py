@@ -1,0 +1,112 @@
+"""Attention modules that do not go through transformers' interface; test_conditions.py runs them
+under every condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import oomb
+
+from .models import of
+from .own_code_models import OWN_CODE, make_own_code
+from .reference import assert_equal, chunked, ordinary, random_ids
+
+CONFIG = oomb.Config(chunk_size=16, page_size=8)
+ALIBI = "adds ALiBi, a bias that grows with the distance .*: take a model with rotary or learnt"
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_equals_one_backward_of_either_own_code(name: str, implementation: str) -> None:
+    model, ids = make_own_code(name, attn_implementation=implementation), random_ids(1, 50)
+    assert model.config._attn_implementation == implementation
+    assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_keys_are_stored_once_for_all_queries_that_read_them() -> None:
+    model = make_own_code("falcon-40b")
+    with oomb.Engine(model, CONFIG) as engine:
+        assert {(shape.query_heads, shape.kv_heads) for shape in engine._shapes} == {(6, 2)}
+
+
+def test_hidden_dropout_is_drawn_as_in_any_other_model() -> None:
+    model = make_own_code("falcon-in-turn", hidden_dropout=0.1).train()
+    ids = random_ids(1, 50)
+    torch.manual_seed(3)
+    one = chunked(model, CONFIG, ids, ids)
+    torch.manual_seed(3)
+    again = chunked(model, CONFIG, ids, ids)
+    assert torch.equal(one.loss, again.loss)
+    assert not torch.equal(one.loss, chunked(model.eval(), CONFIG, ids, ids).loss)
+
+
+def test_attention_dropout_is_refused_in_training_alone() -> None:
+    model = make_own_code("falcon-7b", attention_dropout=0.1)
+    oomb.Engine(model, CONFIG).close()
+    with pytest.raises(
+        oomb.UnsupportedModelError, match=r"layer 0 \(FalconAttention\): attention dropout 0\.1"
+    ):
+        oomb.Engine(model.train(), CONFIG)
+
+
+def test_adapters_with_dropout() -> None:
+    """What the check sees of a module's own forward was drawn once."""
+    names = ["query_key_value", "dense"]
+    config = peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(make_own_code("falcon-40b", torch.float32), config).train()
+    with oomb.Engine(model, CONFIG) as engine:
+        assert engine.forward_backward(random_ids(1, 50), random_ids(1, 50)).loss > 0
+
+
+def test_a_forward_that_somebody_has_changed_is_refused() -> None:
+    model = make_own_code("falcon-7b")
+    changed: Any = model.transformer.h[1].self_attention
+    own = changed.forward
+    changed.forward = lambda hidden, **keywords: own(hidden.tanh(), **keywords)
+    with pytest.raises(oomb.UnsupportedModelError, match=r"h\.1 .*are others than in its own"):
+        oomb.Engine(model, CONFIG)
+
+
+def test_own_code_that_attends_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_own_code("falcon-7b")
+    plain = nn.functional.scaled_dot_product_attention
+
+    def twice_as_sharp(q: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        return plain(2 * q, *args, **keywords)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", twice_as_sharp)
+    with pytest.raises(oomb.UnsupportedModelError, match=r"h\.0 .*does not give the softmax"):
+        oomb.Engine(model, CONFIG)
+
+
+def bloom() -> nn.Module:
+    return of("Bloom", n_layer=2, n_head=6)
+
+
+def mpt() -> nn.Module:
+    config = transformers.MptConfig(d_model=48, n_heads=6, n_layers=2, vocab_size=97)
+    return transformers.MptForCausalLM(config).eval()  # type: ignore[no-any-return]
+
+
+def falcon() -> nn.Module:
+    return make_own_code("falcon-7b", alibi=True)
+
+
+REFUSED = [
+    (falcon, r"h\.0 \(FalconDecoderLayer\)"),
+    (bloom, r"h\.0 \(BloomBlock\)"),
+    (mpt, r"blocks\.0 \(MptBlock\)"),
+]
+
+
+@pytest.mark.parametrize(("build", "layer"), REFUSED)
+def test_alibi_is_refused_by_its_name(build: Any, layer: str) -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match=f"{layer}: {ALIBI}"):
+        oomb.Engine(build(), CONFIG)
