@@ -5,6 +5,7 @@
     python bench/attention.py --path sm80           # the path for other GPUs
     python bench/attention.py --wide                # 16 query and 4 key/value heads of 256
     python bench/attention.py --wide 512            # 32 and 4 of 512, Gemma 4's global layers
+    python bench/attention.py --narrow-values       # 16 and 4 heads of 192 whose values have 128
     python bench/attention.py --wide --softcap 50   # scores under a soft cap, as Gemma 2 has them
     python bench/attention.py --grid                # chunks, pasts, budgets, groups, head dims
     python bench/attention.py --json -              # attention-<pass>-<device>-<date>.json
@@ -36,7 +37,7 @@ def bench_forward(shape: Shape, repetitions: int, path: str | None, flash: bool)
     row: dict[str, Any] = {}
     ours = forward(inputs)
     rate = measure(row, "oomb", lambda: ours, shape.flops, repetitions)
-    expected = ours().float()
+    expected = ours()[..., : shape.values].float()
 
     def checked(name: str) -> Call:
         call = others[name]
@@ -61,11 +62,12 @@ class Gradients:
     def __init__(self, inputs: Inputs, pages_dtype: torch.dtype) -> None:
         s = inputs.shape
         self.d_o = torch.randn_like(inputs.q)
+        self.d_o[..., s.values :] = 0
         self.dq = torch.empty_like(inputs.q)
         self.dk, self.dv = torch.empty_like(inputs.k), torch.empty_like(inputs.v)
         self.delta = torch.empty_like(inputs.lse)
         units = 2 * max(s.pages, 1)
-        tile = (s.kv_heads, s.page_size, s.head_dim)
+        tile = (s.kv_heads, s.page_size, s.padded)
         self.pool = torch.zeros(units, *tile, device="cuda", dtype=pages_dtype)
         table = torch.randperm(units, device="cuda").to(torch.int32)
         self.pages = _C.GradientPages(
@@ -100,7 +102,7 @@ def backward(inputs: Inputs, gradients: Gradients, deterministic: bool) -> Call:
 
 
 def autograd(inputs: Inputs, forward: Callable[[], Tensor], d_o: Tensor) -> Call:
-    leaves = [inputs.q, inputs.all_k, inputs.all_v]
+    leaves = [inputs.all_q, inputs.all_k, inputs.all_v]
     for leaf in leaves:
         leaf.requires_grad_()
     o = forward()
@@ -132,7 +134,7 @@ def bench_backward(
         rate = measure(
             row,
             name,
-            partial(autograd, inputs, other, gradients.d_o),
+            partial(autograd, inputs, other, gradients.d_o[..., : shape.values].contiguous()),
             2.5 * flops,
             repetitions,
         )

@@ -39,13 +39,13 @@ class Data:
         self._held_out = text.held_out.numpy().astype(np.int64)
         self._seed = seed
 
-    def training(self, step: int, batch: int, length: int, share: float) -> Batch:
-        """Three sequences in four have many needles, the others a task of each kind in turn."""
+    def training(self, step: int, batch: int, length: int, share: float, others: int = 1) -> Batch:
+        """``others`` of four sequences have a task of each kind in turn, the rest many needles."""
         random = np.random.default_rng([self._seed, 1, step])
         problems = []
         for row in range(step * batch, (step + 1) * batch):
             problem = many_needles(random, length, share * random.uniform(0.3, 1.0))
-            if row % 4 == 3:
+            if row % 4 >= 4 - others:
                 other = list(TASKS.values())[row // 4 % len(TASKS)](random)
                 if other.tokens <= length:
                     problem = other

@@ -1,13 +1,13 @@
 """Whether models trained by chunks, sparsely or in part find what is far back.
 
-    python bench/long_range/run.py quick --folder runs/quick [--seconds 540] [--seed 0]
+    python bench/long_range/run.py quick --folder runs/quick [--seconds 540] [--seed 0 1 2]
     python bench/long_range/run.py --table runs/quick [--picture quality.png]
 
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
 times the length it was trained on, under dense attention and under page budgets. A profile names
-sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far, full; and learn-cpu
-and learn, in which methods get equal steps from a start that does not find what is far.
+sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far; and learn-cpu, learn
+and learn-64k, in which methods get equal steps from a start that does not find what is far.
 
 A run is made of pieces: a training, then its questions. What is done stands in
 ``results-SEED.json`` and in checkpoints (bf16 weights) beside it; called again it goes on with what
@@ -71,13 +71,29 @@ class Run:
         """Every piece that is missing, as long as there is time; ``last``: as in ``pieces``."""
         for piece in pieces(self._profile, last):
             found = self.record["pieces"].setdefault(piece.name, {})
+            begun = time.perf_counter()
             if "seconds" not in found:
-                if time.perf_counter() + piece.level.stage.seconds > deadline:
+                if begun + self._seconds(piece) > deadline:
                     print(f"no time left for {piece.name}", flush=True)
                     return
                 self._train(piece, found)
-            if not self._ask(piece, found, deadline):
+            asked = self._ask(piece, found, deadline)
+            found["whole"] = found.get("whole", 0.0) + time.perf_counter() - begun
+            self._write()
+            if not asked:
                 return
+
+    def _seconds(self, piece: Piece) -> float:
+        """That a training takes at most; where steps count, as long as one of its level took."""
+        stage = piece.level.stage
+        if not self._profile.probe_steps:
+            return stage.seconds
+        known = (
+            float(found["seconds"])
+            for found in self.record["pieces"].values()
+            if found.get("length") == stage.length
+        )
+        return max(known, default=60.0)
 
     def _train(self, piece: Piece, found: dict[str, Any]) -> None:
         stage, profile = piece.level.stage, self._profile
@@ -90,6 +106,7 @@ class Run:
         [attention] = self._own_attention(piece) or (_DENSE,)
         probes: list[dict[str, float]] = []
         tokens = 0.0
+        between = max(profile.probe_steps, stage.steps // 12)  # a long start needs no more looks
 
         def look(step: dict[str, float]) -> None:
             share = self._asked(model, PROBE, stage.length, attention, _PROBED)
@@ -103,7 +120,7 @@ class Run:
             tokens += step["tokens"]
             steps, seconds = (step[key] - probes[-1][key] for key in ("step", "seconds"))
             due = seconds >= profile.probe_seconds
-            if steps >= profile.probe_steps if profile.probe_steps else due:
+            if steps >= between if profile.probe_steps else due:
                 look(step)
 
         nothing = {"step": 0.0, "seconds": 0.0, "tokens": 0.0, "loss": float("nan")}
@@ -225,7 +242,7 @@ def main() -> None:
     parser.add_argument("profile", nargs="?", choices=PROFILES)
     parser.add_argument("--folder", type=Path, help="results and checkpoints")
     parser.add_argument("--seconds", type=float, default=540.0, help="of this call")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one after the other")
     parser.add_argument(
         "--method", action="append", default=[], help="of the last level, in this order [all]"
     )
@@ -244,8 +261,10 @@ def main() -> None:
         known = PROFILES[options.profile].levels[-1].methods
         if unknown := [name for name in options.method if name not in known]:
             parser.error(f"--method: expected some of {', '.join(known)}, got {unknown[0]}")
-        run = Run(options.profile, options.folder, options.seed, options.device)
-        run.go_on(time.perf_counter() + options.seconds, options.method)
+        deadline = time.perf_counter() + options.seconds
+        for seed in options.seed:
+            run = Run(options.profile, options.folder, seed, options.device)
+            run.go_on(deadline, options.method)
 
 
 if __name__ == "__main__":

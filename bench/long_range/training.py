@@ -30,6 +30,7 @@ class Stage:
 
     Attributes:
         share: of a sequence that facts and questions take at most.
+        others: of four sequences have another task than many needles.
         warm_up: steps in which the rate rises, or a tenth of the stage where that is less; Adam's
             moments begin anew with each stage.
         seconds: after which it ends, if ``steps`` have not come first; the rate falls to a tenth
@@ -43,6 +44,7 @@ class Stage:
     seconds: float
     steps: int = 10**9
     warm_up: int = 50
+    others: int = 1
 
 
 def engine_settings(length: int, page_size: int) -> dict[str, Any]:
@@ -59,6 +61,12 @@ def methods(length: int, page_size: int, seed: int) -> dict[str, oomb.Config | N
         ", softmax": {"score": "token_softmax"},
         ", bounds": {"score": "token_softmax", "summary": "bounds"},
         ", sink, recent": {"sink_pages": 1, "recent_pages": 2},
+        ", bounds, sink, recent": {
+            "score": "token_softmax",
+            "summary": "bounds",
+            "sink_pages": 1,
+            "recent_pages": 2,
+        },
     }
     for budget in (16, 32, 64, 128, 256):
         for name, score in scores.items():
@@ -147,7 +155,7 @@ class _Steps(torch.utils.data.Dataset[tuple[torch.Tensor, ...]]):
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
         stage = self._stage
-        batch = self._data.training(number, stage.batch, stage.length, stage.share)
+        batch = self._data.training(number, stage.batch, stage.length, stage.share, stage.others)
         return tuple(vars(batch).values())
 
 

@@ -1,9 +1,10 @@
 """What the benchmarks of attention share: shapes, inputs, alternatives, timing, and results.
 
-Forward FLOPs are 4 * query_heads * head_dim per visible (query, key) pair, the causal part of the
-chunk counted half; backward 2.5 times that. Medians of CUDA-event times; inputs are random. Not
-every SDPA backend has a causal mask for queries at the end of longer keys: SDPA runs unmasked over
-all keys, and all pairs it computes are counted, which flatters it.
+Forward FLOPs are 2 * query_heads * (head_dim + value_dim) per visible (query, key) pair, the causal
+part of the chunk counted half; backward 2.5 times that. Zeros behind a head are not counted.
+Medians of CUDA-event times; inputs are random. Not every SDPA backend has a causal mask for queries
+at the end of longer keys: SDPA runs unmasked over all keys, and all pairs it computes are counted,
+which flatters it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from support.record import RESULTS, write_record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from oomb import _C
 from oomb.ops.launch import workspace_on
@@ -40,16 +41,30 @@ class Shape:
     head_dim: int = 128
     page_size: int = 128
     softcap: float = 0.0  # of the scores; 0: none
+    value_dim: int | None = None  # of values narrower than the keys; None: head_dim
 
     @property
     def flops(self) -> float:
         seen = self.past if self.budget is None else min(self.past, self.budget * self.page_size)
         pairs = self.chunk * seen + self.chunk * self.chunk / 2
-        return 4.0 * self.query_heads * self.head_dim * pairs
+        return self._flops_of_a_pair * pairs
 
     @property
     def unmasked_flops(self) -> float:
-        return 4.0 * self.query_heads * self.head_dim * self.chunk * (self.past + self.chunk)
+        return self._flops_of_a_pair * self.chunk * (self.past + self.chunk)
+
+    @property
+    def _flops_of_a_pair(self) -> float:
+        return 2.0 * self.query_heads * (self.head_dim + self.values)
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def padded(self) -> int:
+        """What our kernels run on: the head with zeros behind it, as the engine pads it."""
+        return int(_C.attention_head_dim(self.head_dim, 90))
 
     @property
     def pages(self) -> int:
@@ -59,7 +74,9 @@ class Shape:
         what = "dense" if self.budget is None else f"{self.budget} pages"
         return (
             f"{what}, chunk {self.chunk}, past {self.past}, {self.query_heads}/{self.kv_heads} "
-            f"heads of {self.head_dim}, pages of {self.page_size}"
+            f"heads of {self.head_dim}"
+            + (f", values of {self.values}" if self.value_dim else "")
+            + f", pages of {self.page_size}"
             + (f", capped at {self.softcap:g}" if self.softcap else "")
         )
 
@@ -71,8 +88,12 @@ HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk
 WIDE = {256: (16, 4), 512: (32, 4)}
 
 
-def headline(path: str | None, wide: int | None = None) -> list[Shape]:
-    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of wide heads."""
+def headline(path: str | None, wide: int | None = None, narrow: bool = False) -> list[Shape]:
+    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of wide heads, and
+    of values narrower than the keys (those of latent attention and of MiMo-V2)."""
+    if narrow:
+        heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 192, "value_dim": 128}
+        return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
     if wide is not None:
         query_heads, kv_heads = WIDE[wide]
         heads = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": wide}
@@ -100,23 +121,29 @@ def grid() -> list[Shape]:
 
 
 class Inputs:
-    """q, k, v and the past, as slots of a page pool and as the contiguous tensors others need."""
+    """q, k, v and the past, as slots of a page pool with zeros behind the heads, and as the
+    contiguous tensors of the heads alone that others need."""
 
     def __init__(self, shape: Shape) -> None:
         s = shape
         self.shape = shape
         kwargs: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        self.q = torch.randn(1, s.query_heads, s.chunk, s.head_dim, **kwargs)
-        self.k = torch.randn(1, s.kv_heads, s.chunk, s.head_dim, **kwargs)
+        self.q = torch.randn(1, s.query_heads, s.chunk, s.padded, **kwargs)
+        self.k = torch.randn(1, s.kv_heads, s.chunk, s.padded, **kwargs)
         self.v = torch.randn_like(self.k)
         slots = max(s.pages, 1)
-        self.pool = torch.randn(slots, 2, s.kv_heads, s.page_size, s.head_dim, **kwargs)
+        self.pool = torch.randn(slots, 2, s.kv_heads, s.page_size, s.padded, **kwargs)
+        for keys in (self.q, self.k, self.pool[:, 0]):
+            keys[..., s.head_dim :] = 0
+        for values in (self.v, self.pool[:, 1]):
+            values[..., s.values :] = 0
         table = torch.randperm(slots, device="cuda").to(torch.int32)
         self.block_table = table[None]
         ordered = self.pool[table.long()][: s.pages].permute(1, 2, 0, 3, 4)
-        past = ordered.reshape(2, 1, s.kv_heads, s.past, s.head_dim)
-        self.all_k = torch.cat([past[0], self.k], dim=2)
-        self.all_v = torch.cat([past[1], self.v], dim=2)
+        past = ordered.reshape(2, 1, s.kv_heads, s.past, s.padded)
+        self.all_q = self.q[..., : s.head_dim].contiguous()
+        self.all_k = torch.cat([past[0], self.k], dim=2)[..., : s.head_dim].contiguous()
+        self.all_v = torch.cat([past[1], self.v], dim=2)[..., : s.values].contiguous()
         self.selection: Tensor | None = None
         if s.budget is not None and s.past > 0:
             blocks = s.chunk // s.page_size
@@ -155,11 +182,15 @@ def forward(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def sdpa(inputs: Inputs, backend: SDPBackend) -> Callable[[], Tensor]:
+    """FlashAttention-2 takes values as wide as the keys alone: it gets zeros behind them."""
+    s = inputs.shape
+    behind = s.head_dim - s.values if backend == SDPBackend.FLASH_ATTENTION else 0
+
     def call() -> Tensor:
+        values = pad(inputs.all_v, (0, behind)) if behind else inputs.all_v
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(
-                inputs.q, inputs.all_k, inputs.all_v, enable_gqa=True
-            )
+            o = scaled_dot_product_attention(inputs.all_q, inputs.all_k, values, enable_gqa=True)
+        return o[..., : s.values]
 
     return call
 
@@ -205,7 +236,7 @@ def flex(inputs: Inputs) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         o = compiled(
-            inputs.q,
+            inputs.all_q,
             inputs.all_k,
             inputs.all_v,
             score_mod=capped if s.softcap else None,
@@ -312,6 +343,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
         help="16 and 4 heads of 256, or 32 and 4 of 512",
     )
     result.add_argument(
+        "--narrow-values", action="store_true", help="16 and 4 heads of 192, values of 128"
+    )
+    result.add_argument(
         "--softcap", type=float, default=0.0, help="of the scores, beside FlexAttention alone"
     )
     result.add_argument(
@@ -337,7 +371,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"matrix product {ceiling:.0f} TFLOP/s"
     )
-    shapes = grid() if options.grid else headline(options.path, options.wide)
+    shapes = grid() if options.grid else headline(options.path, options.wide, options.narrow_values)
     shapes = [dataclasses.replace(shape, softcap=options.softcap) for shape in shapes]
     rows = []
     for index, shape in enumerate(shapes):
@@ -355,6 +389,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
     wide = {None: [], 256: ["wide"]}.get(options.wide, [f"wide-{options.wide}"])
     capped = ["capped"] if options.softcap else []
     variant = (["grid"] if options.grid else []) + wide + capped
+    variant += ["narrow-values"] if options.narrow_values else []
     name = "-".join(["attention", kind, *variant, options.path or ""])
     write_json(
         options.json,

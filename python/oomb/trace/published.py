@@ -128,6 +128,18 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss 20B": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt-oss 120B": ("gpt_oss", {}),
     "Olmo 3 7B": ("olmo3", {}),
+    "Falcon 7B": ("falcon", {}),
+    "Falcon 40B": (
+        "falcon",
+        {
+            "hidden_size": 8192,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "ffn_hidden_size": 32768,
+            "new_decoder_architecture": True,
+        },
+    ),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),
     "MiniCPM3 4B": ("minicpm3", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),

@@ -1,4 +1,4 @@
-"""Six families at the published geometry of their attention, recurrences and routers, in bf16.
+"""Families at the published geometry of their attention, recurrences and routers, in bf16.
 
 Head counts, head dims, windows, sinks, latents, states and chosen experts are the released ones, as
 are the hidden sizes. Layers are few, one of each kind at least, and vocabularies, MLPs and numbers
@@ -111,6 +111,18 @@ FAMILIES = {
         {"num_hidden_layers": 3, "num_local_experts": 8, "intermediate_size": 512},
         {**_SMALL_HEADS, "sliding_window": 48},
         attention="eager",  # no other of transformers has sinks without a kernel of the hub
+    ),
+    "falcon-7b": Family(
+        "Falcon 7B",
+        4099,
+        {"num_hidden_layers": 2, "ffn_hidden_size": 2048},
+        {"num_attention_heads": 4},
+    ),
+    "falcon-40b": Family(
+        "Falcon 40B",
+        4098,
+        {"num_hidden_layers": 2, "ffn_hidden_size": 2048},
+        {"num_attention_heads": 4, "num_kv_heads": 2},
     ),
     "glm-4.7-flash": Family(
         "GLM-4.7-Flash",

@@ -26,7 +26,14 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3.5": {**_SHAPE, **_DELTA},
     "qwen3-next": {**_SHAPE, **_DELTA},
     "olmo-hybrid": {**_SHAPE, **_DELTA},
-    "nemotron-h": {**_SHAPE, "ssm_state_size": 64, "mamba_head_dim": 64, "chunk_size": 64},
+    # causal-conv1d takes projections whose width 8 divides, as that of all released sizes.
+    "nemotron-h": {
+        **_SHAPE,
+        "ssm_state_size": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "chunk_size": 64,
+    },
     "lfm2": _SHAPE,
     "kimi-linear": {**_SHAPE, "linear_head_dim": 64},
 }
