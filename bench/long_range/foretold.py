@@ -17,19 +17,21 @@ def foretold(
     model: Qwen2ForCausalLM,
     data: Data,
     task: str,
-    tried: tuple[str, ...],
+    names: tuple[str, ...],
     *,
     length: int,
     page_size: int,
 ) -> dict[str, dict[str, float | None]]:
-    """By page-sparse method: error of the gradient, and attention to the past that its pages hold.
+    """By method: error of the gradient; of page lists also the attention to the past that they
+    hold, of sampled chunks the bias, which averaging leaves.
 
     On four texts with a question each; the loss is that of the answers. ``past``: of the layer
-    that sees least.
+    that sees least. ``names``: methods that attend to pages of a budget or sweep in part.
     """
-    known = methods(length, page_size, seed=0)
-    rules = [(name, known[name]) for name in tried]
-    sparse: dict[str, Any] = {name: own.attention for name, own in rules if own is not None}
+    settings = {name: methods(length, page_size, seed=0)[name] for name in names}
+    known = {name: own for name, own in settings.items() if own is not None}
+    sparse = {n: own.attention for n, own in known.items() if _is_sparse(own)}
+    parts: dict[str, Any] = {n: own.backward for n, own in known.items() if not _is_sparse(own)}
     [batch] = data.asked(task, 4, length, 4)
     ids, labels = (one.to(model.device) for one in (batch.input_ids, batch.labels))
     with autocast(model):
@@ -39,9 +41,26 @@ def foretold(
             labels,
             config=oomb.Config(**engine_settings(length, page_size)),
             attention=list(sparse.values()),
+            backward=list(parts.values()),
         )
     told: dict[str, dict[str, float | None]] = {}
-    for name, one in zip(sparse, found.sparse, strict=True):
+    for one in found.sparse:
         seen = [layer.past_mass for layer in one.layers if layer.past_mass is not None]
-        told[name] = {"gradient": one.gradient.error, "past": min(seen, default=None)}
+        told[_named(sparse, one.rule)] = {
+            "gradient": one.gradient.error,
+            "past": min(seen, default=None),
+        }
+    for drawn in found.sampled:
+        figures = {"gradient": drawn.gradient.error, "bias": drawn.gradient.bias}
+        told[_named(parts, drawn.rule)] = dict(figures)
+    for cut in found.truncated:
+        told[_named(parts, cut.rule)] = {"gradient": cut.gradient.error}
     return told
+
+
+def _is_sparse(config: oomb.Config) -> bool:
+    return isinstance(config.attention, oomb.TopKPages)
+
+
+def _named(rules: dict[str, Any], rule: object) -> str:
+    return next(name for name, known in rules.items() if known is rule)

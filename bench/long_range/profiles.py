@@ -20,6 +20,9 @@ class Level:
             model of the level before, where there is one, or else from that of its first method.
         tried: methods under whose attention models are evaluated, beside dense attention
             and a model's own.
+        audited: methods that ``oomb audit`` is asked about, on the model that all begin from
+            (``UNTRAINED``) and on the one trained exactly, at the length of training; none
+            named: those tried, on the latter, at every length.
         rope: angles from here on; None: those of the level before.
     """
 
@@ -27,6 +30,7 @@ class Level:
     asked: tuple[int, ...] = ()
     methods: tuple[str, ...] = ("ordinary",)
     tried: tuple[str, ...] = ()
+    audited: tuple[str, ...] = ()
     rope: Rope | None = None
 
 
@@ -76,7 +80,10 @@ def _all_tasks(longest: int) -> tuple[Level, ...]:
     """Ordinary training at growing lengths that teaches every task, most of it at 256 tokens."""
     lengths = [256 * 2**i for i in range((longest // 256).bit_length())]
     return tuple(
-        Level(stage=_steps(length, 32_768 // length, 2e-4, 2000 if length == 256 else 200, 3))
+        Level(
+            stage=_steps(length, 32_768 // length, 2e-4, 2000 if length == 256 else 200, 3),
+            asked=(longest,) if length == longest else (),
+        )
         for length in lengths
     )
 
@@ -97,6 +104,10 @@ def _way(
 
 _WAY = (128, 256, 512, 1024, 2048, 4096, 8192)
 _SHORT_WAY = _way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0})
+_AUDITED = (
+    *("64 pages, bounds", "16 pages, bounds", "64 pages, softmax", "64 pages"),
+    *("SpaCO 1/2", "SpaCO 1/4", "1 back", "4 back"),
+)
 _NEEDLES = ("needle, 8 keys", "needle, 4 queries", "two facts")
 
 PROFILES = {
@@ -109,7 +120,8 @@ PROFILES = {
             Level(stage=Stage(length=128, batch=4, rate=4e-3, share=0.6, seconds=60, steps=2),
                   asked=(128,)),
             Level(stage=Stage(length=512, batch=1, rate=1e-3, share=0.3, seconds=60, steps=1),
-                  asked=(1024,), methods=("exact", "16 pages", "1 back"), tried=("16 pages",)),
+                  asked=(512, 1024), methods=("exact", "16 pages", "1 back"), tried=("16 pages",),
+                  audited=("16 pages", "SpaCO 1/2", "1 back")),
         ),
         number=2,
         asked_tokens=2048,
@@ -142,7 +154,9 @@ PROFILES = {
             *_way(2048, {64: 2e-3, 128: 2e-3}, {64: 20, 128: 20}, most=32),
             Level(stage=_steps(2048, 2, 1e-3, 96, 1), asked=(2048,), rope=Rope(4e3, 4096),
                   methods=(UNTRAINED, "exact", "ordinary", "SpaCO 1/2", "SpaCO 1/4",
-                           "bf16 gradients", "16 pages, bounds", "16 pages, softmax", "1 back")),
+                           "bf16 gradients", "16 pages, bounds", "16 pages, softmax", "1 back"),
+                  audited=("16 pages, bounds", "16 pages, softmax", "SpaCO 1/2", "SpaCO 1/4",
+                           "1 back")),
         ),
         number=32,
         asked_tokens=8192,
@@ -167,7 +181,7 @@ PROFILES = {
                            "64 pages, bounds, sink, recent", "32 pages, bounds, sink, recent",
                            "16 pages, bounds, sink, recent", "64 pages, sink, recent",
                            "32 pages, sink, recent", "16 pages, sink, recent"),
-                  tried=("64 pages, bounds",)),
+                  tried=("64 pages, bounds",), audited=_AUDITED),
         ),
         number=32,
         asked_tokens=2**19,
@@ -187,7 +201,7 @@ PROFILES = {
                            "SpaCO 1/4", "32 pages, bounds", "16 pages, bounds", "bf16 gradients",
                            "1 back", "4 back", "64 pages, softmax", "64 pages",
                            "64 pages, bounds, sink, recent"),
-                  tried=("64 pages, bounds",)),
+                  tried=("64 pages, bounds",), audited=_AUDITED),
         ),
         number=32,
         asked_tokens=2**19,

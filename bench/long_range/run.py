@@ -2,6 +2,7 @@
 
     python bench/long_range/run.py quick --folder runs/quick [--seconds 540] [--seed 0 1 2]
     python bench/long_range/run.py --table runs/quick [--picture quality.png]
+    python bench/long_range/run.py --table runs/learn runs/learn-64k --learning learning.png
 
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
@@ -36,6 +37,7 @@ from support.record import write_record
 from long_range.data import Data
 from long_range.evaluation import exact_match
 from long_range.foretold import foretold
+from long_range.learning import draw_learning
 from long_range.model import SIZES, load, new_model, save
 from long_range.picture import draw
 from long_range.profiles import PROFILES, Piece, Profile, pieces
@@ -171,7 +173,8 @@ class Run:
                     found["asked"][key] = share
                     print(f"{piece.name}: {key}: {share:.2f}", flush=True)
                 self._write()
-            if piece.method == _DENSE and piece.level.tried and time.perf_counter() <= deadline:
+            here = length == piece.level.stage.length or not piece.level.audited
+            if here and self._audited(piece) and time.perf_counter() <= deadline:
                 self._foretell(piece, found, length)
         return True
 
@@ -182,6 +185,11 @@ class Run:
         sparse = config is not None and isinstance(config.attention, oomb.TopKPages)
         return (piece.method,) if sparse else ()
 
+    def _audited(self, piece: Piece) -> tuple[str, ...]:
+        if piece.method == _DENSE:
+            return piece.level.audited or piece.level.tried
+        return piece.level.audited if piece.method == UNTRAINED else ()
+
     def _foretell(self, piece: Piece, found: dict[str, Any], length: int) -> None:
         told = found.setdefault("foretold", {})
         if str(length) not in told:
@@ -189,7 +197,7 @@ class Run:
                 self._trained(piece),
                 self._data,
                 PROBE,
-                piece.level.tried,
+                self._audited(piece),
                 length=length,
                 page_size=self._profile.page_size,
             )
@@ -247,16 +255,20 @@ def main() -> None:
         "--method", action="append", default=[], help="of the last level, in this order [all]"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--table", type=Path, help="print the results of a folder")
-    parser.add_argument("--picture", type=Path, help="of that folder: eight keys")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the results of folders")
+    parser.add_argument("--picture", type=Path, help="of these folders: eight keys by length")
+    parser.add_argument("--learning", type=Path, help="of these folders: eight keys by step")
     options = parser.parse_args()
     if options.table is not None:
-        runs = [json.loads(f.read_text()) for f in sorted(options.table.glob("*.json"))]
+        files = (file for folder in options.table for file in sorted(folder.glob("*.json")))
+        runs = [json.loads(file.read_text()) for file in files]
         print(table(runs))
         if options.picture is not None:
             draw(options.picture, runs, PROBE)
+        if options.learning is not None:
+            draw_learning(options.learning, runs, _ENOUGH)
     elif options.profile is None or options.folder is None:
-        parser.error("expected a profile and --folder, or --table FOLDER")
+        parser.error("expected a profile and --folder, or --table FOLDERS")
     else:
         known = PROFILES[options.profile].levels[-1].methods
         if unknown := [name for name in options.method if name not in known]:

@@ -21,12 +21,15 @@ def table(runs: list[dict[str, Any]]) -> str:
     parts = [_training(runs, names)]
     parts += [f"{title}\n\n{_questions(names, found)}" for title, found in shares.items()]
     parts += _foretold(runs, names)
+    if all("whole" in piece for run in runs for piece in run["pieces"].values()):
+        spent = (sum(piece["whole"] for piece in run["pieces"].values()) for run in runs)
+        parts.append(f"Seconds in all, by seed: {', '.join(f'{one:,.0f}' for one in spent)}")
     return "\n\n".join(parts)
 
 
 def _foretold(runs: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """What the audit said of a model, by length: error of the gradient, past attention seen."""
-    told: dict[tuple[str, str], dict[str, list[dict[str, float]]]] = {}
+    """What the audit said of a model, by length: error of the gradient, and what it consists of."""
+    told: dict[tuple[str, str], dict[str, list[dict[str, float | None]]]] = {}
     for run in runs:
         for name in names:
             for length, rules in run["pieces"].get(name, {}).get("foretold", {}).items():
@@ -34,10 +37,11 @@ def _foretold(runs: list[dict[str, Any]], names: list[str]) -> list[str]:
                     told.setdefault((name, length), {}).setdefault(rule, []).append(figures)
     parts = []
     for (name, length), found in told.items():
-        rows = [["the audit", "error of the gradient", "past attention seen, least layer"]]
+        rows = [["the audit", "error of the gradient", "bias",
+                 "past attention seen, least layer"]]  # fmt: skip
         rows += [
-            [rule, *(_cell([one[key] for one in each if one[key] is not None])
-                     for key in ("gradient", "past"))]
+            [rule, *(_cell([figure for one in each if (figure := one.get(key)) is not None])
+                     for key in ("gradient", "bias", "past"))]
             for rule, each in found.items()
         ]  # fmt: skip
         parts.append(f"{name}, foretold at {int(length):,} tokens\n\n{_markdown(rows)}")
@@ -62,7 +66,6 @@ def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
         if not found:
             continue
         reached = [one["reached"] for one in found if one["reached"] is not None]
-        every = len(reached) == len(found)
         rows.append(
             [
                 name,
@@ -70,8 +73,7 @@ def _training(runs: list[dict[str, Any]], names: list[str]) -> str:
                   for key in ("steps", "tokens", "seconds")),
                 _loss(found),
                 _cell([one["probes"][-1]["needle"] for one in found]),
-                *(_reached(reached, key) if every else "not reached"
-                  for key in ("step", "tokens", "seconds")),
+                *(_reached(reached, key, len(found)) for key in ("step", "tokens", "seconds")),
             ]
         )  # fmt: skip
     return _markdown(rows)
@@ -84,15 +86,17 @@ def _loss(found: list[dict[str, Any]]) -> str:
     return f"{statistics.mean(one['losses'][-1] for one in found):.2f}{estimate}"
 
 
-def _reached(reached: list[dict[str, float]], key: str) -> str:
+def _reached(reached: list[dict[str, float]], key: str, seeds: int) -> str:
     """Mean and range over seeds; steps are not known of older runs."""
     if not all(key in one for one in reached):
         return ""
+    if not reached:
+        return "not reached"
     numbers = [one[key] for one in reached]
-    mean = f"{statistics.mean(numbers):,.0f}"
-    return (
-        mean if len(set(numbers)) == 1 else f"{mean} ({min(numbers):,.0f} to {max(numbers):,.0f})"
-    )
+    said = f"{statistics.mean(numbers):,.0f}"
+    if len(set(numbers)) > 1:
+        said += f" ({min(numbers):,.0f} to {max(numbers):,.0f})"
+    return said if len(reached) == seeds else f"{said}, {len(reached)} of {seeds} seeds"
 
 
 def _cell(shares: list[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,8 +201,19 @@ def test_the_smallest_budget_within_the_tolerance() -> None:
     (sentence,) = advice(tried, [], 0.05)
     assert sentence == (
         "Budget 16 is the smallest of 8, 16, 32 whose gradient stays within 5% of the exact one "
-        "(4.0% off); its blocks see at least 70.0% of the attention (layer 1)."
+        "(4.0% off). It ranks pages by the means of their keys, which can lose the one key that "
+        "counts: try summary bounds with score token_softmax. Confirm a budget by questions about "
+        "what is far back, asked under it (docs/quality.md)."
     )
+
+
+def test_who_ranks_by_bounds_is_not_warned_of_means() -> None:
+    bounds = TopKPages(budget=16, score="token_softmax", summary="bounds")
+    for error in (0.04, 0.4):
+        means = sparse(8, 0.6)  # not recommended, so its rule does not matter
+        (sentence,) = advice([means, replace(sparse(16, error), rule=bounds)], [], 0.05)
+        assert "16" in sentence and "means" not in sentence
+        assert sentence.endswith("asked under it (docs/quality.md).")
 
 
 def test_no_budget_within_the_tolerance() -> None:

@@ -17,9 +17,10 @@ sys.path.insert(0, str(BENCH))
 
 from long_range.data import Data  # noqa: E402
 from long_range.evaluation import exact_match  # noqa: E402
+from long_range.learning import draw_learning  # noqa: E402
 from long_range.model import SIZES, Rope, load, new_model, save  # noqa: E402
 from long_range.profiles import PROFILES, pieces  # noqa: E402
-from long_range.run import Run, main, means  # noqa: E402
+from long_range.run import Run, kept_from, main, means  # noqa: E402
 from long_range.tables import table  # noqa: E402
 
 import oomb  # noqa: E402
@@ -91,6 +92,16 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     counted = first.labels >= 0
     assert torch.equal(first.labels[counted], first.input_ids[counted])
     assert (first.weights[counted] == 1).all() and counted.any(dim=1).all()
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_so_many_of_four_sequences_have_another_task(others: int) -> None:
+    """Many needles ask some twenty times in such a length, other needles at most four times."""
+    batch = Data(0).training(0, 28 * 4, 1024, 0.6, others)
+    marks = [set(row.tolist()) & {tasks.TRACE, tasks.COMMON, tasks.HOP} for row in batch.input_ids]
+    asked = (batch.input_ids == tasks.ASK).sum(dim=1)
+    of_others = [bool(mark) or asks <= 4 for mark, asks in zip(marks, asked.tolist(), strict=True)]
+    assert of_others == [row % 4 >= 4 - others for row in range(28 * 4)]
 
 
 @pytest.mark.parametrize("length", [64, 512, 8192])
@@ -165,6 +176,44 @@ def test_losses_are_averaged_over_all_steps() -> None:
     assert means([3.0, 5.0]) == [3.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("shares", "step"),
+    [([0.2, 0.9, 1.0], 1), ([0.9, 0.8, 0.95], 2), ([1.0, 0.8], None), ([0.9], 0), ([], None)],
+)
+def test_enough_is_found_from_where_it_stays_found(shares: list[float], step: int | None) -> None:
+    looks = [{"step": float(i), "needle": share} for i, share in enumerate(shares)]
+    found = kept_from(looks)
+    assert (None if found is None else found["step"]) == step
+
+
+def learned(seed: int, shares: dict[str, list[float]]) -> dict[str, object]:
+    """A run's record, of which the looks alone matter."""
+    pieces = {}
+    for method, each in shares.items():
+        looks = [{"step": 8.0 * i, "seconds": 1.0 * i, "tokens": 100.0 * i, "needle": share}
+                 for i, share in enumerate(each)]  # fmt: skip
+        pieces[f"2048 {method}"] = {
+            "method": method, "length": 2048, "steps": 8, "tokens": 100, "seconds": 1.0,
+            "losses": [1.0], "loss_is": "all chunks", "probes": looks, "reached": kept_from(looks),
+            "whole": 10.0 + seed,
+        }  # fmt: skip
+    return {"seed": seed, "pieces": pieces}
+
+
+def test_the_table_says_in_how_many_seeds_enough_was_found(tmp_path: Path) -> None:
+    start, runs = "untrained here", []
+    for seed, (exact, one_back) in enumerate([([0.2, 0.9], [0.2, 1.0]), ([0.3, 0.5], [0.9, 1.0])]):
+        runs.append(learned(seed, {start: exact[:1], "exact": exact, "1 back": one_back}))
+    rows = {row.split(" | ")[0]: row.split(" | ") for row in table(runs).splitlines()}
+    assert rows["| 2048 untrained here"][6] == "not reached"
+    assert rows["| 2048 exact"][6] == "8, 1 of 2 seeds"
+    assert rows["| 2048 1 back"][6] == "4 (0 to 8)"
+    assert table(runs).endswith("Seconds in all, by seed: 30, 33")
+    picture = tmp_path / "learning.png"
+    draw_learning(picture, runs, 0.9)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_piece_begins_from_one_before_it(name: str) -> None:
     known: set[str | None] = {None}
@@ -203,10 +252,19 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     record = json.loads(path.read_text())
     assert list(record["pieces"]) == [piece.name for piece in pieces(PROFILES["smoke"])]
     sizes = [len(found["asked"]) for found in record["pieces"].values()]
-    assert sizes == [1, 2, 2, 2]  # under dense attention, then under a budget too
+    assert sizes == [1, 4, 4, 4]  # under dense attention, then under a budget too
+    [foretold] = record["pieces"]["512 exact"]["foretold"].values()
+    assert {name: list(told) for name, told in foretold.items()} == {
+        "16 pages": ["gradient", "past"],
+        "SpaCO 1/2": ["gradient", "bias"],
+        "1 back": ["gradient"],
+    }
+    assert all(told["gradient"] > 0 for told in foretold.values())
     del record["pieces"]["512 exact"]["asked"]["needle | 1024 | dense"]
     path.write_text(json.dumps(record))
     assert run(1e6) == ["512 exact: needle | 1024 | dense: 0.00"]
     printed = table([json.loads(path.read_text())])
+    assert "512 exact, foretold at 512 tokens" in printed
+    assert "Seconds in all, by seed: " in printed
     assert "1,024 tokens, 16 pages" in printed and "| 512 1 back |" in printed
     assert all(found["probes"] for found in record["pieces"].values())
