@@ -4,6 +4,7 @@ what an engine says of it, and how far its gradients are from ordinary ones.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -311,7 +312,8 @@ def worst_gradient(model: nn.Module) -> float:
         if name in ordinary and float(ordinary[name].norm()) > 1e-9 * scale:
             ours = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             error = (ours - ordinary[name]).norm() / ordinary[name].norm()
-            worst = max(worst, float(error))
+            worst = max(worst, float(error.nan_to_num(math.inf)))
+    assert ordinary and all(bool(g.isfinite().all()) for g in ordinary.values())
     return worst
 
 

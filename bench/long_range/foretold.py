@@ -21,14 +21,16 @@ def foretold(
     *,
     length: int,
     page_size: int,
+    seed: int,
+    draws: int,
 ) -> dict[str, dict[str, float | None]]:
     """By method: error of the gradient; of page lists also the attention to the past that they
-    hold, of sampled chunks the bias, which averaging leaves.
+    hold; of sampled chunks the bias, which averaging leaves, and the noise of ``draws`` in it.
 
     On four texts with a question each; the loss is that of the answers. ``past``: of the layer
     that sees least. ``names``: methods that attend to pages of a budget or sweep in part.
     """
-    settings = {name: methods(length, page_size, seed=0)[name] for name in names}
+    settings = {name: methods(length, page_size, seed)[name] for name in names}
     known = {name: own for name, own in settings.items() if own is not None}
     sparse = {n: own.attention for n, own in known.items() if _is_sparse(own)}
     parts: dict[str, Any] = {n: own.backward for n, own in known.items() if not _is_sparse(own)}
@@ -42,6 +44,7 @@ def foretold(
             config=oomb.Config(**engine_settings(length, page_size)),
             attention=list(sparse.values()),
             backward=list(parts.values()),
+            draws=draws,
         )
     told: dict[str, dict[str, float | None]] = {}
     for one in found.sparse:
@@ -51,8 +54,12 @@ def foretold(
             "past": min(seen, default=None),
         }
     for drawn in found.sampled:
-        figures = {"gradient": drawn.gradient.error, "bias": drawn.gradient.bias}
-        told[_named(parts, drawn.rule)] = dict(figures)
+        noise = 0.0 if drawn.exhaustive else drawn.gradient.spread / drawn.draws**0.5
+        told[_named(parts, drawn.rule)] = {
+            "gradient": drawn.gradient.error,
+            "bias": drawn.gradient.bias,
+            "noise": noise,
+        }
     for cut in found.truncated:
         told[_named(parts, cut.rule)] = {"gradient": cut.gradient.error}
     return told

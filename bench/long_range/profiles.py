@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Profile:
         asked_tokens: that are asked at once.
         probe_seconds: of training between two looks at the share of needles found.
         probe_steps: in place of seconds, where methods get equal steps; 0: seconds count.
+        audited_draws: of sampled chunks in an audit; 256 are all subsets of eight chunks.
     """
 
     size: str
@@ -57,6 +59,7 @@ class Profile:
     far_tasks: tuple[str, ...] = ()
     probe_seconds: float = 5.0
     probe_steps: int = 0
+    audited_draws: int = 16
 
 
 def _stage(length: int, batch: int, rate: float, seconds: float, share: float = 0.6) -> Stage:
@@ -70,7 +73,7 @@ def _steps(length: int, batch: int, rate: float, steps: int, others: int) -> Sta
         batch=batch,
         rate=rate,
         share=0.6,
-        seconds=600.0,
+        seconds=math.inf,
         steps=steps,
         others=others,
     )
@@ -104,10 +107,13 @@ def _way(
 
 _WAY = (128, 256, 512, 1024, 2048, 4096, 8192)
 _SHORT_WAY = _way(32_768, dict.fromkeys(_WAY, 2e-4), {**dict.fromkeys(_WAY, 8.0), 128: 40.0})
-_AUDITED = (
-    *("64 pages, bounds", "16 pages, bounds", "64 pages, softmax", "64 pages"),
-    *("SpaCO 1/2", "SpaCO 1/4", "1 back", "4 back"),
+_PARTS = ("SpaCO 1/2", "SpaCO 1/4", "1 back", "2 back", "4 back")
+_PAGES = tuple(
+    f"{budget} pages{score}"
+    for score in (", bounds", ", softmax", "", ", sink, recent", ", bounds, sink, recent")
+    for budget in (16, 32, 64)
 )
+_AUDITED = (*_PARTS, "64 pages, bounds", "16 pages, bounds", "64 pages, softmax", "64 pages")
 _NEEDLES = ("needle, 8 keys", "needle, 4 queries", "two facts")
 
 PROFILES = {
@@ -144,7 +150,7 @@ PROFILES = {
         asked_tokens=8192,
         probe_seconds=10.0,
     ),
-    # A CPU, a quarter of an hour a seed: how fast each method learns what the start cannot do. Its
+    # A CPU, half an hour a seed: how fast each method learns what the start cannot do. Its
     # angles of 128 tokens, hardly stretched, tell names apart that are up to some 512 tokens away.
     "learn-cpu": Profile(
         size="tiny",
@@ -153,18 +159,17 @@ PROFILES = {
         levels=(
             *_way(2048, {64: 2e-3, 128: 2e-3}, {64: 20, 128: 20}, most=32),
             Level(stage=_steps(2048, 2, 1e-3, 96, 1), asked=(2048,), rope=Rope(4e3, 4096),
-                  methods=(UNTRAINED, "exact", "ordinary", "SpaCO 1/2", "SpaCO 1/4",
-                           "bf16 gradients", "16 pages, bounds", "16 pages, softmax", "1 back"),
-                  audited=("16 pages, bounds", "16 pages, softmax", "SpaCO 1/2", "SpaCO 1/4",
-                           "1 back")),
+                  methods=(UNTRAINED, "exact", "ordinary", *_PARTS, *_PAGES),
+                  audited=(*_PARTS, *_PAGES)),
         ),
         number=32,
         asked_tokens=8192,
         tasks=_NEEDLES,
         probe_steps=8,
+        audited_draws=256,
     ),
     # One H200, an hour for two seeds: how fast each method learns 16K tokens, of which a model of
-    # 1K finds a fifth of the needles. Angles stretch by less than the length does: by NTK's rule,
+    # 1K finds a quarter of the needles. Angles stretch by less than the length does: by NTK's rule,
     # 16 times as much, it would find four fifths before it has trained there.
     "learn": Profile(
         size="base",
@@ -174,13 +179,7 @@ PROFILES = {
             *_all_tasks(1024),
             Level(stage=_steps(16_384, 4, 2e-4, 96, 2), asked=(16_384, 65_536),
                   rope=Rope(4e4, 65_536),
-                  methods=(UNTRAINED, "exact", "ordinary", "SpaCO 1/2", "SpaCO 1/4",
-                           "64 pages, bounds", "bf16 gradients", "1 back", "4 back",
-                           "32 pages, bounds", "16 pages, bounds", "64 pages, softmax", "64 pages",
-                           "32 pages, softmax", "32 pages", "16 pages, softmax", "16 pages",
-                           "64 pages, bounds, sink, recent", "32 pages, bounds, sink, recent",
-                           "16 pages, bounds, sink, recent", "64 pages, sink, recent",
-                           "32 pages, sink, recent", "16 pages, sink, recent"),
+                  methods=(UNTRAINED, "exact", "ordinary", "bf16 gradients", *_PARTS, *_PAGES),
                   tried=("64 pages, bounds",), audited=_AUDITED),
         ),
         number=32,

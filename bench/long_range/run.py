@@ -22,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,15 @@ class Run:
             self.record = json.loads(self._path.read_text())
         if self.record["profile"] != name:
             raise SystemExit(f"{self._path}: expected a run of {name}, got one of another profile")
-        self.record["device"] = (
-            torch.cuda.get_device_name() if self._device.type == "cuda" else "CPU"
-        )
         self._data = Data(seed)
+        self._model: tuple[str, Any] | None = None  # the last that was asked
 
     def go_on(self, deadline: float, last: Sequence[str] = ()) -> None:
         """Every piece that is missing, as long as there is time; ``last``: as in ``pieces``."""
         for piece in pieces(self._profile, last):
             found = self.record["pieces"].setdefault(piece.name, {})
             begun = time.perf_counter()
+            self._expect_same(piece, found)
             if "seconds" not in found:
                 if begun + self._seconds(piece) > deadline:
                     print(f"no time left for {piece.name}", flush=True)
@@ -86,19 +86,32 @@ class Run:
                 return
 
     def _seconds(self, piece: Piece) -> float:
-        """That a training takes at most; where steps count, as long as one of its level took."""
+        """That a training takes at most; where steps count, as long as one of its level took with
+        its looks and questions."""
         stage = piece.level.stage
         if not self._profile.probe_steps:
             return stage.seconds
         known = (
-            float(found["seconds"])
+            float(found["whole"])
             for found in self.record["pieces"].values()
-            if found.get("length") == stage.length
+            if found.get("length") == stage.length and found.get("steps") and "whole" in found
         )
-        return max(known, default=60.0)
+        return max(known, default=120.0)
+
+    def _expect_same(self, piece: Piece, found: dict[str, Any]) -> None:
+        """Older results of a piece have no settings."""
+        now = _settings(piece)
+        if found.get("settings", now) != now:
+            raise SystemExit(
+                f"{self._path}: expected {piece.name} of the profile's settings, got one trained "
+                "with others; take a new folder"
+            )
 
     def _train(self, piece: Piece, found: dict[str, Any]) -> None:
         stage, profile = piece.level.stage, self._profile
+        self._model = None  # of the piece before
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         if piece.begins_from is None:
             model = new_model(SIZES[profile.size], self._seed, profile.rope)
         else:
@@ -125,7 +138,7 @@ class Run:
             if steps >= between if profile.probe_steps else due:
                 look(step)
 
-        nothing = {"step": 0.0, "seconds": 0.0, "tokens": 0.0, "loss": float("nan")}
+        nothing = {"step": 0.0, "seconds": 0.0, "tokens": 0.0, "loss": float("nan"), "pages": 0.0}
         steps = [nothing]
         look(nothing)
         if piece.method != UNTRAINED:
@@ -133,6 +146,8 @@ class Run:
             if probes[-1]["tokens"] < tokens:
                 look(steps[-1])
         found |= {
+            "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "CPU",
+            "settings": _settings(piece),
             "method": piece.method,
             "length": stage.length,
             "begins_from": piece.begins_from,
@@ -146,11 +161,10 @@ class Run:
             "asked": {},
         }
         if self._device.type == "cuda":
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+            pages = max(step["pages"] for step in steps)  # beside torch's own memory
+            found["peak_bytes"] = torch.cuda.max_memory_allocated() + pages
         save(self._checkpoint(piece.name), model, profile.size, piece.rope)
         self._write()
-        self._model = piece.name, model
 
     def _ask(self, piece: Piece, found: dict[str, Any], deadline: float) -> bool:
         """Whether everything was asked."""
@@ -191,17 +205,20 @@ class Run:
         return piece.level.audited if piece.method == UNTRAINED else ()
 
     def _foretell(self, piece: Piece, found: dict[str, Any], length: int) -> None:
-        told = found.setdefault("foretold", {})
-        if str(length) not in told:
-            told[str(length)] = foretold(
+        told = found.setdefault("foretold", {}).setdefault(str(length), {})
+        missing = tuple(name for name in self._audited(piece) if name not in told)
+        if missing:
+            told |= foretold(
                 self._trained(piece),
                 self._data,
                 PROBE,
-                self._audited(piece),
+                missing,
                 length=length,
                 page_size=self._profile.page_size,
+                seed=self._seed,
+                draws=self._profile.audited_draws,
             )
-            print(f"{piece.name}: the audit at {length}: {told[str(length)]}", flush=True)
+            print(f"{piece.name}: the audit at {length}: {told}", flush=True)
             self._write()
 
     def _asked(self, model: Any, task: str, length: int, method: str, number: int) -> float:
@@ -218,12 +235,12 @@ class Run:
         )
 
     def _trained(self, piece: Piece) -> Any:
-        name, model = getattr(self, "_model", ("", None))
-        if name != piece.name:
+        """Its checkpoint: what is asked is the same in a run of one call and of several."""
+        if self._model is None or self._model[0] != piece.name:
             model = load(self._checkpoint(piece.name))
             model.to(self._device).eval()  # type: ignore[arg-type]
             self._model = piece.name, model
-        return model
+        return self._model[1]
 
     def _checkpoint(self, name: str) -> Path:
         return self._folder / f"{name.replace(' ', '-').replace('/', 'of')}-{self._seed}.pt"
@@ -232,6 +249,12 @@ class Run:
         parting = self._path.with_suffix(".part")
         write_record(parting, self.record)
         parting.replace(self._path)
+
+
+def _settings(piece: Piece) -> dict[str, Any]:
+    """Of its training, as JSON keeps them."""
+    settings = {"stage": asdict(piece.level.stage), "rope": asdict(piece.rope)}
+    return dict(json.loads(json.dumps(settings)))
 
 
 def kept_from(probes: list[dict[str, float]]) -> dict[str, float] | None:
@@ -260,9 +283,11 @@ def main() -> None:
     parser.add_argument("--learning", type=Path, help="of these folders: eight keys by step")
     options = parser.parse_args()
     if options.table is not None:
-        files = (file for folder in options.table for file in sorted(folder.glob("*.json")))
-        runs = [json.loads(file.read_text()) for file in files]
-        print(table(runs))
+        runs: list[dict[str, Any]] = []
+        for folder in options.table:
+            of_folder = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+            print(table(of_folder))
+            runs += of_folder
         if options.picture is not None:
             draw(options.picture, runs, PROBE)
         if options.learning is not None:

@@ -37,11 +37,11 @@ def _foretold(runs: list[dict[str, Any]], names: list[str]) -> list[str]:
                     told.setdefault((name, length), {}).setdefault(rule, []).append(figures)
     parts = []
     for (name, length), found in told.items():
-        rows = [["the audit", "error of the gradient", "bias",
+        rows = [["the audit", "error of the gradient", "bias", "its noise",
                  "past attention seen, least layer"]]  # fmt: skip
         rows += [
             [rule, *(_cell([figure for one in each if (figure := one.get(key)) is not None])
-                     for key in ("gradient", "bias", "past"))]
+                     for key in ("gradient", "bias", "noise", "past"))]
             for rule, each in found.items()
         ]  # fmt: skip
         parts.append(f"{name}, foretold at {int(length):,} tokens\n\n{_markdown(rows)}")

@@ -100,7 +100,7 @@ def train(
     *,
     on_step: Callable[[dict[str, float]], None] = lambda _: None,
 ) -> list[dict[str, float]]:
-    """Trains in place. Returns a record per step: step, seconds, tokens, loss.
+    """Trains in place. Returns a record per step: step, seconds, tokens, loss, bytes of pages.
 
     What ``on_step`` takes is no part of the seconds. The loss is that of the answers' tokens and,
     with little weight, of the text's.
@@ -124,9 +124,10 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             if open_engine is None:
-                loss = _ordinary(model, batch)
+                loss, pages = _ordinary(model, batch), 0
             else:
-                loss = _chunked(model, open_engine, batch)
+                step = _chunked(model, open_engine, batch)
+                loss, pages = step.loss, step.stats.device_peak_bytes
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -135,6 +136,7 @@ def train(
                 "seconds": time.perf_counter() - began,
                 "tokens": float(batch.input_ids.numel()),
                 "loss": float(loss),
+                "pages": float(pages),
             }
             records.append(record)
             paused = time.perf_counter()
@@ -188,11 +190,11 @@ def _ordinary(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
     return loss.detach()
 
 
-def _chunked(model: Qwen2ForCausalLM, engine: oomb.Engine, batch: Batch) -> torch.Tensor:
+def _chunked(model: Qwen2ForCausalLM, engine: oomb.Engine, batch: Batch) -> oomb.Step:
     with autocast(model):
         return engine.forward_backward(
             batch.input_ids,
             batch.input_ids,
             loss_weights=_weights(batch),
             num_items_in_batch=1,
-        ).loss
+        )

@@ -334,7 +334,8 @@ def write_json(path: Path | None, kind: str, result: dict[str, Any]) -> None:
 def parser(doc: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
     result.add_argument("--grid", action="store_true", help="the grid of shapes")
-    result.add_argument(
+    heads = result.add_mutually_exclusive_group()
+    heads.add_argument(
         "--wide",
         type=int,
         nargs="?",
@@ -342,7 +343,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
         choices=list(WIDE),
         help="16 and 4 heads of 256, or 32 and 4 of 512",
     )
-    result.add_argument(
+    heads.add_argument(
         "--narrow-values", action="store_true", help="16 and 4 heads of 192, values of 128"
     )
     result.add_argument(

@@ -285,7 +285,7 @@ class Config:
             ``"40GiB"``. None: what is free, less a margin.
         host_memory: cap of the host tier, likewise.
         kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.
-            fp64 models keep fp64.
+            Where keys are in fp32 or fp64, gradient pages are too.
         main_grad_dtype: of the sums of parameter gradients over chunks: ``"float32"``, or
             ``"bfloat16"`` with stochastic rounding: half the memory. For bf16 parameters; others
             keep sums in fp32 (fp64).

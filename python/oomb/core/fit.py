@@ -248,6 +248,8 @@ def _worthwhile(
         return Fit(pages, wanted.outputs)
     if held is None or not _nearly(held, wanted.caps, needed + wanted.outputs.slots):
         return wanted
+    if not _hold(held, pages, demand):
+        return wanted
     # Pools that are nearly as large are kept: to make new ones costs more than a few outputs.
     least = within(
         min(on_device, held.device_slots - pages.device_slots),
@@ -255,6 +257,13 @@ def _worthwhile(
     )
     host = held.host_slots if least.caps.host_slots else 0
     return Fit(Caps(least.caps.device_slots, host, held.host_slots), least.outputs)
+
+
+def _hold(held: Held, pages: Caps, demand: PageDemand) -> bool:
+    """Whether pools that are there have room for the pages alone, as they are parted."""
+    spilled = demand.needed_slots - pages.device_slots
+    on_host = spilled + demand.transit_slots if spilled else 0
+    return held.device_slots >= pages.device_slots and held.host_slots >= on_host
 
 
 def _nearly(held: Held, wanted: Caps, slots: int) -> bool:

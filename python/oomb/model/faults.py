@@ -50,8 +50,9 @@ def models_own(model: nn.Module, what: str) -> Iterator[None]:
 
 def _said(error: BaseException) -> str:
     """Its words; "index 1 is out of bounds" tells nobody anything without the line that raised."""
-    behind = isinstance(error, IndexError) and " out of " in str(error)
-    return "it reads behind a tensor's or list's end" if behind else str(error)
+    text = str(error)
+    past_end = isinstance(error, IndexError) and "index" in text and " out of " in text
+    return "it reads past the end of a tensor or list" if past_end else text
 
 
 def _where(model: nn.Module, error: BaseException) -> str:

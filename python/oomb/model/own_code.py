@@ -24,8 +24,24 @@ _FALCON = "transformers.models.falcon.modeling_falcon"
 
 
 def interface_forwards(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """A forward through the interface for each attention module that has own code."""
-    return {module: partial(_falcon, module) for module in _falcons(decoder)}
+    """A forward through the interface for each attention module that has own code.
+
+    Raises:
+        UnsupportedModelError: somebody has put another forward on one of them.
+    """
+    found = {}
+    for module in _falcons(decoder):
+        forward = partial(_falcon, module)
+        there = vars(module).get("forward", forward)
+        if getattr(there, "func", None) is not _falcon:  # a call that is still open has put ours
+            name = next(name for name, part in decoder.named_modules() if part is module)
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}): expected the forward of its class, which the "
+                "engine takes the place of, got another one on the module (a hook's or a "
+                "wrapper's); take it away, or wrap the whole layer"
+            )
+        found[module] = forward
+    return found
 
 
 @swapping
@@ -74,7 +90,9 @@ def _falcon(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     q, k, v = _heads(module, module.query_key_value(hidden_states), position_embeddings)
-    dropout = module.attention_dropout.p if module.training else 0.0
+    # Of its own implementations this one alone drops weights, unless the model has ALiBi.
+    drops = module.training and type(module).__name__ == "FalconFlashAttention2"
+    dropout = module.config.attention_dropout if drops else 0.0
     o, _weights = attention(module, q, k, v, attention_mask, dropout=dropout)
     return module.dense(o.flatten(2)), None
 

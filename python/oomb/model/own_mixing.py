@@ -67,14 +67,16 @@ def _mixing(model: CausalModel, layer: int) -> tuple[str, bool] | None:
 
 @contextmanager
 def _calls(inside: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
-    """The first call of each module, in the order in which they end."""
+    """Calls of these modules, in the order in which they end."""
     calls: list[tuple[nn.Module, Any, Any]] = []
 
     def ended(module: nn.Module, args: Any, keywords: Any, _: Any) -> None:
         calls.append((module, _copied(args), _copied(keywords)))
 
-    hooks = [part.register_forward_hook(ended, with_kwargs=True) for part in inside]
+    hooks: list[Any] = []
     try:
+        for part in inside:
+            hooks.append(part.register_forward_hook(ended, with_kwargs=True))
         yield calls
     finally:
         for hook in hooks:
@@ -93,15 +95,17 @@ def _mixes(module: nn.Module, args: Any, keywords: Any) -> bool:
     def of_last(hidden: torch.Tensor) -> torch.Tensor:
         changed = [hidden if x is given else x for x in args]
         named = {name: hidden if x is given else x for name, x in keywords.items()}
+        torch.manual_seed(0)  # dropout drops the same each time
         output = module(*_copied(changed), **_copied(named))
         first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return first.narrow(dim, last, 1).float()
 
-    for hidden in (given, given / (10 * given.float().square().mean().sqrt()).to(given.dtype)):
-        parts = hidden.narrow(dim, 0, last).flip(-1), hidden.narrow(dim, last, 1)
-        one, two = of_last(hidden), of_last(torch.cat(parts, dim))
-        if not float((one - two).norm()) <= 1e-3 * float(one.norm()):
-            return True
+    with torch.random.fork_rng(devices=[given.device] if given.is_cuda else []):
+        for hidden in (given, given / (10 * given.float().square().mean().sqrt()).to(given.dtype)):
+            parts = hidden.narrow(dim, 0, last).flip(-1), hidden.narrow(dim, last, 1)
+            one, two = of_last(hidden), of_last(torch.cat(parts, dim))
+            if not float((one - two).norm()) <= 1e-3 * float(one.norm()):
+                return True
     return False
 
 

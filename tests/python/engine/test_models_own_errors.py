@@ -45,10 +45,20 @@ def test_an_error_of_the_models_own(tokens: int, text: str, kind: type[Exception
     assert refused.value.__cause__ is error
 
 
-def test_an_index_behind_an_end_is_said_in_words() -> None:
-    error = IndexError("index 1 is out of bounds for dimension 2 with size 1")
-    with pytest.raises(oomb.UnsupportedModelError, match=r"reads behind .* end \(in layers\.0, "):
-        oomb.Engine(fails_at(2, error), CONFIG)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "index 1 is out of bounds for dimension 2 with size 1",
+            "it reads past the end of a tensor",
+        ),
+        ("list index out of range", "it reads past the end of a tensor or list"),
+        ("Dimension out of range (expected to be in range of [-1, 0], but got 1)", "Dimension out"),
+    ],
+)
+def test_an_index_past_an_end_is_said_in_words(text: str, said: str) -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match=rf"{said}.* \(in layers\.0, "):
+        oomb.Engine(fails_at(2, IndexError(text)), CONFIG)
 
 
 @pytest.mark.parametrize("tokens", PROBES)

@@ -424,3 +424,14 @@ def test_weights_in_several_places() -> None:
     with pytest.raises(oomb.UnsupportedModelError, match="got cuda:0, cuda:1; load it with"):
         check_places(weights)
     check_places(weights[:1])
+
+
+def test_dropout_of_adapters_is_not_taken_for_what_mixes_tokens() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["key"], lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(rwkv(), config).train()
+    state = torch.get_rng_state()
+    with pytest.raises(
+        oomb.UnsupportedModelError, match=r"its attention \(RwkvSelfAttention\) is a recurrence"
+    ):
+        oomb.Engine(model, oomb.Config(chunk_size=16, page_size=8))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -256,7 +256,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     [foretold] = record["pieces"]["512 exact"]["foretold"].values()
     assert {name: list(told) for name, told in foretold.items()} == {
         "16 pages": ["gradient", "past"],
-        "SpaCO 1/2": ["gradient", "bias"],
+        "SpaCO 1/2": ["gradient", "bias", "noise"],
         "1 back": ["gradient"],
     }
     assert all(told["gradient"] > 0 for told in foretold.values())
@@ -264,6 +264,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(json.dumps(record))
     assert run(1e6) == ["512 exact: needle | 1024 | dense: 0.00"]
     printed = table([json.loads(path.read_text())])
+    record["pieces"]["512 exact"]["settings"]["stage"]["rate"] = 2e-3
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match=r"expected 512 exact of the profile's settings"):
+        run(1e6)
     assert "512 exact, foretold at 512 tokens" in printed
     assert "Seconds in all, by seed: " in printed
     assert "1,024 tokens, 16 pages" in printed and "| 512 1 back |" in printed

@@ -193,6 +193,34 @@ def test_auto_fits_wherever_none_does() -> None:
     assert refused > 50
 
 
+@pytest.mark.parametrize(
+    ("device", "selection"), [("cpu", None), ("cuda", oomb.TopKPages(budget=64))]
+)
+@pytest.mark.parametrize("share", [0.85, 0.95, 0.999])
+def test_pools_too_small_for_the_pages_alone_are_not_used_again(
+    device: str, selection: oomb.TopKPages | None, share: float
+) -> None:
+    """Pools of a call that was a little shorter, where few outputs are kept beside the pages."""
+    demand = PageDemand(
+        chunks=Chunks(32_767, 1024, 128),
+        reach=GradientReach(range(32), None),
+        shapes=[LayerShape(4, 4, 128, 0)] * 8,
+        layout=PageLayout.of(4, 128, 128, torch.bfloat16, "float32"),
+        batch=1,
+        device_type=device,
+        selection=selection,
+    )
+    needed, slot = demand.needed_slots, demand.layout.slot_bytes
+    free = int(1.04 * needed * slot / 0.9)
+    room = Room(one_memory=device == "cpu", device_free=free, host_free=free)
+    for keep in ("none", "auto"):
+        held = Held(int(share * needed), 0)
+        found = fit(demand, keep, room, linear_flops=5e9, held=held)
+        assert (found.outputs.slots > 0) == (keep == "auto")
+        assert found.caps.device_slots >= needed
+        assert found.caps.device_slots + found.caps.host_slots >= needed + found.outputs.slots
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_half_of_what_nobody_gave_is_left(device: str) -> None:
     demand = PageDemand(
