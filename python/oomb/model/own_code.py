@@ -29,7 +29,7 @@ def interface_forwards(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]
     Raises:
         UnsupportedModelError: somebody has put another forward on one of them.
     """
-    found = {}
+    found: dict[nn.Module, Callable[..., Any]] = {}
     for module in _falcons(decoder):
         forward = partial(_falcon, module)
         there = vars(module).get("forward", forward)
