@@ -88,19 +88,18 @@ HEADLINE = [Shape(chunk=chunk, budget=budget) for budget in (None, 64) for chunk
 WIDE = {256: (16, 4), 512: (32, 4)}
 
 
-def headline(path: str | None, wide: int | None = None, narrow: bool = False) -> list[Shape]:
-    """The tables of docs/performance.md: of Hopper, of the path for other GPUs, of wide heads, and
-    of values narrower than the keys (those of latent attention and of MiMo-V2)."""
-    if narrow:
+def headline(options: argparse.Namespace) -> list[Shape]:
+    """The tables of docs/performance.md: Hopper, the path for other GPUs, wide heads, values
+    narrower than keys."""
+    heads: dict[str, Any] = {}
+    if options.wide is not None:
+        heads = dict(zip(("query_heads", "kv_heads"), WIDE[options.wide], strict=True))
+        heads["head_dim"] = options.wide
+    elif options.narrow_values:
         heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 192, "value_dim": 128}
-        return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
-    if wide is not None:
-        query_heads, kv_heads = WIDE[wide]
-        heads = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": wide}
-        return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
-    if path != "sm80":
-        return HEADLINE
-    return [dataclasses.replace(shape, head_dim=dim) for dim in (128, 64) for shape in HEADLINE]
+    elif options.path == "sm80":
+        return [dataclasses.replace(shape, head_dim=d) for d in (128, 64) for shape in HEADLINE]
+    return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
 
 
 def grid() -> list[Shape]:
@@ -121,8 +120,7 @@ def grid() -> list[Shape]:
 
 
 class Inputs:
-    """q, k, v and the past, as slots of a page pool with zeros behind the heads, and as the
-    contiguous tensors of the heads alone that others need."""
+    """q, k, v and the past: pages with zeros behind heads; contiguous heads alone for others."""
 
     def __init__(self, shape: Shape) -> None:
         s = shape
@@ -372,7 +370,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"matrix product {ceiling:.0f} TFLOP/s"
     )
-    shapes = grid() if options.grid else headline(options.path, options.wide, options.narrow_values)
+    shapes = grid() if options.grid else headline(options)
     shapes = [dataclasses.replace(shape, softcap=options.softcap) for shape in shapes]
     rows = []
     for index, shape in enumerate(shapes):
@@ -392,13 +390,6 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
     variant = (["grid"] if options.grid else []) + wide + capped
     variant += ["narrow-values"] if options.narrow_values else []
     name = "-".join(["attention", kind, *variant, options.path or ""])
-    write_json(
-        options.json,
-        name.rstrip("-"),
-        {
-            "matmul_tflops": ceiling,
-            "path": options.path,
-            "seconds": time.monotonic() - begin,
-            "rows": rows,
-        },
-    )
+    seconds = time.monotonic() - begin
+    found = {"matmul_tflops": ceiling, "path": options.path, "seconds": seconds, "rows": rows}
+    write_json(options.json, name.rstrip("-"), found)
