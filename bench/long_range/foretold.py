@@ -30,8 +30,8 @@ def foretold(
     On four texts with a question each; the loss is that of the answers. ``past``: of the layer
     that sees least. ``names``: methods that attend to pages of a budget or sweep in part.
     """
-    settings = {name: methods(length, page_size, seed)[name] for name in names}
-    known = {name: own for name, own in settings.items() if own is not None}
+    settings = methods(length, page_size, seed)
+    known = {name: own for name in names if (own := settings[name]) is not None}
     sparse = {n: own.attention for n, own in known.items() if _is_sparse(own)}
     parts: dict[str, Any] = {n: own.backward for n, own in known.items() if not _is_sparse(own)}
     [batch] = data.asked(task, 4, length, 4)

@@ -169,8 +169,8 @@ PROFILES = {
         audited_draws=256,
     ),
     # One H200, an hour for two seeds: how fast each method learns 16K tokens, of which a model of
-    # 1K finds a quarter of the needles. Angles stretch by less than the length does: by NTK's rule,
-    # 16 times as much, it would find four fifths before it has trained there.
+    # 1K finds a quarter of the needles. Angles stretch by less than the length does, so that it
+    # does not find them before it has trained there.
     "learn": Profile(
         size="base",
         rope=Rope(1e4, 1024),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import transformers
 
+import oomb
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 families: Any = __import__("model_families")
@@ -82,3 +84,16 @@ def test_a_refusal_says_where_and_why(family: str) -> None:
     assert re.search(r"^[\w.]+( \d+)?( \(\w+\))?$", where)
     assert len(why) > 20
     assert not re.search(r"tensor\(|out of (bounds|range)|…$", REFUSED[family])
+
+
+def test_gradients_that_are_not_numbers_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = oomb.Engine.forward_backward
+
+    def broken(engine: oomb.Engine, *args: Any, **settings: Any) -> oomb.Step:
+        step = run(engine, *args, **settings)
+        for parameter in engine._model.causal.parameters():
+            parameter.grad.fill_(float("nan"))
+        return step
+
+    monkeypatch.setattr(oomb.Engine, "forward_backward", broken)
+    assert families.verdict("llama").kind == "wrong"

@@ -246,9 +246,9 @@ def _worthwhile(
     wanted = within(on_device, on_host)
     if wanted.outputs.slots == 0:
         return Fit(pages, wanted.outputs)
-    if held is None or not _nearly(held, wanted.caps, needed + wanted.outputs.slots):
-        return wanted
-    if not _hold(held, pages, demand):
+    if held is None or not (
+        _hold(held, pages, demand) and _nearly(held, wanted.caps, needed + wanted.outputs.slots)
+    ):
         return wanted
     # Pools that are nearly as large are kept: to make new ones costs more than a few outputs.
     least = within(

@@ -10,8 +10,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.falcon import modeling_falcon
 
 import oomb
+from oomb.model import own_code
 
 from .models import of
 from .own_code_models import OWN_CODE, make_own_code
@@ -51,6 +53,26 @@ def test_a_dropout_of_attention_that_its_code_does_not_apply() -> None:
     """Without ALiBi its own code drops no weights, whatever its config says."""
     model, ids = make_own_code("falcon-7b", attention_dropout=0.5).train(), random_ids(1, 50)
     assert_equal(chunked(model, CONFIG, ids, ids), ordinary(model, ids, ids))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_of_attention_that_its_code_applies(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's alone does, which no CPU runs: what the interface is asked for."""
+    config = make_own_code("falcon-7b", attention_dropout=0.5).config
+    module = modeling_falcon.FalconFlashAttention2(config, layer_idx=0).train(training)
+    asked: list[float] = []
+
+    def attention(_: Any, q: torch.Tensor, *args: Any, dropout: float) -> tuple[torch.Tensor, None]:
+        asked.append(dropout)
+        return q.transpose(1, 2), None
+
+    monkeypatch.setattr(own_code, "attention", attention)
+    angles = torch.ones(1, 4, module.head_dim)
+    forward = own_code.interface_forwards(module)[module]
+    forward(torch.ones(1, 4, config.hidden_size), None, position_embeddings=(angles, angles))
+    assert asked == [0.5 if training else 0.0]
 
 
 def test_adapters_with_dropout() -> None:

@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3.5": {**_SHAPE, **_DELTA},
     "qwen3-next": {**_SHAPE, **_DELTA},
     "olmo-hybrid": {**_SHAPE, **_DELTA},
-    # causal-conv1d takes projections whose width 8 divides, as that of all released sizes.
+    # causal-conv1d takes projections whose width 8 divides.
     "nemotron-h": {
         **_SHAPE,
         "ssm_state_size": 64,
