@@ -12,6 +12,8 @@ import argparse
 import itertools
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -21,7 +23,7 @@ import oomb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/python"))
 
-from engine.structure_cases import DTYPES, FAMILIES, STRENGTHS, WRONG, exact
+from engine.structure_cases import DTYPES, FAMILIES, SILENT, STRENGTHS, WRONG, exact
 
 
 def refusal(model: nn.Module, page: int) -> str | None:
@@ -51,11 +53,16 @@ def main() -> int:
                 print(f"REFUSED {family} {dtype} {layers} layers {loud=} {seed=}: {reason}")
         print(f"{family} {dtype} {layers} layers {loud=}: done", flush=True)
     accepted, wrongs = 0, 0
-    for build, strength, dtype in itertools.product(WRONG, STRENGTHS, DTYPES):
+    builders: list[tuple[str, Callable[[], nn.Module]]] = [
+        (f"{build.__name__} {strength=}", partial(build, strength))
+        for build, strength in itertools.product(WRONG, STRENGTHS)
+    ]
+    builders += [(build.__name__, build) for build in SILENT]
+    for (name, build), dtype in itertools.product(builders, DTYPES):
         wrongs += 1
-        if refusal(build(strength).to(dtype).to(arguments.device), 128) is None:
+        if refusal(build().to(dtype).to(arguments.device), 128) is None:
             accepted += 1
-            print(f"ACCEPTED {build.__name__} {strength=} {dtype}")
+            print(f"ACCEPTED {name} {dtype}")
     print(f"false refusals: {refused} of {exacts}; false acceptances: {accepted} of {wrongs}")
     return int(refused + accepted > 0)
 

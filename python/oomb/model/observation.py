@@ -66,12 +66,14 @@ def observe_own(
 
     def layer(index: int, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         reseed(model, index)
-        seen.entered[index] = _given(args, keywords).clone()  # layers may change it in place
+        seen.entered[index] = given_to(args, keywords).clone()  # layers may change it in place
         output = forward(*args, **keywords)
-        seen.left[index] = _first(output).clone()
+        seen.left[index] = first_of(output).clone()
         return output
 
     def decoder(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        if positions is not None and keywords.get("position_ids") is None:
+            keywords["position_ids"] = positions  # some heads do not hand them on
         output = forward(*args, **keywords)
         seen.hidden = output.last_hidden_state
         return output
@@ -128,12 +130,13 @@ def observe_chunks(
 
     def layer(index: int, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
         reseed(model, index)
-        given = _given(args, keywords)
+        given = given_to(args, keywords)
         seen.entered[index] = given
-        replaced = own.entered[index].reshape(given.shape).clone()
-        replaced[..., :first, :] = given[..., :first, :]
-        output = forward(*_replaced(args, given, replaced), **_swapped(keywords, given, replaced))
-        seen.left[index] = _first(output).clone()
+        theirs = own.entered[index].reshape(given.shape).clone()
+        theirs[..., :first, :] = given[..., :first, :]
+        args, keywords = replaced(args, keywords, given, theirs)
+        output = forward(*args, **keywords)
+        seen.left[index] = first_of(output).clone()
         return output
 
     def mixer(index: int, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
@@ -148,7 +151,7 @@ def observe_chunks(
             output, states = mixing.stretch(forward, args, keywords, row, states)
             outputs.append(output)
         seen.mixed[index] = joined(outputs, dim=0)
-        return _exchanged(seen.mixed[index], own.mixed[index], first)
+        return substituted(seen.mixed[index], own.mixed[index], first)
 
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     session = model.session(
@@ -259,30 +262,30 @@ def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
     now.update(before)
 
 
-def _given(args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+def given_to(args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
     """The hidden states among a layer's arguments."""
     named = keywords.get("hidden_states")
     given: torch.Tensor = named if named is not None else args[0]
     return given
 
 
-def _replaced(args: tuple[Any, ...], given: torch.Tensor, new: torch.Tensor) -> list[Any]:
-    return [new if x is given else x for x in args]
+def replaced(
+    args: tuple[Any, ...], keywords: dict[str, Any], given: torch.Tensor, new: torch.Tensor
+) -> tuple[list[Any], dict[str, Any]]:
+    """A layer's arguments with other hidden states."""
+    changed = [new if x is given else x for x in args]
+    return changed, {name: new if x is given else x for name, x in keywords.items()}
 
 
-def _swapped(keywords: dict[str, Any], given: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
-    return {name: new if x is given else x for name, x in keywords.items()}
-
-
-def _exchanged(ours: Any, theirs: Any, first: int) -> Any:
+def substituted(ours: Any, theirs: Any, first: int = 0) -> Any:
     """Their output of a mixer from token ``first`` of each row on, in the shape of ours."""
     if not isinstance(ours, torch.Tensor):
-        return type(ours)(_exchanged(x, y, first) for x, y in zip(ours, theirs, strict=True))
+        return type(ours)(substituted(x, y, first) for x, y in zip(ours, theirs, strict=True))
     exchanged = theirs.reshape(ours.shape).to(ours.dtype).clone()
     exchanged[:, :first] = ours[:, :first]
     return exchanged
 
 
-def _first(output: Any) -> torch.Tensor:
+def first_of(output: Any) -> torch.Tensor:
     first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return first

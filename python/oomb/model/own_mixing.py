@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomb.model.causal import CausalModel
+from oomb.model.crossing import gradient_reaches
 
 _NO_CALL = "does not call attention through transformers' interface"
 _TOKENS = 12
@@ -86,7 +87,7 @@ def _calls(inside: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, Any, 
 def _mixes(module: nn.Module, args: Any, keywords: Any) -> bool:
     """Whether what a module gives for its last token changes with the tokens before it.
 
-    Small inputs are tried too: with large ones a token may see none but itself.
+    Small inputs are tried too, and gradients: with large ones a token may see none but itself.
     """
     given = next(x for x in (*args, *keywords.values()) if _is_hidden(x))
     dim = int(given.shape[1] >= _TOKENS)  # of the tokens: behind the batch, or before it
@@ -105,6 +106,11 @@ def _mixes(module: nn.Module, args: Any, keywords: Any) -> bool:
             parts = hidden.narrow(dim, 0, last).flip(-1), hidden.narrow(dim, last, 1)
             one, two = of_last(hidden), of_last(torch.cat(parts, dim))
             if not float((one - two).norm()) <= 1e-3 * float(one.norm()):
+                return True
+            leaf = hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                reached = gradient_reaches(of_last(leaf), leaf)
+            if reached is not None and bool(reached.narrow(dim, 0, last).any()):
                 return True
     return False
 

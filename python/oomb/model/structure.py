@@ -19,6 +19,7 @@ from torch import nn
 
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
+from oomb.model.crossing import crossings
 from oomb.model.faults import is_models_own, models_own
 from oomb.model.interface import AttentionCall
 from oomb.model.layer_shape import LayerShape
@@ -67,6 +68,7 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
         _check_attention(model, own)
         _check_head(model, own, ids)
         _check_layers(model, own, ids, near)
+        _check_gradient(model, own, ids, near)
         far = near + _reach(model, 2 * _CHUNK)
         there = _own_where_it_can(model, ids, far) if far[0, 0] else None
         if there is not None:
@@ -205,6 +207,26 @@ def _check_layers(
     _expect_few(model, mixed, limit, "given other tokens beside them in the batch")
 
 
+def _check_gradient(
+    model: CausalModel, own: Observation, ids: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """What values do not tell, since it acts too little now."""
+    if any(p.is_inference() for p in model.causal.parameters()):
+        return  # they cannot be trained
+    with models_own(model.causal, "fails when gradient goes through its layers"):
+        places = crossings(model, ids, positions, own)
+    if not places:
+        return
+    layer, part = places[0]
+    if part == "left" and not _meets(model, own, layer):
+        raise UnsupportedModelError(why_no_call(model, layer))
+    raise UnsupportedModelError(
+        f"{_words(model, places[0])} at a token depend on the hidden states of other tokens, "
+        "outside of attention, though too little now for its values to show: look for a "
+        "convolution, a recurrence or attention of its own"
+    )
+
+
 def _expect_few(
     model: CausalModel, deviations: dict[_Place, torch.Tensor], limit: float, when: str
 ) -> None:
@@ -308,10 +330,10 @@ def _looks_wide(model: CausalModel) -> bool:
 
 def _words(model: CausalModel, place: _Place) -> str:
     (layer, part), names = place, model.layer_names
-    if part in ("queries", "keys", "values"):
-        return f"{names[layer]}: its {part}"
     if part == "left":
         return f"{names[layer]}: its hidden states"
+    if part != "entered":
+        return f"{names[layer]}: its {part}"
     kind = type(model.decoder).__name__
     if layer == 0:
         return f"{kind}: hidden states before {names[0]}"

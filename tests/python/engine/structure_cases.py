@@ -215,6 +215,78 @@ def zaya1(strength: float) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
+def _mixing_in_silence(layer: int, mix: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
+    """Llama with a layer that adds what ``mix`` makes of its normed input to its output."""
+    model = _llama()
+    chosen: Any = model.model.layers[layer]
+    inner = chosen.forward
+
+    def forward(hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        added = mix(chosen.input_layernorm(hidden_states))
+        output: torch.Tensor = inner(hidden_states, **keywords)
+        return output + added
+
+    chosen.forward = forward
+    return model
+
+
+def _attending(sharpness: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Attention so sharp that each token sees itself alone, to the last digit of fp32."""
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(sharpness * q, q, q, is_causal=True)[:, 0]
+
+    return mix
+
+
+def sharp_attention() -> PreTrainedModel:
+    """Beside the layer's own."""
+    return _mixing_in_silence(1, _attending(8.0))
+
+
+def sharp_attention_alone() -> PreTrainedModel:
+    """In place of the layer's own."""
+    model = _llama()
+    layer: Any = model.model.layers[1]
+    mix = _attending(8.0)
+    layer.forward = lambda hidden_states, **_: hidden_states + mix(
+        layer.input_layernorm(hidden_states)
+    )
+    return model
+
+
+def loud_attention_alone() -> PreTrainedModel:
+    """What it is given is not normed, and so large that a softmax in fp32 gives others nothing."""
+    model = _llama()
+    layer: Any = model.model.layers[1]
+    mix = _attending(1.0)
+    layer.forward = lambda hidden_states, **_: hidden_states + mix(20 * hidden_states) / 20
+    return model
+
+
+def silent_shift() -> PreTrainedModel:
+    """By a weight that is next to nothing yet."""
+    return _mixing_in_silence(2, lambda x: 1e-9 * F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def silent_shift_of_queries() -> PreTrainedModel:
+    model = _llama()
+    projection: Any = model.model.layers[3].self_attn.q_proj
+    inner = projection.forward
+    projection.forward = lambda x: inner(x + 1e-9 * F.pad(x, (0, 0, 1, 0))[:, :-1])
+    return model
+
+
+# Builder of what values do not tell: what its refusal says.
+SILENT: dict[Callable[[], PreTrainedModel], str] = {
+    sharp_attention: r"layers\.1 .*: its hidden states at a token depend on the hidden states of",
+    sharp_attention_alone: r"layers\.1 .*does not call .*: it computes attention by itself",
+    loud_attention_alone: r"layers\.1 .*does not call .*: it computes attention by itself",
+    silent_shift: r"layers\.2 .*: its hidden states at a token depend on the hidden states of",
+    silent_shift_of_queries: r"layers\.3 .*: its queries at a token depend on the hidden states",
+}
+
 # Builder: what its refusal says.
 WRONG: dict[Callable[[float], PreTrainedModel], str] = {
     token_shift: r"layers\.2 .*hidden states at a token depend on the tokens before it",

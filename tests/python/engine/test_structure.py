@@ -19,7 +19,16 @@ from oomb.model.mixers import StateCache, cache_argument
 
 from .models import make
 from .recurrent_models import RECURRENT, make_recurrent
-from .structure_cases import DTYPES, FAMILIES, STRENGTHS, WRONG, exact, falcon_h1, zaya1
+from .structure_cases import (
+    DTYPES,
+    FAMILIES,
+    SILENT,
+    STRENGTHS,
+    WRONG,
+    exact,
+    falcon_h1,
+    zaya1,
+)
 
 CONFIG = oomb.Config(chunk_size=16, page_size=16)
 
@@ -57,6 +66,22 @@ def test_refuses_what_is_not_at_any_strength(
     for strength, dtype in itertools.product(STRENGTHS, DTYPES):
         with pytest.raises(oomb.UnsupportedModelError, match=text):
             oomb.Engine(build(strength).to(dtype), CONFIG)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("build", "text"), SILENT.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_refuses_what_values_do_not_tell(
+    build: Callable[[], PreTrainedModel], text: str, dtype: torch.dtype
+) -> None:
+    """And weights and their gradients are as before."""
+    model = build().to(dtype)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    with pytest.raises(oomb.UnsupportedModelError, match=text):
+        oomb.Engine(model, CONFIG)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("build", [falcon_h1, zaya1])

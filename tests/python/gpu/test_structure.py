@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import oomb
-from engine.structure_cases import STRENGTHS, WRONG, exact
+from engine.structure_cases import SILENT, STRENGTHS, WRONG, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,15 @@ def test_refuses_what_is_not(build: Callable[[float], PreTrainedModel], text: st
         for dtype in (torch.float32, torch.bfloat16):
             with pytest.raises(oomb.UnsupportedModelError, match=text):
                 oomb.Engine(build(strength).to("cuda", dtype), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"), SILENT.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_refuses_what_values_do_not_tell(build: Callable[[], PreTrainedModel], text: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(oomb.UnsupportedModelError, match=text):
+            oomb.Engine(build().to("cuda", dtype), CONFIG)
 
 
 def test_leaves_random_state_and_mode_as_they_were() -> None:
