@@ -232,6 +232,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="print what differs from this JSON")
     parser.add_argument("--page", type=Path, help="write docs/models.md")
     arguments = parser.parse_args()
+    if arguments.only and arguments.page:
+        parser.error("--page: expected all families, got --only; the page has them all")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     verdicts: dict[str, Verdict] = {}

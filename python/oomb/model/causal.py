@@ -320,6 +320,10 @@ def _decoder_layers(decoder: Any) -> list[nn.Module]:
     """The list of modules that the decoder's config calls hidden layers; the outermost such."""
     config = decoder.config
     number = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+    if number == 0:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: expected at least one decoder layer, got a config with none"
+        )
     found = [(n, m) for n, m in decoder.named_modules() if isinstance(m, nn.ModuleList)]
     lists = [(name.count("."), m) for name, m in found if len(m) == number]
     depth = min((d for d, _ in lists), default=0)

@@ -68,11 +68,16 @@ def refuse_alibi(decoder: nn.Module, where: str) -> None:
     if not kind.__module__.startswith("transformers."):
         return  # names tell less of others: the check at construction looks at what they compute
     always = any("alibi" in name for name in dir(kind))  # BLOOM, MPT: a method that builds it
-    if always or getattr(decoder, "use_alibi", False):  # Falcon's setting
+    falcon = getattr(decoder, "use_alibi", False)  # a setting of its config
+    if always or falcon:
+        other = (
+            "a release of it whose config says alibi=false"
+            if falcon
+            else "a model with rotary or learnt positions"
+        )
         raise UnsupportedModelError(
             f"{where}: adds ALiBi, a bias that grows with the distance of two tokens, to the "
-            "scores of attention, and the engine's attention has no such bias: take a model with "
-            "rotary or learnt positions (of Falcon a release whose config says alibi=false)"
+            f"scores of attention, and the engine's attention has no such bias: take {other}"
         )
 
 
@@ -139,11 +144,13 @@ class _Watch:
         self._seen(call, heads, q.dtype == torch.float64)
         return output
 
-    def projection(self, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
-        self._fused = forward(hidden)
+    def projection(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> torch.Tensor:
+        self._fused = forward(*args, **keywords)
         return self._fused
 
-    def behind(self, forward: Callable[..., Any], attended: torch.Tensor) -> torch.Tensor:
+    def behind(
+        self, forward: Callable[..., Any], attended: torch.Tensor, *args: Any, **keywords: Any
+    ) -> torch.Tensor:
         self._attended = attended
-        output: torch.Tensor = forward(attended)
+        output: torch.Tensor = forward(attended, *args, **keywords)
         return output

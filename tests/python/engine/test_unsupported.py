@@ -299,7 +299,11 @@ def several_streams() -> nn.Module:
 
 
 def no_layers() -> nn.Module:
-    """Fewer layers than its config says."""
+    return of("Llama", num_hidden_layers=0)
+
+
+def fewer_layers() -> nn.Module:
+    """Than its config says."""
     model = of("Llama")
     model.model.layers = model.model.layers[:1]
     return model
@@ -346,7 +350,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (of_accelerate, r"wrapped by accelerate's mixed precision.*keep_fp32_wrapper=False"),
     (default_positions, r"RobertaModel: hidden states before .*look for positions of its own"),
     (several_streams, "MusicgenForCausalLM: expected one embedding of tokens, got ModuleList"),
-    (no_layers, r"LlamaModel: expected its decoder layers .*\(2\), got layers of 1"),
+    (no_layers, "LlamaModel: expected at least one decoder layer, got a config with none"),
+    (fewer_layers, r"LlamaModel: expected its decoder layers .*\(2\), got layers of 1"),
     (t5, "T5ForConditionalGeneration: encoder-decoder"),
     (encoder, "BertModel"),
     (data_parallel, "DataParallel: .*distributed training"),
