@@ -35,6 +35,7 @@ STEPS = {
     "two GPUs, exact 128K": ("two-gpus-128k-chunk8192-h200-2026-11-26", 0),
     "sparse 256K, bf16 dKV, four fifths kept": ("sparse-256k-72gib-h200-2026-11-26", 0),
     "sparse 256K, half kept": ("sparse-256k-72gib-h200-2026-11-26", 1),
+    "sparse 256K, four fifths kept, another GPU": ("sparse-256k-92gib-h200-2026-11-27", 1),
     "exact 256K, chunks of 8192": ("several-gpus-h200-2026-11-26", 0),
     "sparse 256K, chunks of 8192": ("several-gpus-h200-2026-11-26", 1),
     "sparse 1M, chunks of 8192": ("several-gpus-h200-2026-11-26", 2),
