@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import numpy as np
@@ -144,22 +144,19 @@ class Keeping:
             budget: past tokens that a query sees at most, where there is no window; None: all.
         """
 
-        def worth(chunk: int, layer: int) -> float:
-            shape = shapes[layer]
-            flops = (
-                4.0
-                * batch
-                * shape.query_heads
-                * shape.head_dim
-                * _pairs(chunks, chunk, shape.window or None, budget)
-            )
-            return flops / (none.o_bytes[layer] + none.lse_bytes[layer])
+        @cache  # most layers are alike
+        def worth(chunk: int, of_pair: float, window: int, num_bytes: int) -> float:
+            return of_pair * _pairs(chunks, chunk, window or None, budget) / num_bytes
 
+        kinds = [
+            (4.0 * batch * shape.query_heads * shape.head_dim, shape.window, o + lse)
+            for shape, o, lse in zip(shapes, none.o_bytes, none.lse_bytes, strict=True)
+        ]
         found = {
-            (chunk, layer): worth(chunk, layer)
+            (chunk, layer): worth(chunk, *kind)
             for chunk in swept[:-1]
             if _is_whole(chunks, chunk)
-            for layer in range(len(shapes) - 1 if fill_attends is None else fill_attends)
+            for layer, kind in enumerate(kinds[: -1 if fill_attends is None else fill_attends])
         }
         order = sorted(found, key=lambda place: (-found[place], -place[0], place[1]))
         return Keeping(none, tuple(order), tuple(found[place] for place in order))

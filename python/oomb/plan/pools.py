@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oomb.core.committed import committed_bytes
-from oomb.core.layout import first_page_in_window
+from oomb.core.layout import PagedLayers, first_page_in_window
 from oomb.core.tiers import Caps
 from oomb.core.window_pages import existing_pages
 from oomb.plan.dry_run import DryRun, DryRunResult
@@ -89,37 +89,62 @@ def slots_at_once(call: PageCall) -> int:
     chunk's pages die when it has been swept, and with them the pages that only it read.
     """
     cut, layers, grad_slots = call.layers, range(len(call.shapes)), call.layout.grad_slots
+    first_like = _first_like(cut)
     kv = {
         layer: existing_pages(cut.chunks[layer], cut.widest[layer], call.filled)
         for layer in cut.storing
+        if first_like[layer] == layer
     }
     wanted = {layer: np.zeros_like(pages) for layer, pages in kv.items()}
     for layer in kv:
         for chunk in call.swept[:-1]:
             wanted[layer][slice(*cut.pages(layer, chunk))] = True
     created = {layer: np.zeros_like(pages) for layer, pages in wanted.items()}
+
+    def changes(layer: int, position: int) -> tuple[int, int]:
+        """Pages of a sequence, in slots, that come before a layer's backward, and that go then."""
+        chunk, source, chunks = call.swept[position], cut.sources[layer], cut.chunks[layer]
+        first = chunks.first_page(chunk)
+        begin = first_page_in_window(chunks, chunk, cut.windows[layer])
+        reached = max(begin, chunks.first_page(call.reach.first(chunk)))
+        fresh = wanted[source][reached:first] & ~created[source][reached:first]
+        created[source][reached:first] |= fresh
+        come = grad_slots * int(fresh.sum())
+        if source != layer:
+            return come, 0
+        own = created[layer][slice(*chunks.pages(chunk))]
+        alive = chunks.first_page(call.swept[position - 1]) if position else 0
+        gone = grad_slots * int(own.sum()) + int(kv[layer][alive:].sum())
+        kv[layer] = kv[layer][:alive]
+        return come, gone
+
     outputs = 0 if call.outputs is None else call.outputs.slots
-    in_use = peak = sum(int(pages.sum()) for pages in kv.values()) * call.batch + outputs
+    in_use = sum(int(kv[first_like[layer]].sum()) for layer in cut.storing) * call.batch + outputs
+    peak = in_use
     for position in range(len(call.swept) - 1, -1, -1):
-        chunk = call.swept[position]
         if call.outputs is not None:  # taken back before its gradients come
-            in_use -= sum(call.outputs.slots_of(i) for i in layers if call.outputs.kept[chunk, i])
+            kept = call.outputs.kept[call.swept[position]]
+            in_use -= sum(call.outputs.slots_of(i) for i in layers if kept[i])
+        known: dict[int, tuple[int, int]] = {}
         for layer in reversed(layers):
-            source, chunks = cut.sources[layer], cut.chunks[layer]
-            begin, first = (
-                first_page_in_window(chunks, chunk, cut.windows[layer]),
-                chunks.first_page(chunk),
-            )
-            reached = max(begin, chunks.first_page(call.reach.first(chunk)))
-            fresh = wanted[source][reached:first] & ~created[source][reached:first]
-            created[source][reached:first] |= fresh
-            in_use += grad_slots * int(fresh.sum()) * call.batch
+            like = first_like[layer]
+            if like not in known:
+                known[like] = changes(like, position)
+            come, gone = known[like]
+            in_use += come * call.batch
             peak = max(peak, in_use)
-            if source != layer:
-                continue
-            own = created[layer][slice(*chunks.pages(chunk))]
-            alive = chunks.first_page(call.swept[position - 1]) if position else 0
-            in_use -= grad_slots * int(own.sum()) * call.batch
-            in_use -= int(kv[layer][alive:].sum()) * call.batch
-            kv[layer] = kv[layer][:alive]
+            in_use -= gone * call.batch
     return peak
+
+
+def _first_like(cut: PagedLayers) -> list[int]:
+    """Of each layer the first one with as many pages as it at any time: mostly there are few kinds,
+    and counting pages takes time. Layers that share pages are like no other."""
+    shared = {source for layer, source in enumerate(cut.sources) if source != layer}
+    firsts: dict[object, int] = {}
+    found = []
+    for layer, source in enumerate(cut.sources):
+        alone = source == layer and layer not in shared
+        kind = (id(cut.chunks[layer]), cut.windows[layer], cut.widest[layer]) if alone else layer
+        found.append(firsts.setdefault(kind, layer))
+    return found

@@ -218,7 +218,7 @@ def shards_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+@pytest.mark.parametrize("kind", ["DPO", pytest.param("Reward", marks=pytest.mark.release)])
 def test_shards_go_on_from_a_checkpoint(world: World, tmp_path: Path, kind: str) -> None:
     expected = world.run(shards_of, kind, tmp_path / "unbroken", 2, False)[0]
     begun = world.run(shards_of, kind, tmp_path / "resumed", 1, False)[0]

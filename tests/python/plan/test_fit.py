@@ -26,7 +26,11 @@ from oomb.plan import Machine, Planner
 MODELS = [
     ("llama", 30),
     ("nemotron-h", 30),
-    *(pytest.param(name, 157, marks=pytest.mark.slow) for name in ("llama", "mistral", "qwen3")),
+    pytest.param("llama", 157, marks=pytest.mark.slow),
+    *(
+        pytest.param(name, 157, marks=[pytest.mark.slow, pytest.mark.release])
+        for name in ("mistral", "qwen3")
+    ),
 ]
 
 
