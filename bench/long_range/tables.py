@@ -45,7 +45,45 @@ def _foretold(runs: list[dict[str, Any]], names: list[str]) -> list[str]:
             for rule, each in found.items()
         ]  # fmt: skip
         parts.append(f"{name}, foretold at {int(length):,} tokens\n\n{_markdown(rows)}")
+        told_true = [_told_true(run, name, length) for run in runs]
+        if any(told_true):
+            parts.append("\n".join(filter(None, told_true)))
     return parts
+
+
+def _told_true(run: dict[str, Any], name: str, length: str) -> str:
+    """How the order of methods by the audit of their start agrees with what they learned, and with
+    what they answer under the attention that they were trained under."""
+    rules = run["pieces"].get(name, {}).get("foretold", {}).get(length, {})
+    errors, learned, own = [], [], []
+    for rule, told in rules.items():
+        piece = run["pieces"].get(f"{length} {rule}", {})
+        dense = _share(piece, length, "dense")
+        if piece.get("begins_from") == run["pieces"][name].get("begins_from") and dense is not None:
+            asked = _share(piece, length, rule)
+            errors.append(told.get("bias", told["gradient"]))
+            learned.append(dense)
+            own.append(dense if asked is None else asked)
+    if len(errors) < 4:
+        return ""
+    found = [statistics.correlation(_ranks(errors), _ranks(x)) for x in (learned, own)]
+    return (
+        f"Seed {run['seed']}, {len(errors)} methods: rank correlation of the error that does not "
+        f"average out with right answers, asked densely {found[0]:.2f}, asked as trained "
+        f"{found[1]:.2f}"
+    )
+
+
+def _share(piece: dict[str, Any], length: str, attention: str) -> float | None:
+    """Mean over tasks."""
+    end = f" | {length} | {attention}"
+    shares = [share for key, share in piece.get("asked", {}).items() if key.endswith(end)]
+    return statistics.mean(shares) if shares else None
+
+
+def _ranks(numbers: list[float]) -> list[float]:
+    """Of each, among all; equal ones share theirs (Spearman)."""
+    return [sum(other < one for other in numbers) + (numbers.count(one) - 1) / 2 for one in numbers]
 
 
 def _questions(names: list[str], found: Asked) -> str:

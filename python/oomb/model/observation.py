@@ -151,7 +151,7 @@ def observe_chunks(
             output, states = mixing.stretch(forward, args, keywords, row, states)
             outputs.append(output)
         seen.mixed[index] = joined(outputs, dim=0)
-        return substituted(seen.mixed[index], own.mixed[index], first)
+        return _exchanged(seen.mixed[index], own.mixed[index], first)
 
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     session = model.session(
@@ -277,10 +277,10 @@ def replaced(
     return changed, {name: new if x is given else x for name, x in keywords.items()}
 
 
-def substituted(ours: Any, theirs: Any, first: int = 0) -> Any:
+def _exchanged(ours: Any, theirs: Any, first: int) -> Any:
     """Their output of a mixer from token ``first`` of each row on, in the shape of ours."""
     if not isinstance(ours, torch.Tensor):
-        return type(ours)(substituted(x, y, first) for x, y in zip(ours, theirs, strict=True))
+        return type(ours)(_exchanged(x, y, first) for x, y in zip(ours, theirs, strict=True))
     exchanged = theirs.reshape(ours.shape).to(ours.dtype).clone()
     exchanged[:, :first] = ours[:, :first]
     return exchanged

@@ -109,7 +109,7 @@ def _mixes(module: nn.Module, args: Any, keywords: Any) -> bool:
                 return True
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad():
-                reached = gradient_reaches(of_last(leaf), leaf)
+                [reached] = gradient_reaches(of_last(leaf), [leaf])
             if reached is not None and bool(reached.narrow(dim, 0, last).any()):
                 return True
     return False

@@ -2,11 +2,11 @@
 
 Its attention has to be what the engine computes, and a mixer (a recurrence, a convolution) has to
 give in two stretches, with its states carried over, what it gives in one. Then running the model in
-chunks is exact. Rounding decides nothing here: the same tokens go through each
-layer twice, as one row of two chunks and as two rows of one, with the same hidden states given to
-every layer and the same results of attention. What works token by token cannot tell the two apart,
-routers and experts included. What looks at other tokens, at the length of its input or at a place
-in it gives something else.
+chunks is exact. Rounding decides nothing here: the same tokens go through each layer twice, as one
+row of two chunks and as two rows of one, with the same hidden states given to every layer and the
+same results of attention. What works token by token cannot tell the two apart, routers and experts
+included. What looks at other tokens, at the length of its input or at a place in it gives something
+else. What does so too little to be seen is told by gradients.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (1, 2 * _CHUNK), generator=generator).to(model.device)
     near = torch.arange(2 * _CHUNK, device=model.device)[None]
-    # Under the caller's autocast the two would differ by its rounding.
-    with undisturbed(model), torch.autocast(model.device.type, enabled=False):
+    # Under the caller's autocast the two would differ by its rounding, and autograd refuses what is
+    # made in an inference mode.
+    autocast = torch.autocast(model.device.type, enabled=False)
+    with torch.inference_mode(False), undisturbed(model), autocast:
         own = _own(model, ids)
         shapes = attention_shapes(model, own.attended.keys())
         if model.mixers:
@@ -210,9 +212,11 @@ def _check_layers(
 def _check_gradient(
     model: CausalModel, own: Observation, ids: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """What values do not tell, since it acts too little now."""
-    if any(p.is_inference() for p in model.causal.parameters()):
-        return  # they cannot be trained
+    """Refuse layers in which gradient goes from a token to others, though values may not show it.
+
+    Raises:
+        UnsupportedModelError: names the layer.
+    """
     with models_own(model.causal, "fails when gradient goes through its layers"):
         places = crossings(model, ids, positions, own)
     if not places:
@@ -222,8 +226,8 @@ def _check_gradient(
         raise UnsupportedModelError(why_no_call(model, layer))
     raise UnsupportedModelError(
         f"{_words(model, places[0])} at a token depend on the hidden states of other tokens, "
-        "outside of attention, though too little now for its values to show: look for a "
-        "convolution, a recurrence or attention of its own"
+        "outside of attention: gradient goes there, however little their values show it; look for "
+        "a convolution, a shift, attention of its own, or a loss that is added in backward"
     )
 
 

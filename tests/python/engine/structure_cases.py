@@ -278,6 +278,35 @@ def silent_shift_of_queries() -> PreTrainedModel:
     return model
 
 
+def blocks() -> PreTrainedModel:
+    """Attention of its own within blocks of as many tokens as the chunks that are compared."""
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        seen = (place[:, None] // 16 == place // 16) & (place[:, None] >= place)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+    return _mixing_in_silence(1, mix)
+
+
+def silent_shift_of_outputs() -> PreTrainedModel:
+    """Of attention, before they are projected."""
+    model = _llama()
+    projection: Any = model.model.layers[3].self_attn.o_proj
+    inner = projection.forward
+    projection.forward = lambda x: inner(x + 1e-9 * F.pad(x, (0, 0, 1, 0))[:, :-1])
+    return model
+
+
+def shift_to_be_learnt() -> PreTrainedModel:
+    """By a weight that begins at zero."""
+    shift = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(shift.weight)
+    model = _mixing_in_silence(2, lambda x: shift.weight[0] * F.pad(x, (0, 0, 1, 0))[:, :-1])
+    model.model.layers[2].shift = shift
+    return model
+
+
 # Builder of what values do not tell: what its refusal says.
 SILENT: dict[Callable[[], PreTrainedModel], str] = {
     sharp_attention: r"layers\.1 .*: its hidden states at a token depend on the hidden states of",
@@ -285,6 +314,9 @@ SILENT: dict[Callable[[], PreTrainedModel], str] = {
     loud_attention_alone: r"layers\.1 .*does not call .*: it computes attention by itself",
     silent_shift: r"layers\.2 .*: its hidden states at a token depend on the hidden states of",
     silent_shift_of_queries: r"layers\.3 .*: its queries at a token depend on the hidden states",
+    silent_shift_of_outputs: r"layers\.3 .*: its hidden states at a token depend on the hidden",
+    blocks: r"layers\.1 .*: its hidden states at a token depend on the hidden states of other",
+    shift_to_be_learnt: r"layers\.2 .*: its hidden states at a token depend on the hidden states",
 }
 
 # Builder: what its refusal says.

@@ -84,6 +84,50 @@ def test_refuses_what_values_do_not_tell(
     assert all(p.grad is None for p in model.parameters())
 
 
+class _NoMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+
+
+def test_what_the_machine_refuses_meanwhile_is_its_own() -> None:
+    model = make("llama", torch.float32)
+    inner = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: inner(_NoMemory.apply(x))
+    with pytest.raises(RuntimeError, match="^CUBLAS_STATUS_ALLOC_FAILED"):
+        oomb.Engine(model, CONFIG)
+
+
+def test_hooks_on_gradients_see_those_of_training_alone() -> None:
+    model, seen = make("llama", torch.float32), []
+    model.model.layers[1].mlp.register_full_backward_hook(lambda *_: seen.append(0))
+    ids = torch.randint(1, 97, (1, 40))
+    with oomb.Engine(model, CONFIG) as engine:
+        assert not seen
+        engine.forward_backward(ids, ids)
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
+def test_takes_recurrences_inside_an_inference_mode(name: str) -> None:
+    model = make_recurrent(name, torch.float32)
+    with torch.inference_mode():
+        oomb.Engine(model, CONFIG).close()
+
+
+def test_weights_that_are_zero_stay_so() -> None:
+    model = make("llama", torch.float32)
+    bias = model.model.layers[1].input_layernorm.weight
+    with torch.no_grad():
+        bias.fill_(-0.0)
+    oomb.Engine(model, CONFIG).close()
+    assert not bias.any() and bool(bias.signbit().all())
+
+
 @pytest.mark.parametrize("build", [falcon_h1, zaya1])
 def test_refuses_a_recurrence_that_asks_no_cache(
     build: Callable[[float], PreTrainedModel], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,6 +213,32 @@ def test_the_table_says_in_how_many_seeds_enough_was_found(tmp_path: Path) -> No
     picture = tmp_path / "learning.png"
     draw_learning(picture, runs, 0.9)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_says_how_well_the_audit_foretold_what_was_learned() -> None:
+    """Its largest error went with the fewest right answers; asked as trained, two change places."""
+    told: dict[str, tuple[dict[str, float], list[float]]] = {
+        "SpaCO 1/2": ({"gradient": 9.0, "bias": 0.0}, [0.9]),  # noise averages out
+        "64 pages": ({"gradient": 0.2}, [0.8, 0.5]),
+        "32 pages": ({"gradient": 0.3}, [0.8, 0.6]),
+        "1 back": ({"gradient": 0.4}, [0.7]),
+        "4 back": ({"gradient": 0.5}, [0.0]),
+        "2 back": ({"gradient": 0.6}, []),  # was not trained
+    }
+    run: dict[str, Any] = learned(3, {name: [0.5] for name in ("untrained here", *told)})
+    errors = {name: error for name, (error, _) in told.items()}
+    run["pieces"]["2048 untrained here"]["foretold"] = {"2048": errors}
+    for name, (_, shares) in told.items():
+        asked = zip(("dense", name), shares, strict=False)
+        run["pieces"][f"2048 {name}"]["asked"] = {
+            f"{task} | 2048 | {attention}": share
+            for attention, share in asked
+            for task in ("needle", "two facts")
+        }
+    printed = table([run])
+    assert "Seed 3, 5 methods: rank correlation" in printed
+    # By hand, of errors 1 2 3 4 5: ranks 5 3.5 3.5 2 1, and 5 2 3 4 1.
+    assert f"asked densely {-9.5 / (10 * 9.5) ** 0.5:.2f}, asked as trained -0.60" in printed
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -41,7 +41,7 @@ class Case:
     lora: bool = False
     tokens: int = 75
     is_ordinary: bool = True  # equals ordinary training; else one process alone
-    inner: bool = False  # MLPs are groups of their own
+    inner: str = ""  # parts of layers that are groups of their own
     float8: bool = False  # torchao's linear layers, which the engine runs itself
     whole_adapters: bool = False  # FSDP2 leaves them out, as it must where their dtype differs
 
@@ -54,7 +54,8 @@ CASES = {
     "lora": Case(lora=True),
     "lora, recompute": Case(lora=True, config={"recompute": "layer"}),
     "sinks": Case(model="gpt-oss", config={"recompute": "layer"}),
-    "groups in layers": Case(inner=True, config={"recompute": "layer"}),
+    "groups in layers": Case(inner="mlp", config={"recompute": "layer"}),
+    "attention in groups": Case(model="qwen3-tied", inner="self_attn"),
     "short": Case(tokens=18),
     "pages": Case(config={"attention": oomb.TopKPages(budget=2)}, tokens=91, is_ordinary=False),
     "sampled": Case(
@@ -86,7 +87,7 @@ def sharded(model: Any, ranks: int, case: Case = CASES["plain"]) -> Any:
     settings: dict[str, Any] = {"mesh": meshes[ranks], "ignored_params": left_out}
     for layer in base.model.layers:
         if case.inner:
-            fully_shard(layer.mlp, **settings)
+            fully_shard(layer.get_submodule(case.inner), **settings)
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
     return model
@@ -142,7 +143,8 @@ def calls(rank: int, name: str, ranks: int) -> list[tuple[Result, Result]] | Non
     return results
 
 
-QUICK = (("plain", 2), ("plain", 3), ("tied, recompute", 2), ("whole adapters", 2), ("float8", 2))
+QUICK = (("plain", 2), ("plain", 3), ("tied, recompute", 2), ("whole adapters", 2), ("float8", 2),
+         ("attention in groups", 2))  # fmt: skip
 WHERE = [
     pytest.param(name, ranks, marks=[] if (name, ranks) in QUICK else pytest.mark.slow)
     for name in CASES
