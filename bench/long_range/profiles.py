@@ -150,7 +150,7 @@ PROFILES = {
         asked_tokens=8192,
         probe_seconds=10.0,
     ),
-    # A CPU, half an hour a seed: how fast each method learns what the start cannot do. Its
+    # A CPU, an hour a seed: how fast each method learns what the start cannot do. Its
     # angles of 128 tokens, hardly stretched, tell names apart that are up to some 512 tokens away.
     "learn-cpu": Profile(
         size="tiny",

@@ -110,11 +110,11 @@ TEST(PinnedResource, LeavesOthersTheirRoom) {
 TEST(PinnedResource, SlowHugePagesAreNotAskedForAgain) {
   for (const bool slow : {false, true}) {
     Record record;
-    record.touch = slow ? 100ms : 0ms;  // 63 ms are slow
+    record.touch = slow ? 700ms : 0ms;  // 500 ms are slow; a busy machine may stall for 100
     PinnedOptions options = pieces(1);
     options.huge_pages = true;
-    options.piece_bytes = 8 * kMiB;
-    options.capacity = 16 * kMiB;
+    options.piece_bytes = 64 * kMiB;
+    options.capacity = 128 * kMiB;
     PinnedResource resource = make(record, options);
     EXPECT_TRUE(resource.asks_for_huge_pages());
     resource.commit(1);
