@@ -139,11 +139,19 @@ def _check_attention(model: CausalModel, own: Observation) -> None:
         error = float(_errors(attended.o.flatten(2), ours.flatten(2)).max())
         limit = _IN_FP64 if attended.in_fp64 else _rounded(model)
         if not error <= limit:
+            rounds = (
+                ""
+                if attended.in_fp64 or model.dtype not in _ROUNDED
+                else (
+                    f", or takes the softmax in {str(model.dtype).removeprefix('torch.')} (load it "
+                    "with attn_implementation='sdpa')"
+                )
+            )
             raise UnsupportedModelError(
                 f"{model.layer_names[layer]}: its attention function "
                 f"({model.causal.config._attn_implementation!r}) does not give the softmax over "
                 "earlier tokens that the engine computes: it has a bias, a cap, a mask or a scale "
-                f"of its own ({_by(error, limit)})"
+                f"of its own{rounds} ({_by(error, limit)})"
             )
 
 

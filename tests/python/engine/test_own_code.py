@@ -75,6 +75,19 @@ def test_a_dropout_of_attention_that_its_code_applies(
     assert asked == [0.5 if training else 0.0]
 
 
+def test_a_softmax_in_bfloat16_is_named() -> None:
+    """Falcon's eager attention has one: with large scores it is far from the engine's, in fp32."""
+    model = make_own_code("falcon-7b", attn_implementation="eager")
+    with torch.no_grad():
+        for layer in model.transformer.h:
+            layer.self_attention.query_key_value.weight.mul_(6)
+    text = r"or takes the softmax in bfloat16 \(load it with attn_implementation='sdpa'\)"
+    with pytest.raises(oomb.UnsupportedModelError, match=text):
+        oomb.Engine(model.bfloat16(), CONFIG)
+    model.config._attn_implementation = "sdpa"
+    oomb.Engine(model, CONFIG).close()
+
+
 def test_a_classifier_that_does_not_hand_positions_on() -> None:
     config = make_own_code("falcon-7b").config
     config.num_labels, config.pad_token_id = 3, 0
