@@ -22,7 +22,7 @@ from oomb.model.observation import Observation, first_of, given_to, replaced, re
 # Root mean square of hidden states. Attention that does not normalise them has small scores then;
 # behind a norm nothing changes.
 _QUIET = 0.1
-# Their gradients are taken. No block of 2 to 10 tokens begins with either.
+# Tokens whose results are followed back. No block of 2 to 10 tokens begins with either.
 _TOKENS = [11, 29]
 # In place of weights that are all zero, as those of many branches are that training begins with:
 # nothing would come through them.
@@ -36,14 +36,14 @@ def crossings(
     a mixer is given, or the layer's output (``left``). Attention and mixers give what they gave in
     ``own``, so nothing comes through them.
 
-    A layer of which autograd cannot go back is not looked at: it cannot be trained either.
+    A layer through which autograd cannot go back is not looked at: it cannot be trained either.
 
     Args:
         ids: one row of at least 30 tokens.
     """
     found: list[tuple[int, str]] = []
     running = [0]
-    leaves: list[torch.Tensor] = []  # of the layer that runs: what tokens may not be mixed of
+    leaves: list[torch.Tensor] = []  # of the layer that runs: its hidden states, what it was given
 
     def look(part: str, made: torch.Tensor) -> None:
         if _crosses(made, leaves):
