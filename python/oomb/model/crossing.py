@@ -17,7 +17,14 @@ from torch import nn
 from oomb.model.causal import CausalModel
 from oomb.model.faults import is_models_own
 from oomb.model.interface import AttentionCall
-from oomb.model.observation import Observation, first_of, given_to, replaced, reseed
+from oomb.model.observation import (
+    Observation,
+    first_of,
+    given_to,
+    hidden_in_session,
+    replaced,
+    reseed,
+)
 
 # Root mean square of hidden states. Attention that does not normalise them has small scores then;
 # behind a norm nothing changes.
@@ -84,18 +91,8 @@ def crossings(
         leaves.clear()
         return forward(*args, **keywords)
 
-    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    session = model.session(
-        attention,
-        layer,
-        mixer,
-        largest_position=int(positions.max()),
-        rope_angles="model",
-        places=lambda: places,
-    )
-    with session, _without_backward_hooks(model.decoder):
-        reseed(model, -1)
-        model.hidden(ids, positions)
+    with _without_backward_hooks(model.decoder):
+        hidden_in_session(model, ids, positions, attention, layer, mixer)
     return found
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from oomb.model.causal import CausalModel
+from oomb.model.causal import CausalModel, LayerRunner
 from oomb.model.generators import kept_generators
-from oomb.model.interface import AttentionCall
-from oomb.model.mixers import Mixer, States, joined
+from oomb.model.interface import AttentionCall, Handler
+from oomb.model.mixers import Mixer, MixerRunner, States, joined
 from oomb.model.modes import kept_modes
 from oomb.model.own_attention import watched_attention
 from oomb.model.own_code import watched_code
@@ -153,6 +153,19 @@ def observe_chunks(
         seen.mixed[index] = joined(outputs, dim=0)
         return _exchanged(seen.mixed[index], own.mixed[index], first)
 
+    seen.hidden = hidden_in_session(model, ids, positions, attention, layer, mixer)
+    return seen
+
+
+def hidden_in_session(
+    model: CausalModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Handler,
+    layer: LayerRunner,
+    mixer: MixerRunner,
+) -> torch.Tensor:
+    """The decoder's output, of these in place of attention, layers and mixers."""
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     session = model.session(
         attention,
@@ -164,8 +177,7 @@ def observe_chunks(
     )
     with session:
         reseed(model, -1)
-        seen.hidden = model.hidden(ids, positions)
-    return seen
+        return model.hidden(ids, positions)
 
 
 def _is_cut(

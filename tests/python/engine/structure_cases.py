@@ -245,24 +245,23 @@ def sharp_attention() -> PreTrainedModel:
     return _mixing_in_silence(1, _attending(8.0))
 
 
-def sharp_attention_alone() -> PreTrainedModel:
-    """In place of the layer's own."""
+def _attending_alone(attend: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> PreTrainedModel:
+    """Llama with a layer that has attention of its own in place of all else."""
     model = _llama()
     layer: Any = model.model.layers[1]
-    mix = _attending(8.0)
-    layer.forward = lambda hidden_states, **_: hidden_states + mix(
-        layer.input_layernorm(hidden_states)
-    )
+    layer.forward = lambda hidden_states, **_: hidden_states + attend(layer, hidden_states)
     return model
+
+
+def sharp_attention_alone() -> PreTrainedModel:
+    mix = _attending(8.0)
+    return _attending_alone(lambda layer, x: mix(layer.input_layernorm(x)))
 
 
 def loud_attention_alone() -> PreTrainedModel:
     """What it is given is not normed, and so large that a softmax in fp32 gives others nothing."""
-    model = _llama()
-    layer: Any = model.model.layers[1]
     mix = _attending(1.0)
-    layer.forward = lambda hidden_states, **_: hidden_states + mix(20 * hidden_states) / 20
-    return model
+    return _attending_alone(lambda _, x: mix(20 * x) / 20)
 
 
 def silent_shift() -> PreTrainedModel:
