@@ -176,8 +176,8 @@ def of(prefix: str, **settings: Any) -> Any:
     return build(kind(**{**SIZES, **settings})).eval()
 
 
-def spread_weights(model: nn.Module, seed: int = 1) -> None:
-    """Weights of unit gain and norms, biases and sinks off their neutral values.
+def spread_weights(model: nn.Module, seed: int = 1, gain: float = 1.5) -> None:
+    """Weights of about unit gain and norms, biases and sinks off their neutral values.
 
     With the library's initial weights attention is nearly uniform, and a wrong page would hardly
     change a result.
@@ -193,7 +193,7 @@ def spread_weights(model: nn.Module, seed: int = 1) -> None:
             elif "embed" in name:
                 parameter.copy_(noise)
             else:
-                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+                parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
 
 
 def keep_norms_in_float64(model: nn.Module) -> None:
