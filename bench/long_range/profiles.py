@@ -207,6 +207,22 @@ PROFILES = {
         far_tasks=("needle, 8 keys",),
         probe_steps=8,
     ),
+    # One H200, half an hour a seed: the same from 8K to 128K.
+    "learn-128k": Profile(
+        size="base",
+        rope=Rope(1.6e5, 8192),
+        page_size=128,
+        levels=(
+            *_all_tasks(8192),
+            Level(stage=_steps(131_072, 1, 2e-4, 48, 2), asked=(131_072,),
+                  rope=Rope(6.4e5, 262_144),
+                  methods=(UNTRAINED, "exact", "ordinary", "64 pages, bounds", "SpaCO 1/2",
+                           "bf16 gradients")),
+        ),
+        number=32,
+        asked_tokens=2**19,
+        probe_steps=8,
+    ),
     # One H200, ten minutes: the shape of the answer.
     "quick": Profile(
         size="base",

@@ -7,8 +7,9 @@
 Trains a small decoder from scratch on short sequences, extends its context with each method from
 the same checkpoint, and asks every model for facts in long text that it has not seen, up to four
 times the length it was trained on, under dense attention and under page budgets. A profile names
-sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far; and learn-cpu, learn
-and learn-64k, in which methods get equal steps from a start that does not find what is far.
+sizes and lengths: smoke, cpu, quick, methods, methods-64k, methods-128k, far; and learn-cpu, learn,
+learn-64k and learn-128k, in which methods get equal steps from a start that does not find what is
+far.
 
 A run is made of pieces: a training, then its questions. What is done stands in
 ``results-SEED.json`` and in checkpoints (bf16 weights) beside it; called again it goes on with what
