@@ -30,7 +30,9 @@ def draw_learning(path: Path, runs: list[dict[str, Any]], enough: float) -> None
             by_method.setdefault(piece["method"], []).append(looked)
     found = {length: each for length, each in found.items() if UNTRAINED in each}
     if not found:
-        raise SystemExit("--learning: expected results of learn, learn-64k, learn-128k or learn-cpu, got none")
+        raise SystemExit(
+            "--learning: expected results of learn, learn-64k, learn-128k or learn-cpu, got none"
+        )
     methods = [name for name in dict.fromkeys(m for each in found.values() for m in each)
                if name != UNTRAINED]  # fmt: skip
     figure, panels = pyplot.subplots(
