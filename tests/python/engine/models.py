@@ -176,7 +176,10 @@ def of(prefix: str, **settings: Any) -> Any:
     return build(kind(**{**SIZES, **settings})).eval()
 
 
-def spread_weights(model: nn.Module, seed: int = 1, gain: float = 1.5) -> None:
+GAIN = 1.5  # of made-up weights
+
+
+def spread_weights(model: nn.Module, seed: int = 1, gain: float = GAIN) -> None:
     """Weights of about unit gain and norms, biases and sinks off their neutral values.
 
     With the library's initial weights attention is nearly uniform, and a wrong page would hardly
