@@ -291,9 +291,10 @@ class Config:
             keep sums in fp32 (fp64).
         main_grad_device: ``"device"``, or ``"host"``: sums of decoder layers stay in host memory,
             and come to the device for their layer's backward. Changes no bit.
-        recompute: ``"none"`` keeps a chunk's activations, ``"layer"`` recomputes each layer but its
-            attention, ``"auto"`` decides once for each size of a chunk by what fits. Changes no bit
-            of the result.
+        recompute: ``"none"`` keeps a chunk's activations, ``"pointwise"`` computes outputs of norms
+            and products of gates again (of Liger's kernels on a GPU; a third of the activations),
+            ``"layer"`` each layer but its attention, ``"auto"`` decides once for each size of a
+            chunk by what fits. Changes no bit of the result.
         keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
             does not compute them again then: ``"auto"``, those that save more time than their
             copies take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of
@@ -323,7 +324,7 @@ class Config:
     kv_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     main_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     main_grad_device: Literal["device", "host"] = "device"
-    recompute: Literal["auto", "none", "layer"] = "auto"
+    recompute: Literal["auto", "none", "pointwise", "layer"] = "auto"
     keep_outputs: Literal["auto", "none", "all"] | float = "auto"
     weights: Literal["device", "host"] = "device"
     sharded_weights: Literal["zero1", "zero2", "zero3"] = "zero3"

@@ -39,7 +39,7 @@ def step(
     main_grad_dtype: Annotated[
         str, typer.Option(help="Of the gradient sums: float32 or bfloat16.")
     ] = "float32",
-    recompute: Annotated[str, typer.Option(help="auto, none or layer.")] = "auto",
+    recompute: Annotated[str, typer.Option(help="auto, none, pointwise or layer.")] = "auto",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
     divide_pages: Annotated[
         bool, typer.Option("--divide-pages", help="GPUs divide pages in place of copies of heads.")

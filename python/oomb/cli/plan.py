@@ -83,7 +83,7 @@ def plan(
     main_grad_device: Annotated[
         str, typer.Option(help="Where those of layers are kept: device or host.")
     ] = "device",
-    recompute: Annotated[str, typer.Option(help="none or layer; '': choose.")] = "",
+    recompute: Annotated[str, typer.Option(help="none, pointwise or layer; '': choose.")] = "",
     keep_outputs: Annotated[str, typer.Option(help=KEEP_HELP)] = "auto",
     weights: Annotated[
         str, typer.Option(help="Frozen weights of layers: device or host.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from oomb.core.chunk_run import current_run
+from oomb.model.remade import remaking
 
+Recompute = Literal["none", "pointwise", "layer"]  # as of Config, from the least
 Attended = tuple[torch.Tensor, torch.Tensor]  # o and lse
 _OF_RANK, _BEFORE = -1, -2  # in place of a layer, where seeds are derived
 
@@ -18,16 +20,14 @@ _OF_RANK, _BEFORE = -1, -2  # in place of a layer, where seeds are derived
 class LayerRunner:
     """Runs layers so that fill, sweep and recompute draw the same random numbers.
 
-    With ``recompute`` a layer keeps its input and attention's output; the rest is computed again in
-    backward.
-
     Args:
+        recompute: in backward; of ``"layer"`` a layer keeps its input and attention's output.
         seed: of the call; None: layers draw nothing.
         gpus: from whose generators they may draw, beside the CPU's.
     """
 
     def __init__(
-        self, *, recompute: bool, seed: int | None, gpus: Sequence[torch.device] = ()
+        self, *, recompute: Recompute, seed: int | None, gpus: Sequence[torch.device] = ()
     ) -> None:
         self._recompute = recompute
         self._seed = seed
@@ -49,8 +49,11 @@ class LayerRunner:
                 _seed_generators(seed, self._gpus)
             return forward(*inputs, **keywords)
 
-        if not (self._recompute and torch.is_grad_enabled()):
+        if self._recompute == "none" or not torch.is_grad_enabled():
             return run(*args)
+        if self._recompute == "pointwise":
+            with remaking():
+                return run(*args)
         kept = _Kept()
 
         def run_keeping(*inputs: Any) -> Any:
@@ -174,6 +177,11 @@ def _seed_generators(seed: int, gpus: Sequence[torch.device]) -> None:
     torch.default_generator.manual_seed(seed)
     for gpu in gpus:
         torch.cuda.default_generators[gpu.index].manual_seed(seed)
+
+
+def most_of(wanted: Sequence[Recompute]) -> Recompute:
+    """What ranks do that want this much: all the same, so that the bits of their sums are."""
+    return max(wanted, key=get_args(Recompute).index)
 
 
 def seed_of_rank(seed: int, rank: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,12 +24,12 @@ from oomb.core.main_grad import MainGrads
 from oomb.core.page_demand import Demand, PageDemand, rule_of
 from oomb.core.page_lists import PageLists
 from oomb.core.pools import Pools
-from oomb.core.recompute import LayerRunner, seed_of_rank
+from oomb.core.recompute import LayerRunner, Recompute, most_of, seed_of_rank
 from oomb.core.router_loss import RouterLoss
 from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory, reserved_ratio
 from oomb.core.weight_copies import WeightCopies
-from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recomputes, tower_of
+from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recompute_of, tower_of
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
@@ -168,7 +169,7 @@ class Calls:
         self._shapes = shapes
         self._pools = pools
         self._grads = grads
-        self._recompute: dict[tuple[int, int, Expanded | None], bool] = {}
+        self._recompute: dict[tuple[int, int, Expanded | None], Recompute] = {}
         # Of the last call: a plan cannot look, where weights are sharded.
         self._key_dtype = key_dtype(model) if weights.is_sharded else torch.float32
         self.measured: dict[tuple[int, int], tuple[float, float]] = {}
@@ -265,9 +266,9 @@ class Calls:
             ranks=placement.ranks,
         )
         tokens = self._counted(config, inputs.tokens)
-        recompute = swept is not None and any(
-            placement.collect(lambda: self.recomputes(config, demand, tokens))
-        )
+        recompute: Recompute = "none"
+        if swept is not None:
+            recompute = most_of(placement.collect(lambda: self.recompute(config, demand, tokens)))
         images = inputs.images
         shown = 0 if images is None or images.propagate is None else len(images.rows)
         needs = needs_of(
@@ -317,19 +318,20 @@ class Calls:
             alike=alike,
         )
 
-    def recomputes(self, config: Config, demand: PageDemand, tokens: int) -> bool:
-        """Whether layers are recomputed in backward; ``"auto"`` is decided once for chunks of a
-        size, and of a past's latents.
+    def recompute(self, config: Config, demand: PageDemand, tokens: int) -> Recompute:
+        """What backward computes again; ``"auto"`` is decided once for chunks of a size, and of a
+        past's latents.
 
         Args:
             tokens: of a chunk, as of :func:`counted_tokens`.
         """
         if config.recompute != "auto":
-            return recomputes(config, 0, 0)
+            return config.recompute
         key = demand.batch, tokens, demand.expanded
         if key not in self._recompute:
-            kept = activation_bytes(self._model, config, demand, tokens, recompute=False)
-            self._recompute[key] = recomputes(config, kept, free_memory(self._model.device))
+            activations = partial(activation_bytes, self._model, config, demand, tokens)
+            free = free_memory(self._model.device)
+            self._recompute[key] = recompute_of(config, activations, free)
         return self._recompute[key]
 
     def plan(
@@ -369,7 +371,7 @@ class Calls:
             border_bytes=border_bytes(state_bytes(self._model.mixers), batch, chunks.number),
             ranks=self.placement.ranks,
         )
-        recompute = self.recomputes(config, demand, tokens)
+        recompute = self.recompute(config, demand, tokens)
         of_call = self._model, config, demand, tokens, recompute, self.weights
         needs = needs_of(*of_call, begun=False, exact=True, image_tokens=shown)
         plan = plan_call(self._model, config, self._pools, demand, needs, recompute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from oomb.core.copying import linear_flops
 from oomb.core.host_sums import layer_bytes, own_parameters, spared_bytes
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs
+from oomb.core.recompute import Recompute
 from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import TIER_SHARE, free_memory
 from oomb.engine.tracers import tracer_of
@@ -33,7 +34,7 @@ _PLENTY = 0.8  # of what pages may take: a call below it fits, whatever a trifle
 _INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
 _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may still come
 
-_ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, layers recompute
+_ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, some are computed again
 
 _WHOLE = Weights()
 _NO_TOWER = TowerUse()
@@ -56,16 +57,18 @@ def _rounded_up(number: int) -> int:
     return -(-number // step) * step
 
 
-def recomputes(config: Config, activations: int, free: int) -> bool:
-    """Whether layers are recomputed in backward.
+def recompute_of(config: Config, activations: Callable[[Recompute], int], free: int) -> Recompute:
+    """What backward computes again; of ``"auto"`` as little as activations leave room for.
 
     Args:
-        activations: bytes of a chunk's, where they are kept.
+        activations: bytes of a chunk's.
         free: bytes of the device.
     """
     if config.recompute != "auto":
-        return config.recompute == "layer"
-    return activations > _ACTIVATION_SHARE * free
+        return config.recompute
+    least: tuple[Recompute, ...] = ("none", "pointwise")
+    fitting = (one for one in least if activations(one) <= _ACTIVATION_SHARE * free)
+    return next(fitting, "layer")
 
 
 def others_of(
@@ -94,7 +97,7 @@ def needs_of(
     config: Config,
     demand: PageDemand,
     tokens: int,
-    recompute: bool,
+    recompute: Recompute,
     weights: Weights,
     *,
     begun: bool,
@@ -169,7 +172,7 @@ def spare_of(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def activation_bytes(
-    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: bool
+    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: Recompute
 ) -> int:
     """What a chunk takes of torch's memory beside parameters and gradient sums.
 
@@ -185,7 +188,7 @@ def activation_bytes(
 
 
 def counted(
-    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: bool
+    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: Recompute
 ) -> int:
     """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
     try:
@@ -206,7 +209,7 @@ def setting_of(
     config: Config,
     demand: PageDemand,
     tokens: int,
-    recompute: bool,
+    recompute: Recompute,
     *,
     waves: bool,
     recurrent: bool,
@@ -230,7 +233,7 @@ def setting_of(
     )
 
 
-def _estimated(model: CausalModel, demand: PageDemand, tokens: int, recompute: bool) -> int:
+def _estimated(model: CausalModel, demand: PageDemand, tokens: int, recompute: Recompute) -> int:
     settings: Any = model.decoder.config
     hidden: int = settings.hidden_size
     inner = getattr(settings, "intermediate_size", 4 * hidden)
@@ -239,7 +242,9 @@ def _estimated(model: CausalModel, demand: PageDemand, tokens: int, recompute: b
     size = torch.finfo(model.dtype).bits // 8
     per_token = (_HIDDEN_KEPT * hidden + _INNER_KEPT * inner) * size
     layers = len(model.layers)
-    kept = 2 * hidden * size * layers + per_token if recompute else per_token * layers
+    kept = per_token * layers
+    if recompute == "layer":
+        kept = 2 * hidden * size * layers + per_token
     scratch = 0
     if demand.expanded is not None:
         scratch = demand.expanded.scratch_bytes(demand.batch, size)

@@ -13,6 +13,7 @@ from oomb.core.growth import growth_seconds
 from oomb.core.inputs import expect
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs, Pools
+from oomb.core.recompute import Recompute
 from oomb.errors import OutOfMemoryError
 from oomb.model.causal import CausalModel
 from oomb.trace.layerwise import layerwise_bytes
@@ -97,7 +98,7 @@ def plan_call(
     pools: Pools,
     demand: PageDemand,
     needs: Needs,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Plan:
     """Plan of ``forward_backward`` on a batch with labels on every token."""
     slot = demand.layout.slot_bytes
@@ -151,13 +152,13 @@ def plan_call(
 
 
 def _advice(
-    error: OutOfMemoryError, config: Config, demand: PageDemand, room: Room, recompute: bool
+    error: OutOfMemoryError, config: Config, demand: PageDemand, room: Room, recompute: Recompute
 ) -> list[str]:
     """What to change where a call does not fit, most useful first."""
     slot = demand.layout.slot_bytes
     on_device = room.device // slot * slot
     if room.device < demand.smallest_slots * slot:
-        settings = [] if recompute else ["set recompute='layer'"]
+        settings = [] if recompute == "layer" else ["set recompute='layer'"]
         return [*settings, "lower chunk_size" if room.device_cap is None else "raise device_memory"]
     on_host = (demand.needed_slots + demand.transit_slots) * slot - on_device
     if on_host <= room.host(on_device):  # it is what shall be kept that does not fit

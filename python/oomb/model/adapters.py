@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from oomb import _C
+from oomb.model import remade
 from oomb.model.linear import is_watched, runs_as_is
 
 # PEFT's, whose forward adds an adapter's product and does nothing more.
@@ -224,14 +225,14 @@ class _Adapted(torch.autograd.Function):
         factors: _Factors,
     ) -> torch.Tensor:
         left = factors.rows(_rows(x))
-        ctx.save_for_backward(x, left)
+        remade.keep(ctx, x, left)
         ctx.factors = factors
         return torch.addmm(_rows(y), left, factors.b).view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_y,) = grads
-        x, left = ctx.saved_tensors
+        x, left = remade.kept(ctx)
         right, d_a, d_b = ctx.factors.backward(_rows(d_y), _rows(x), left)
         d_x = (right @ ctx.factors.a).view(x.shape) if ctx.needs_input_grad[1] else None
         return d_y, d_x, d_a, d_b, None
@@ -252,14 +253,14 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = _rows(x)
         left = factors.rows(rows)
-        ctx.save_for_backward(x, left, weight)
+        remade.keep(ctx, x, left, weight)
         ctx.factors = factors
         y = F.linear(rows, weight, bias).addmm_(left, factors.b)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, left, weight = ctx.saved_tensors
+        x, left, weight = remade.kept(ctx)
         return _backward_beside(ctx, grads[0], x, left, lambda: weight)
 
 
@@ -285,7 +286,7 @@ class _AdaptedPacked(torch.autograd.Function):
             # Before 0.50 it took codes in one row.
             y = bitsandbytes.matmul_4bit(rows, codes.t(), weight.quant_state, bias=bias)  # type: ignore[attr-defined]
             y.addmm_(left, factors.b)
-        ctx.save_for_backward(x, left)
+        remade.keep(ctx, x, left)
         ctx.factors, ctx.codes, ctx.state = factors, codes, weight.quant_state  # frozen
         unflattened: torch.Tensor = y.view(*x.shape[:-1], y.shape[-1])
         return unflattened
@@ -294,7 +295,7 @@ class _AdaptedPacked(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from bitsandbytes.functional import dequantize_4bit  # optional
 
-        x, left = ctx.saved_tensors
+        x, left = remade.kept(ctx)
         return _backward_beside(
             ctx, grads[0], x, left, lambda: dequantize_4bit(ctx.codes, ctx.state)
         )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomb.model import remade
 from oomb.model.linear import WeightSums, takes_product
 
 RECIPE = "rowwise_with_gw_hp"
@@ -157,7 +158,7 @@ class _Products(torch.autograd.Function):
         config: Any,
         sums: WeightSums | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        remade.keep(ctx, x, weight)
         ctx.weight, ctx.sums = weight, sums
         ctx.fast = config.gemm_config_grad_input.use_fast_accum
         fast = config.gemm_config_output.use_fast_accum
@@ -167,7 +168,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = remade.kept(ctx)
         d_y = grads[0].reshape(-1, weight.shape[0])
         d_x = d_weight = None
         if ctx.sums is not None:

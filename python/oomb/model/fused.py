@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from oomb.model.remade import remakable
 from oomb.model.swap import Swaps, swapping
 
 
@@ -57,22 +58,25 @@ def fused_forwards(decoder: nn.Module, device: torch.device) -> dict[nn.Module, 
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # optional
 
     def norm(module: Any, form: _Norm) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             epsilon = getattr(module, form.epsilon)
             y: torch.Tensor = LigerRMSNormFunction.apply(
-                x, module.weight, epsilon, form.offset, form.casting, False
+                x, weight, epsilon, form.offset, form.casting, False
             )
             return y
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return remakable(normed, x, module.weight)
 
         return forward
 
     def gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        product = LigerSiLUMulFunction if _is_silu(module.act_fn) else LigerGELUMulFunction
+        kernel = LigerSiLUMulFunction if _is_silu(module.act_fn) else LigerGELUMulFunction
+        product: Callable[..., torch.Tensor] = kernel.apply
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = module.down_proj(
-                product.apply(module.gate_proj(x), module.up_proj(x))
-            )
+            gate, up = module.gate_proj(x), module.up_proj(x)
+            y: torch.Tensor = module.down_proj(remakable(product, gate, up))
             return y
 
         return forward

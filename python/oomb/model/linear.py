@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from oomb.model import products
+from oomb.model import products, remade
 
 Rows = tuple[int, int]  # of a weight: first and last + 1
 
@@ -48,7 +48,7 @@ class _SummedLinear(torch.autograd.Function):
         sums: WeightSums,
         rows: Rows,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        remade.keep(ctx, x, weight)
         ctx.weight, ctx.sums, ctx.rows = weight, sums, rows
         y = products.linear(x, weight[slice(*rows)], bias)
         # A view could not be changed in place by the model, as what a linear layer gives can.
@@ -56,10 +56,11 @@ class _SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = remade.kept(ctx)
         d_y = grads[0]
         rows = d_y.reshape(-1, d_y.shape[-1])
         ctx.sums.add_product(ctx.weight, rows, x.reshape(-1, x.shape[-1]), ctx.rows[0])
+        del x  # which may be there for this alone
         part = weight[slice(*ctx.rows)]
         d_x = products.input_gradient(d_y, part) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None

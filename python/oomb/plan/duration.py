@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from oomb.core.recompute import Recompute
 from oomb.model.layer_shape import LayerShape
 from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
@@ -70,7 +71,7 @@ def duration_of(
     pools: PoolUse,
     rates: Rates,
     *,
-    recompute: bool,
+    recompute: Recompute,
     exchange: float = 0.0,
     images: float = 0.0,
 ) -> Duration:

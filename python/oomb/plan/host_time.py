@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from oomb.core.recompute import Recompute
 from oomb.model.layer_shape import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.rates import Rates
@@ -22,7 +23,7 @@ _SHARED_CHOICE = 0.6e-3
 
 
 def host_seconds(
-    call: PageCall, trace: Trace, rates: Rates, *, recompute: bool, spilled: bool
+    call: PageCall, trace: Trace, rates: Rates, *, recompute: Recompute, spilled: bool
 ) -> tuple[float, float]:
     """Of a chunk in the fill, and in the sweep."""
     fill, sweep = (work.operations * rates.operation for work in (trace.fill, trace.sweep))
@@ -30,15 +31,15 @@ def host_seconds(
         return fill, sweep
     lists = _LISTS if spilled and call.selection is not None else 0.0
     choice = _CHOICE if call.selection is not None else 0.0
-    layers = len(call.shapes)
+    layers, again = len(call.shapes), recompute == "layer"
     fill += layers * (_FORWARD + choice + lists)
-    sweep += layers * (_FORWARD + _BACKWARD + recompute * _RECOMPUTE + lists)
+    sweep += layers * (_FORWARD + _BACKWARD + again * _RECOMPUTE + lists)
     if call.ranks > 1:
         for shape in call.shapes:
             forward, backward = _beside_ranks(shape)
             shared = shape.copies > 1 and call.selection is not None
             fill += forward + shared * _SHARED_CHOICE
-            sweep += (1 + recompute) * forward + backward
+            sweep += (1 + again) * forward + backward
     return fill, sweep
 
 

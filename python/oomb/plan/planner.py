@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from oomb.core.growth import growth_seconds
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.main_grad import check_sums
 from oomb.core.page_demand import Choices, rule_of
+from oomb.core.recompute import Recompute
 from oomb.core.tiers import PageLayout
 from oomb.engine.needs import (
     activations_of,
     counted_tokens,
     gradient_bytes,
     others_of,
-    recomputes,
+    recompute_of,
     setting_of,
     spare_of,
 )
@@ -199,7 +201,7 @@ class Planner:
         return Prediction(
             num_tokens=num_tokens,
             batch_size=batch_size,
-            config=replace(config, recompute="layer" if recompute else "none"),
+            config=replace(config, recompute=recompute),
             machine=self.machine,
             optimizer=optimizer,
             parameter_bytes=parameters,
@@ -265,12 +267,12 @@ class Planner:
 
     # Parts ----------------------------------------------------------------------------------------
 
-    def _trace(self, config: Config, call: PageCall, recompute: bool, waves: bool) -> Trace:
+    def _trace(self, config: Config, call: PageCall, recompute: Recompute, waves: bool) -> Trace:
         tokens = self._here(min(call.chunks.chunk_size, call.chunks.tokens))
         return self._traced(config, call, tokens, recompute, waves)
 
     def _traced(
-        self, config: Config, call: PageCall, tokens: int, recompute: bool, waves: bool
+        self, config: Config, call: PageCall, tokens: int, recompute: Recompute, waves: bool
     ) -> Trace:
         recurrent = self.tracer.state_bytes > 0
         setting = setting_of(config, call, tokens, recompute, waves=waves, recurrent=recurrent)
@@ -280,12 +282,10 @@ class Planner:
         recurrent = self.tracer.state_bytes > 0
         return tokens_here(tokens, self.machine.ranks, recurrent=recurrent)
 
-    def _recompute(self, config: Config, call: PageCall, free: int) -> bool:
-        if config.recompute != "auto":
-            return recomputes(config, 0, 0)
-        return recomputes(config, self._activations(config, call, False), free)
+    def _recompute(self, config: Config, call: PageCall, free: int) -> Recompute:
+        return recompute_of(config, partial(self._activations, config, call), free)
 
-    def _activations(self, config: Config, call: PageCall, recompute: bool) -> int:
+    def _activations(self, config: Config, call: PageCall, recompute: Recompute) -> int:
         """Of a chunk, as the engine counts them."""
         tokens = self._here(counted_tokens(config, call.chunks.tokens))
         return activations_of(self._traced(config, call, tokens, recompute, waves=True))
@@ -294,7 +294,7 @@ class Planner:
         self,
         config: Config,
         call: PageCall,
-        recompute: bool,
+        recompute: Recompute,
         free: int,
         use: OptimizerUse,
         weights: HostWeightsUse,

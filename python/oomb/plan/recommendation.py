@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from oomb.config import Config
+from oomb.config import Config, Dense
+from oomb.core.recompute import Recompute
 from oomb.plan.machine import Machine
 from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
@@ -171,6 +172,8 @@ def recommend(
         prediction = _fastest(prediction, machine.ranks, wholly, "recompute" not in keep)
         found = prediction.config
         settings = replace(settings, chunk_size=found.chunk_size, recompute=found.recompute)
+    elif timed and "recompute" not in keep and optional:
+        prediction = _keeping_more(prediction, wholly)
     ordinary = ordinary_training(planner, prediction)
     longest = None
     if not prediction.fits:
@@ -203,14 +206,14 @@ def _candidates(base: Config, context: int, keep: frozenset[str]) -> Iterator[li
     chunks = [c for c in sizes if c % base.page_size == 0 and (c < 2 * context or c == 512)]
     chunks = [base.chunk_size] if "chunk_size" in keep or not chunks else chunks
     dtypes = [base.kv_grad_dtype] if "kv_grad_dtype" in keep else ["float32", "bfloat16"]
-    recomputes = [base.recompute] if "recompute" in keep else ["none", "layer"]
+    recomputes = [base.recompute] if "recompute" in keep else list(get_args(Recompute))
     for dtype in dtypes:
         yield [
             replace(
                 base,
                 chunk_size=chunk,
                 kv_grad_dtype=dtype,  # type: ignore[arg-type]
-                recompute=recompute,  # type: ignore[arg-type]
+                recompute=recompute,
             )
             for recompute in recomputes
             for chunk in chunks
@@ -255,8 +258,9 @@ def _fastest(
     """
     best, own = chosen, chosen.config
     longest = min(own.chunk_size * ranks, chosen.num_tokens) if chosen.fits else 0
-    for recompute in ("none", "layer"):
-        if recompute != own.recompute and (recompute == "none" or not may_recompute):
+    of_less = get_args(Recompute).index(own.recompute)
+    for recompute in get_args(Recompute)[of_less:]:
+        if recompute != own.recompute and not may_recompute:
             continue
         size = own.chunk_size
         while 2 * size <= longest:
@@ -267,6 +271,20 @@ def _fastest(
             if found.seconds is not None and found.seconds < (best.seconds or 0.0):
                 best = found
     return best
+
+
+def _keeping_more(chosen: Prediction, predicted: Callable[[Config], Prediction]) -> Prediction:
+    """With pointwise work done again, where outputs in its room spare more time than that takes.
+
+    Under page-sparse attention they spare too little.
+    """
+    own = chosen.config
+    may = chosen.fits and own.recompute == "none" and isinstance(own.attention, Dense)
+    if not may or chosen.kept_output_share == 1 or chosen.seconds is None:
+        return chosen
+    found = predicted(replace(own, recompute="pointwise"))
+    faster = found.fits and found.seconds is not None and found.seconds < chosen.seconds
+    return found if faster else chosen
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:

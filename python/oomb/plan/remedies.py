@@ -14,6 +14,7 @@ Predict = Callable[[Config, str | None, str], Prediction]
 # How much a change alters the result: not at all, by roundings, by another rule of the optimizer.
 _EXACT, _ROUNDED, _OTHER = range(3)
 _ALTERS = {
+    "recompute=pointwise": _EXACT,
     "recompute=layer": _EXACT,
     "chunk_size=512": _EXACT,
     "weights=host": _EXACT,
@@ -85,6 +86,8 @@ def _single(asked: Prediction) -> Iterator[dict[str, str]]:
     """Changes that could save something, the harmless ones first."""
     config = asked.config
     if config.recompute == "none":
+        yield {"recompute": "pointwise"}
+    if config.recompute != "layer":
         yield {"recompute": "layer"}
     if config.chunk_size > 512 and 512 % config.page_size == 0:
         yield {"chunk_size": "512"}

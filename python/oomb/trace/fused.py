@@ -12,6 +12,7 @@ from torch import nn
 
 from oomb.model.adapters import Products
 from oomb.model.fused import fusible_modules
+from oomb.model.remade import remakable
 
 
 def fused_on_shapes(decoder: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -35,15 +36,14 @@ class ProductsOfShapes(Products):
 
 def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _FusedNorm.apply(x, module.weight)  # type: ignore[no-untyped-call]
-        return y
+        return remakable(_FusedNorm.apply, x, module.weight)
 
     return forward
 
 
 def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        product = _FusedGate.apply(module.gate_proj(x), module.up_proj(x))  # type: ignore[no-untyped-call]
+        product = remakable(_FusedGate.apply, module.gate_proj(x), module.up_proj(x))
         y: torch.Tensor = module.down_proj(product)
         return y
 

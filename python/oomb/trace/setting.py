@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oomb.core.latent_groups import Expanded
+from oomb.core.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Setting:
 
     Attributes:
         tokens: that are run of the chunk, per sequence; ``batch`` sequences.
-        recompute: layers are recomputed in backward.
+        recompute: what backward computes again.
         waves: attention runs in several launches and carries its state between them.
         main_grad_dtype: as in :class:`oomb.Config`.
         expanded: of the past, where pages hold latents; None: they hold keys and values.
@@ -24,7 +25,7 @@ class Setting:
 
     tokens: int
     batch: int
-    recompute: bool
+    recompute: Recompute
     waves: bool
     main_grad_dtype: str = "float32"
     expanded: Expanded | None = None

@@ -19,7 +19,7 @@ from oomb.core.latent_groups import expanded, gathered, half_of, propagated
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
-from oomb.core.recompute import LayerRunner
+from oomb.core.recompute import LayerRunner, Recompute
 from oomb.core.rounded_sums import pieces_of
 from oomb.model.interface import AttentionCall
 from oomb.model.latent import Latent, latent_width
@@ -151,7 +151,7 @@ class TracedRunner(LayerRunner):
         peak_bytes: that peak; 0 where nothing is propagated past the layer.
     """
 
-    def __init__(self, recompute: bool, meter: Meter, border: int) -> None:
+    def __init__(self, recompute: Recompute, meter: Meter, border: int) -> None:
         super().__init__(recompute=recompute, seed=None)
         self._meter, self._border = meter, border
         self.peak_bytes = 0

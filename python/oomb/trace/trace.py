@@ -133,7 +133,7 @@ class Tracer:
         self.trained_layers = own_parameters(causal.layers)
         self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
-        seen = self._run(causal, Setting(1, 1, False, False), sweeps=False)[1]
+        seen = self._run(causal, Setting(1, 1, "none", False), sweeps=False)[1]
         if not seen.shapes:
             raise UnsupportedModelError(
                 f"{type(causal.causal).__name__}: no layer calls attention through transformers' "

@@ -78,7 +78,7 @@ def test_backward_is_that_of_the_chunk_whose_forward_it_was(
 
 def test_a_layer_computed_again_is_of_its_own_chunk() -> None:
     """And draws what it drew, though another chunk is being run."""
-    runner = LayerRunner(recompute=True, seed=11)
+    runner = LayerRunner(recompute="layer", seed=11)
     seen: list[ChunkRun] = []
     drawn: list[torch.Tensor] = []
     layer = nn.Linear(4, 4)

@@ -27,7 +27,7 @@ IDS = torch.randint(1, 97, (1, 65), generator=torch.Generator().manual_seed(0))
 
 
 def count(model: nn.Module) -> int:
-    return activations_of(tracer_of(CausalModel(model)).trace(Setting(16, 1, False, True)))
+    return activations_of(tracer_of(CausalModel(model)).trace(Setting(16, 1, "none", True)))
 
 
 def with_adapters(model: nn.Module) -> Any:

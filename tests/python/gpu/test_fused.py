@@ -48,9 +48,10 @@ def made(family: str, dtype: torch.dtype) -> Any:
     return model.to("cuda", dtype)
 
 
-def chunked(model: Any) -> dict[str, torch.Tensor]:
+def chunked(model: Any, **settings: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    with oomb.Engine(model, oomb.Config(chunk_size=256, page_size=64)) as engine:
+    config = oomb.Config(chunk_size=256, page_size=64, **settings)
+    with oomb.Engine(model, config) as engine:
         engine.forward_backward(ids(), ids())
     return gradients(model)
 
@@ -65,6 +66,42 @@ def test_fp32_is_that_of_the_models_own_forwards(family: str) -> None:
     model(input_ids=ids(), labels=ids()).loss.backward()
     for name, gradient in gradients(model).items():
         assert relative_error(found[name], gradient) < 2e-5, name
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_that_are_made_again_have_the_bits_of_kept_ones(family: str, adapted: bool) -> None:
+    pytest.importorskip("liger_kernel")
+    model = made(family, torch.bfloat16)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    found, expected = (chunked(model, recompute=one) for one in ("pointwise", "none"))
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_what_is_made_again_takes_no_memory() -> None:
+    """Two norms and the product of each layer; in backward those of one layer are there again."""
+    pytest.importorskip("liger_kernel")
+    hidden, inner, layers, tokens = 1024, 4096, 8, 4096
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    model = of("Llama", **heads, **sizes).to("cuda", torch.bfloat16)
+    some = torch.randint(VOCABULARY, (1, 2 * tokens + 1), device="cuda")
+
+    def peak(recompute: Any) -> int:
+        config = oomb.Config(chunk_size=tokens, recompute=recompute)
+        with oomb.Engine(model, config) as engine:
+            engine.forward_backward(some, some)
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            engine.forward_backward(some, some)
+            model.zero_grad()
+        return torch.cuda.max_memory_allocated()
+
+    of_layer = 2 * tokens * (2 * hidden + inner)
+    less = peak("none") - peak("pointwise")
+    assert less == pytest.approx(layers * of_layer, abs=1.5 * of_layer)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3Moe"])

@@ -64,7 +64,7 @@ def test_work_on_the_past_is_no_work_of_a_chunk() -> None:
     """It grows with the past, and is predicted apart."""
     tracer = Tracer(make_latent("small", torch.float32), "cpu", False)
     known = Expanded(heads=4, width=16, page_size=32, group=4, at_once=8)
-    plain, ours = (tracer.trace(Setting(64, 1, False, True, expanded=x)) for x in (None, known))
+    plain, ours = (tracer.trace(Setting(64, 1, "none", True, expanded=x)) for x in (None, known))
     assert ours.sweep_peak_bytes > plain.sweep_peak_bytes + known.scratch_bytes(1, 4)
     assert (ours.fill.flops, ours.sweep.flops) == (plain.fill.flops, plain.sweep.flops)
 

@@ -24,7 +24,7 @@ from oomb.trace.setting import Setting
 from oomb.trace.trace import Trace, Tracer
 from trainer.runs import logged, model, prompts, sft_arguments, tokenizer
 
-SETTING = Setting(128, 1, False, False)
+SETTING = Setting(128, 1, "none", False)
 
 
 def closure(model: Any) -> None:

@@ -184,9 +184,9 @@ def test_a_plan_counts_the_weight_that_is_unpacked() -> None:
     assert 0 <= peaks[1] - peaks[0] <= 2 * 2 * 320 * 128
 
 
-@pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("layer", 2)])
 def test_a_plan_counts_the_traffic_of_unpacking(
-    recompute: bool, forwards: int, monkeypatch: pytest.MonkeyPatch
+    recompute: Any, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a byte read and two written for a weight, in each forward and in the backward.
 

@@ -35,7 +35,7 @@ def test_a_few_turns_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -
     model = make_recurrent(
         name, torch.float32, num_hidden_layers=len(next(iter(kinds.values()))), **kinds
     )
-    setting = Setting(64, 1, True, False)
+    setting = Setting(64, 1, "layer", False)
     sampled = Tracer(model, "cpu", False).trace(setting)
     monkeypatch.setattr(trace, "sample_sizes", lambda _: None)
     whole = Tracer(model, "cpu", False).trace(setting)
@@ -71,7 +71,7 @@ def test_kernels_of_other_packages_get_no_tensor_without_memory(
     """A GPU's kernel would read at the address that such a tensor has not; here one is stood in
     for, in every function that transformers lets a package replace."""
     model = make_recurrent(name, torch.bfloat16)
-    setting = Setting(64, 1, True, False)
+    setting = Setting(64, 1, "layer", False)
     plain = Tracer(model, "cpu", False)
     expected = plain.trace(setting)
     file = sys.modules[type(model).__module__]

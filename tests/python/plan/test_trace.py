@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 import oomb
 from engine.models import make
 from oomb.core import pools
+from oomb.core.recompute import Recompute
 from oomb.engine import call, needs
 from oomb.engine.needs import counted_tokens
 from oomb.errors import UnsupportedModelError
@@ -113,11 +114,11 @@ def test_work_of_a_large_model(fused: bool) -> None:
     shape, tokens = SHAPES["qwen2.5-7b"], 2048
     tracer = Tracer(bare_model("qwen2.5-7b"), "cuda", fused)
     assert tracer.parameter_bytes == pytest.approx(2 * 7.616e9, rel=0.001)
-    trace = tracer.trace(Setting(tokens, 1, False, False))
+    trace = tracer.trace(Setting(tokens, 1, "none", False))
     assert trace.sweep.flops == pytest.approx(6 * tokens * shape.linear_weights, rel=0.001)
     assert trace.sum_bytes == 4 * sum(p.numel() for p in tracer.trainable)
     assert [s.window for s in tracer.shapes] == [0] * shape.layers
-    recomputed = tracer.trace(Setting(tokens, 1, True, False))
+    recomputed = tracer.trace(Setting(tokens, 1, "layer", False))
     kept = recomputed.sweep_peak_bytes - trace.sum_bytes
     assert kept < 0.6 * (trace.sweep_peak_bytes - trace.sum_bytes)
     assert recomputed.sweep.flops > 1.2 * trace.sweep.flops
@@ -127,7 +128,7 @@ def test_extrapolation_over_layers() -> None:
     model = make("qwen2", torch.float32, num_hidden_layers=9)
     whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
     whole._samples = None
-    for setting in (Setting(512, 1, False, False), Setting(256, 2, True, True)):
+    for setting in (Setting(512, 1, "none", False), Setting(256, 2, "layer", True)):
         assert vars(some.trace(setting)) == vars(whole.trace(setting))
 
 
@@ -164,7 +165,7 @@ def test_layers_behind_another_kind_are_extrapolated(inner: int) -> None:
     whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
     whole._samples = None
     assert some._samples == (4, 5)
-    found, true = (dict(vars(t.trace(Setting(64, 1, True, True)))) for t in (some, whole))
+    found, true = (dict(vars(t.trace(Setting(64, 1, "layer", True)))) for t in (some, whole))
     peak = true.pop("sweep_peak_bytes")
     assert found.pop("sweep_peak_bytes") == pytest.approx(peak, rel=1e-5)
     assert found == true
@@ -176,22 +177,42 @@ def test_a_peak_that_more_layers_move_is_extrapolated(layers: int) -> None:
     model = make("llama", torch.bfloat16, num_hidden_layers=layers, vocab_size=8192)
     whole, some = Tracer(model, "cpu", False), Tracer(model, "cpu", False)
     whole._samples = None
-    setting = Setting(32, 1, False, False, "bfloat16")
+    setting = Setting(32, 1, "none", False, "bfloat16")
     assert vars(some.trace(setting)) == vars(whole.trace(setting))
 
 
 def test_an_unreached_parameter_has_no_sum() -> None:
     model: Any = make("llama", torch.float32)
-    setting = Setting(16, 1, False, False)
+    setting = Setting(16, 1, "none", False)
     reached = Tracer(model, "cpu", False).trace(setting)
     model.model.layers[0].register_parameter("unused", torch.nn.Parameter(torch.empty(10**6)))
     assert vars(Tracer(model, "cpu", False).trace(setting)) == vars(reached)
 
 
 def test_fused_kernels_keep_less() -> None:
-    setting = Setting(1024, 1, False, False)
+    setting = Setting(1024, 1, "none", False)
     plain, fused = (Tracer(bare_model("qwen2.5-1.5b"), "cuda", f).trace(setting) for f in (0, 1))
     assert fused.sweep_peak_bytes < plain.sweep_peak_bytes
+
+
+def test_what_is_made_again_is_not_kept() -> None:
+    """Of each layer two norms and a product."""
+    tokens, shape = 4096, SHAPES["qwen2.5-7b"]
+    values = tokens * (2 * shape.hidden + shape.inner)
+
+    tracer = Tracer(bare_model("qwen2.5-7b"), "cuda", True)
+    none, pointwise, layer = (
+        tracer.trace(Setting(tokens, 1, recompute, False)) for recompute in get_args(Recompute)
+    )
+    more = none.sweep_peak_bytes - pointwise.sweep_peak_bytes
+    assert more == pytest.approx(2 * shape.layers * values, abs=2 * tokens * shape.inner)
+    assert layer.sweep_peak_bytes < pointwise.sweep_peak_bytes
+    assert pointwise.sweep.flops == none.sweep.flops < layer.sweep.flops
+    assert none.sweep.moved_bytes < pointwise.sweep.moved_bytes
+    plain = Tracer(bare_model("qwen2.5-0.5b"), "cuda", False)  # no kernels whose inputs are known
+    assert plain.trace(Setting(64, 1, "pointwise", False)) == plain.trace(
+        Setting(64, 1, "none", False)
+    )
 
 
 def test_soft_caps_are_planned() -> None:
@@ -236,7 +257,7 @@ def test_experts_in_fp32_are_those_in_bf16_at_twice_the_size(name: str) -> None:
     traces = []
     for dtype in (torch.float32, torch.bfloat16):
         model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
-        traces.append(Tracer(model, "cuda", False).trace(Setting(512, 1, False, False)))
+        traces.append(Tracer(model, "cuda", False).trace(Setting(512, 1, "none", False)))
     experts = 2 * 512 * 2 * 3 * 2 * 64 * 96  # two layers, two experts a token, three products
     fp32, bf16 = traces
     assert fp32.sum_bytes == bf16.sum_bytes
@@ -283,7 +304,7 @@ def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
         ran[0] += 1
 
     tokens, batch = 200, 8
-    activations = Tracer(model, "cpu", False).trace(Setting(tokens, batch, False, True))
+    activations = Tracer(model, "cpu", False).trace(Setting(tokens, batch, "none", True))
     free = 3 * activations.sweep_peak_bytes
     for module in (call, needs, pools):
         monkeypatch.setattr(module, "free_memory", lambda _: free)
@@ -310,7 +331,7 @@ def test_compiled_layers_are_traced_as_they_are() -> None:
 
     layer = model.model.layers[0].mlp
     layer.compile(backend=backend)
-    Tracer(model, "cuda", False).trace(Setting(64, 1, False, False))
+    Tracer(model, "cuda", False).trace(Setting(64, 1, "none", False))
     assert not compiled
     layer(torch.randn(3, model.config.hidden_size))
     assert compiled
