@@ -24,9 +24,10 @@ from .own_code_models import OWN_CODE, make_own_code
 from .recurrent_models import RECURRENT, make_recurrent
 from .reference import Result, ordinary, random_ids, take_gradients
 from .tiers import smallest_slots
+from .window_models import WINDOWED, make_windowed
 
 CHUNK, PAGE = 16, 8
-FAMILIES = [*RECURRENT, *LATENT, *CLASSES, *OWN_CODE, *ARCHITECTURES]
+FAMILIES = [*RECURRENT, *LATENT, *CLASSES, *OWN_CODE, *WINDOWED, *ARCHITECTURES]
 # First tokens of documents, a row each: at borders, a token before and one behind them, and
 # documents of one token around a border.
 DOCUMENTS = [[16, 32], [15, 33], [17, 31, 48], [15, 16, 17, 18, 40]]
@@ -67,6 +68,8 @@ def make_family(name: str, condition: Condition | None = None) -> Any:
         model = make_latent(name)
     elif name in OWN_CODE:
         model = make_own_code(name)
+    elif name in WINDOWED:
+        model = make_windowed(name)
     else:
         model = (layer_classes if name in CLASSES else models).make(name)
     return with_adapters(model) if condition is not None and condition.adapters else model
@@ -75,6 +78,7 @@ def make_family(name: str, condition: Condition | None = None) -> Any:
 def with_adapters(model: Any) -> Any:
     """LoRA off its neutral start, on every linear layer of the upper half of the decoder."""
     decoder = model.get_decoder()
+    decoder = getattr(decoder, "model", decoder)  # Llama 4 gives its causal model
     layers = list(decoder.h if hasattr(decoder, "h") else decoder.layers)
     upper = layers[(len(layers) + 1) // 2 :]
     inside = {id(module) for layer in upper for module in layer.modules()}
@@ -82,8 +86,11 @@ def with_adapters(model: Any) -> Any:
     names = [
         name
         for name, module in model.named_modules()
-        # PEFT refuses out_proj of Falcon-H1, whose kernels read the weight without the layer.
-        if id(module) in inside and isinstance(module, nn.Linear) and "out_proj" not in name
+        # PEFT refuses out_proj of Falcon-H1, whose kernels read the weight without the layer, and
+        # fails at routers that are linear and give several tensors.
+        if id(module) in inside
+        and isinstance(module, nn.Linear)
+        and not name.endswith(("out_proj", "router"))
     ]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=names))
     generator = torch.Generator().manual_seed(2)

@@ -52,6 +52,20 @@ LATENT: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         320,
     ),
+    "moonlight": (  # queries without a rank of their own
+        "DeepseekV3",
+        {
+            **_SMALL,
+            **_EXPERTS,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        24,
+    ),
     "deepseek-v2": (  # experts chosen in groups by softmax; angles as complex numbers
         "DeepseekV2",
         {

@@ -13,6 +13,7 @@ from .latent_models import LATENT
 from .own_code_models import OWN_CODE
 from .recurrent_models import RECURRENT, nothing_rounds_to_float32
 from .reference import assert_equal, assert_identical, chunked
+from .window_models import WINDOWED
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,9 @@ QUICK = {
     *((name, *way) for name in ("gemma4-26b-a4b", "gemma3n") for way in _OF_EACH),
     *((name, *way) for name in OWN_CODE for way in _OF_EACH),
     *((name, f"tail of {n}", "none") for name in OWN_CODE for n in (1, 2, 3)),
+    *((name, *way) for name in WINDOWED for way in _OF_EACH if way[0] != "tiers"),
+    *((name, "tail of 2", "layer") for name in WINDOWED),
+    ("mimo-v2", "tiers", "none"),
     *((name, *_OF_EACH[-1]) for name in ("gemma2", "vaultgemma")),
 }
 WHERE = [

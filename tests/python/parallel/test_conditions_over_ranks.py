@@ -51,6 +51,7 @@ QUICK = {
         for name in (
             *("qwen3.5-moe", "qwen3-next", "olmo-hybrid", "bamba", "granite-4-h", "lfm3"),
             *("gemma4-31b", "gemma4-26b-a4b", "gemma3n", "vaultgemma"),
+            *("mimo-v2", "phi3.5-moe", "qwen2-moe", "qwen3-moe"),
         )
     ),
     ("nemotron-h", "adapters", "layer"),
