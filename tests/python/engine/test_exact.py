@@ -64,9 +64,10 @@ LENGTHS = [
     (5, 5, 33),
     (64, 8, 64),
     (16, 8, 64),
-    (16, 8, 65),  # last chunk of one token
-    (16, 8, 66),
-    (16, 8, 16),  # one chunk
+    (16, 8, 65),  # whole chunks: the last token is not run
+    (16, 8, 66),  # last chunk of one token
+    (16, 8, 17),  # one chunk
+    (16, 8, 16),
     (16, 8, 11),  # below a chunk
     (16, 8, 5),  # below a page
     (16, 8, 3),
@@ -85,8 +86,8 @@ def test_lengths(chunk: int, page: int, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 @pytest.mark.parametrize("tail", [1, 2, 3])
 def test_soft_caps_with_tails(name: str, tail: int) -> None:
-    """Last chunks of one to three tokens."""
-    model, ids = make(name), random_ids(2, 64 + tail)
+    """Last chunks of one to three tokens; the last of the text is not run."""
+    model, ids = make(name), random_ids(2, 65 + tail)
     assert_equal(chunked(model, config(), ids, ids), ordinary(model, ids, ids))
 
 

@@ -42,9 +42,9 @@ def spilled(model: PreTrainedModel, slots: int = 10) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("tokens", [49, 50, 51, 64])
+@pytest.mark.parametrize("tokens", [49, 50, 51, 52])
 def test_gradients_are_those_of_one_ordinary_backward(name: str, tokens: int) -> None:
-    """Tails of one, two and three tokens, and none; a batch."""
+    """Tails of none to three tokens, as the last of the text is not run; a batch."""
     model, ids = make(name), random_ids(2, tokens)
     expected = ordinary(model, ids, ids)
     recompute = "layer" if tokens % 2 else "none"
