@@ -1,0 +1,71 @@
+"""Each family that sees images on two ranks equals one ordinary backward, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import oomb
+from engine.image_conditions import (
+    ALL,
+    CONDITIONS,
+    arguments,
+    expected_of,
+    make_family,
+    settings_of,
+)
+from engine.recurrent_models import nothing_rounds_to_float32
+from engine.reference import Result, assert_equal, assert_identical, take_gradients
+
+from .world import World, meshes
+
+
+@pytest.fixture(autouse=True)
+def all_in_float64() -> Iterator[None]:
+    with nothing_rounds_to_float32():
+        yield
+
+
+def over_ranks(rank: int, family: str, condition: str, recompute: str) -> tuple[Result, Result]:
+    """Two calls of one engine. Ranks 0 and 2 share sequences, and so do 1 and 3."""
+    with nothing_rounds_to_float32():
+        model, given = make_family(family, condition), arguments(family, condition)
+        config = settings_of(model, family, condition, meshes[2], recompute=recompute)
+        with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+
+            def call() -> Result:
+                step = engine.forward_backward(**given)
+                return Result(step.loss, take_gradients(model), step)
+
+            return call(), call()
+
+
+# Run each time: conditions that test_images_over_ranks.py has of no family, or of others.
+QUICK = {
+    ("qwen3.5", "documents", "layer"),
+    ("qwen3.5", "padding", "none"),
+    ("gemma3", "adapters", "layer"),
+    ("gemma4", "documents", "none"),
+    ("gemma4", "tail of 2", "layer"),
+    ("qwen3-vl", "tail of 3", "none"),
+}
+WHERE = [
+    pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.slow, pytest.mark.release])
+    for way in itertools.product(ALL, CONDITIONS, ("none", "layer"))
+]
+
+
+@pytest.mark.parametrize(("family", "condition", "recompute"), WHERE)
+def test_equals_one_backward(world: World, family: str, condition: str, recompute: str) -> None:
+    model, given = make_family(family, condition), arguments(family, condition)
+    world.start(over_ranks, family, condition, recompute)
+    expected = expected_of(model, family, given)
+    results = world.answers()
+    assert len(results) == 4
+    for found, again in results:
+        assert_equal(found, expected)
+        assert_identical(found, results[0][0])
+        assert_identical(again, found)
+        assert found.step.stats.h2d_bytes > 0 or not CONDITIONS[condition].few_pages
