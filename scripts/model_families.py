@@ -73,6 +73,8 @@ exactly.
 """
 _TABLE = """## Exact
 
+- *family*: the `model_type` in a checkpoint's config. Some releases are of another's: Qwen3.6 of
+  `qwen3_5` and `qwen3_5_moe`, Moonlight and Kimi K2 of `deepseek_v3`'s class.
 - *error*: of the worst parameter's gradient, relative, rounded up to a power of ten.
 - *heads: kernels*: head dims of the class's own default sizes, not of the tiny model, and what
   attention runs on in bf16 on Hopper. *wgmma*: kernels of its own. *tensor cores*: those for

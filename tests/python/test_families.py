@@ -22,12 +22,13 @@ REFUSED = families.listed(PAGE, "Refused")
 OTHERS = families.listed(PAGE, "Wrong") | families.listed(PAGE, "Not built")
 
 # One of each kind: soft caps, sinks, other head dims, latents, blocks, states, kernels of a class's
-# own; refused for positions, a recurrence, an indexer, two calls, several streams, its own forward.
+# own; refused for positions, a recurrence, an indexer, two calls, several streams, its own forward,
+# a bias on scores, a cache of its own.
 _KINDS = [
     *("llama", "gemma2", "gpt_oss", "mimo_v2_flash", "gemma3n", "gemma4_text", "deepseek_v3"),
     *("llama4_text", "qwen3_5_text", "bamba", "lfm2", "kimi_linear", "zaya", "phimoe", "bart"),
     *("rwkv", "mamba", "deepseek_v32", "qwen4_exp", "diffllama", "musicgen", "gemma4_assistant"),
-    *("xglm", "inkling2_text"),
+    *("xglm", "inkling2_text", "inkling_text", "deepseek_v4"),
 ]
 _REST = sorted(set(families.FAMILIES) - set(_KINDS))
 QUICK = [*_KINDS, *random.Random(0).sample(_REST, 26)]

@@ -118,6 +118,11 @@ def attention(
         if name == "is_causal" and given in (None, True):
             continue
         if name not in _INERT and given is not None and given is not False:
+            if _is_of_pairs(given, query, key):
+                raise UnsupportedModelError(
+                    f"{where}: asks attention for {name}, a value for each pair of query and key, "
+                    "and the engine's attention adds nothing to their scores"
+                )
             raise UnsupportedModelError(
                 f"{where}: attention keyword {name}={_short(given)} is not supported"
             )
@@ -151,6 +156,13 @@ def attention(
     if _observer is not None:
         _observer(call)
     return o.transpose(1, 2), None
+
+
+def _is_of_pairs(value: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a keyword holds what scores of attention [B, H, C, keys] can be added to."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.ndim > 2 and value.shape[-2:] == (query.shape[2], key.shape[2])
 
 
 def _short(value: Any) -> str:

@@ -44,7 +44,12 @@ def attention_shapes(model: CausalModel, own_calls: Collection[int]) -> list[Lay
             raise
         _expect_calls(model, own_calls, own_calls)
         cache = None
-        shapes = _shapes(model, None)  # this model knows no cache like ours
+        try:
+            shapes = _shapes(model, None)  # this model knows no cache like ours
+        except UnsupportedModelError:
+            if isinstance(error, _AskedOfLayer):
+                raise error from None  # the sooner of two reasons, and nearer to its cause
+            raise
     if not shapes and cache is not None and cache.mixers:
         mixer = next(iter(cache.mixers.values()))
         raise UnsupportedModelError(
@@ -177,6 +182,37 @@ class _Asked(UnsupportedModelError):
     """A layer asks for a state that the engine does not carry from chunk to chunk."""
 
 
+class _AskedOfLayer(UnsupportedModelError):
+    """A layer asks its own part of a cache, and perhaps runs as well without one."""
+
+
+class _OwnLayers(list[Any]):
+    """The parts of a cache that layers of a model have classes of their own for: none, and whoever
+    takes one all the same gets a stand-in."""
+
+    def __init__(self, cache: _AskedCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, _: Any) -> Any:
+        return _OwnLayer(self._cache)
+
+
+class _OwnLayer:
+    """Knows nothing of what a decoder may ask for; says who asks inside of a layer."""
+
+    def __init__(self, cache: _AskedCache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> None:
+        asker = self._cache._asker()
+        if asker is not None:
+            raise _AskedOfLayer(
+                f"{asker}: asks its cache for a state of its own kind ({name}), which chunks do "
+                "not carry"
+            )
+
+
 class _AskedCache(Cache):
     """Gives keys and values back as they come, and names who asks for anything else.
 
@@ -186,7 +222,7 @@ class _AskedCache(Cache):
     """
 
     def __init__(self, model: CausalModel) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_OwnLayers(self))
         self._model = model
         self.mixers: dict[int, Mixer] = {}
         self.ends_in_mixer = False

@@ -254,6 +254,20 @@ def keyword_in_words() -> nn.Module:
     return model
 
 
+def keyword_of_pairs() -> nn.Module:
+    """An attention keyword that holds a number for each pair of tokens."""
+    model = make("llama")
+    attention = model.model.layers[1].self_attn
+    inner = attention.forward
+
+    def forward(hidden_states: torch.Tensor, **keywords: Any) -> Any:
+        tokens = hidden_states.shape[1]
+        return inner(hidden_states, **keywords, nearness=torch.zeros(1, 6, tokens, tokens))
+
+    attention.forward = forward
+    return model
+
+
 def wide_heads() -> nn.Module:
     return of("Llama", head_dim=520)
 
@@ -345,6 +359,11 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (flash_without_blocks, r"layers\.0 .*: its mask shows it blocks of 64 .*is not told"),
     (both_ways, r"layers\.0 .*: its mask is neither causal, nor .*both ways"),
     (keyword_in_words, r"attention keyword indices=a tensor \[1, 2, 2\] is not supported"),
+    (
+        keyword_of_pairs,
+        r"layer 1 \(LlamaAttention\): asks attention for nearness, a value for each pair of query "
+        "and key, and the engine's attention adds nothing to their scores",
+    ),
     (wide_heads, r"layers\.0 .*expected a head dim of at most 512, got 520"),
     (own_loss, r"LlamaForCausalLM: expected the loss_function of its class, got '.*weighed'"),
     (of_accelerate, r"wrapped by accelerate's mixed precision.*keep_fp32_wrapper=False"),
