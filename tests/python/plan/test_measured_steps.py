@@ -27,6 +27,8 @@ STEPS = {
         "kept-50gib-aligned-128k-h200-2026-11-23",
         0,
     ),
+    "exact 128K, bf16 sums, pointwise": ("pointwise-50gib-128k-h200-2026-11-28", 0),
+    "exact 128K, all kept, pointwise": ("pointwise-128k-h200-2026-11-28", 0),
     "sparse 256K, nothing kept, two tiers": ("kept-sparse-8gib-h200-2026-11-23", 0),
     "sparse 256K, kept, two tiers": ("kept-sparse-8gib-h200-2026-11-23", -1),
     "sparse 256K, a quarter kept": ("sparse-256k-auto-h200-2026-11-26", 0),
@@ -62,6 +64,7 @@ def foretold(planner: Planner, row: dict[str, Any], ranks: int) -> float:
         chunk_size=row.get("chunk_size", 4096),
         device_memory=row["device_peak_bytes"],
         keep_outputs=row["kept_output_share"],
+        recompute=row.get("recompute", "auto"),
         divide_pages=row.get("divide_pages", False),
     )
     if ranks > 1:
