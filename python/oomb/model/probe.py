@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -192,10 +193,11 @@ class _OwnLayers(list[Any]):
 
     def __init__(self, cache: _AskedCache) -> None:
         super().__init__()
-        self._cache = cache
+        self._cache = weakref.ref(cache)  # which has these, and the model
 
-    def __getitem__(self, _: Any) -> Any:
-        return _OwnLayer(self._cache)
+    def __getitem__(self, place: Any) -> Any:
+        cache = self._cache()
+        return [] if isinstance(place, slice) or cache is None else _OwnLayer(cache)
 
 
 class _OwnLayer:
@@ -205,6 +207,8 @@ class _OwnLayer:
         self._cache = cache
 
     def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
         asker = self._cache._asker()
         if asker is not None:
             raise _AskedOfLayer(

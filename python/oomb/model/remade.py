@@ -28,12 +28,12 @@ class _Origin:
     """What a value is made of.
 
     Attributes:
-        version: of the value when it was made; a later one has been changed in place.
+        versions: of value and sources when it was made; one with another has been changed in place.
     """
 
     make: Make
     sources: tuple[torch.Tensor, ...]
-    version: int
+    versions: tuple[int, ...]
 
 
 _asked = ContextVar("whether inputs are made again", default=False)
@@ -64,19 +64,23 @@ def remakable(make: Make, *sources: torch.Tensor) -> torch.Tensor:
     if all(source.is_contiguous() for source in sources):
         # As norm and gate keep them: weights themselves, of others no graph.
         own = tuple(source if source.is_leaf else source.detach() for source in sources)
-        setattr(value, _NOTE, _Origin(make, own, value._version))
+        setattr(value, _NOTE, _Origin(make, own, _versions(value, *own)))
     return value
 
 
 def keep(ctx: Any, value: torch.Tensor, *others: torch.Tensor) -> None:
     """Of an autograd function's forward: save ``value``, or what it is made of, and ``others``."""
     origin: _Origin | None = getattr(value, _NOTE, None)
-    if origin is not None and origin.version == value._version:
+    if origin is not None and origin.versions == _versions(value, *origin.sources):
         ctx.make, sources = origin.make, origin.sources
     else:
         ctx.make, sources = None, (value,)
     ctx.num_sources = len(sources)
     ctx.save_for_backward(*sources, *others)
+
+
+def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
 
 
 def kept(ctx: Any) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -69,3 +71,33 @@ def test_a_decoder_may_ask_before_its_layers() -> None:
     decoder.forward = forward
     oomb.Engine(model, CONFIG).close()
     assert given == [None]
+
+
+def test_a_model_is_freed_with_its_last_name() -> None:
+    """Not by a collector, which may come late: its weights fill a GPU."""
+    model: Any = make("llama")
+    seen = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        oomb.Engine(model, CONFIG).close()
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_part_of_the_parts_is_none() -> None:
+    model: Any = make("llama")
+    decoder, found = model.model, []
+    inner = decoder.forward
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        cache = keywords.get("cache", keywords.get("past_key_values"))
+        if cache is not None and cache.layers is not None:
+            found.append(cache.layers[0:2] * 2)
+        return inner(*args, **keywords)
+
+    decoder.forward = forward
+    oomb.Engine(model, CONFIG).close()
+    assert found == [[]]

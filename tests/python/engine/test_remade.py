@@ -188,6 +188,16 @@ def test_where_a_value_is_kept_itself(why: str) -> None:
     assert saved.data_ptr() == value.data_ptr()
 
 
+def test_a_source_changed_before_it_is_kept() -> None:
+    x = torch.randn(3, 4, requires_grad=True) * 1
+    with remaking():
+        value = remakable(torch.exp, x)
+    x.mul_(2)  # of which exp, that keeps its result, knows nothing
+    saved, seen = saved_by(value)
+    assert saved.data_ptr() == value.data_ptr()
+    assert torch.equal(seen, value)
+
+
 def test_a_source_that_changes_is_told() -> None:
     x = torch.randn(3, 4, requires_grad=True) * 1
     with remaking():
