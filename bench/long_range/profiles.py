@@ -207,7 +207,7 @@ PROFILES = {
         far_tasks=("needle, 8 keys",),
         probe_steps=8,
     ),
-    # One H200: the same from 8K to 128K. The first four methods take twelve minutes a seed.
+    # One H200: the same from 8K to 128K. The first four methods take some 13 minutes a seed.
     "learn-128k": Profile(
         size="base",
         rope=Rope(1.6e5, 8192),
