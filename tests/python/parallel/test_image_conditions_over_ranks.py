@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import oomb
 from engine.image_conditions import (
     ALL,
     CONDITIONS,
@@ -17,8 +16,9 @@ from engine.image_conditions import (
     settings_of,
 )
 from engine.recurrent_models import nothing_rounds_to_float32
-from engine.reference import Result, assert_equal, assert_identical, take_gradients
+from engine.reference import Result
 
+from .test_conditions_over_ranks import assert_as_one, called_twice
 from .world import World, meshes
 
 
@@ -29,17 +29,10 @@ def all_in_float64() -> Iterator[None]:
 
 
 def over_ranks(rank: int, family: str, condition: str, recompute: str) -> tuple[Result, Result]:
-    """Two calls of one engine. Ranks 0 and 2 share sequences, and so do 1 and 3."""
     with nothing_rounds_to_float32():
-        model, given = make_family(family, condition), arguments(family, condition)
+        model = make_family(family, condition)
         config = settings_of(model, family, condition, meshes[2], recompute=recompute)
-        with oomb.Engine(model, config, mesh=meshes[2]) as engine:
-
-            def call() -> Result:
-                step = engine.forward_backward(**given)
-                return Result(step.loss, take_gradients(model), step)
-
-            return call(), call()
+        return called_twice(model, config, arguments(family, condition))
 
 
 # Run each time: conditions that test_images_over_ranks.py has of no family, or of others.
@@ -62,10 +55,4 @@ def test_equals_one_backward(world: World, family: str, condition: str, recomput
     model, given = make_family(family, condition), arguments(family, condition)
     world.start(over_ranks, family, condition, recompute)
     expected = expected_of(model, family, given)
-    results = world.answers()
-    assert len(results) == 4
-    for found, again in results:
-        assert_equal(found, expected)
-        assert_identical(found, results[0][0])
-        assert_identical(again, found)
-        assert found.step.stats.h2d_bytes > 0 or not CONDITIONS[condition].few_pages
+    assert_as_one(world.answers(), expected, spills=CONDITIONS[condition].few_pages)
