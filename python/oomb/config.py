@@ -294,7 +294,8 @@ class Config:
         recompute: ``"none"`` keeps a chunk's activations, ``"pointwise"`` computes outputs of norms
             and products of gates again (of Liger's kernels on a GPU; a third of the activations),
             ``"layer"`` each layer but its attention, ``"auto"`` decides once for each size of a
-            chunk by what fits. Changes no bit of the result.
+            chunk by what fits. As kept outputs go, less is computed again in their room, where all
+            pages stay on the device. Changes no bit of the result.
         keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
             does not compute them again then: ``"auto"``, those that save more time than their
             copies take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of

@@ -26,8 +26,11 @@ class Stats:
         exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
             each pass: "fill", "forward" and "backward" of the sweep.
         kept_output_share: share that was kept, of the outputs that could be kept for the sweep.
-        kept_output_bytes: memory of both tiers that they took.
+        kept_output_bytes: memory that they took: of both tiers, or, where ``recomputed`` has
+            several entries, of torch.
         kept_output_seconds: time that the fill took to compute them, which the sweep was spared.
+        recomputed: swept chunks by what backward computed again of them, as of
+            ``Config.recompute``.
         border_state_bytes: host memory that states of recurrences and convolutions at the borders
             between chunks took, beside the pools.
         image_feature_bytes: host memory that features of images and their gradients took, of
@@ -58,6 +61,7 @@ class Stats:
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
     kept_output_seconds: float = 0.0
+    recomputed: dict[str, int] = field(default_factory=dict)
     border_state_bytes: int = 0
     image_feature_bytes: int = 0
     reserved_ratio: float = 1.0

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oomb.cli.bench_step import Row
+from oomb.cli.kept import levels_text
 from oomb.cli.machine import format_bytes
 
 _WIDTH = 150  # of the comparison, which is one table
@@ -67,6 +68,8 @@ def _more(row: Row) -> list[str]:
             f"{row['kept_output_bytes'] / 2**30:.2f} GiB; "
             f"{row['kept_output_seconds']:.2f} s of attention were not computed again"
         )
+    if len(row.get("recomputed", {})) > 1:
+        lines.append(f"in their room less was computed again: {levels_text(row['recomputed'])}")
     if row.get("fetched_weight_bytes"):
         lines.append(
             f"{row['fetched_weight_bytes'] / 2**30:.2f} GiB of weights came from the host; compute "

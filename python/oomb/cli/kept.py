@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 KEEP_HELP = "auto, all, none or a share: attention's outputs kept for the sweep."
 
 
@@ -11,3 +14,9 @@ def share_or_word(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def levels_text(chunks: Mapping[Any, int]) -> str:
+    """``Config(recompute=…)`` of how many chunks, in the order of the sweep."""
+    known = [level for level in ("layer", "pointwise", "none") if level in chunks]
+    return ", ".join(f"{level!r} in {chunks[level]}" for level in known) + " chunks"

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from oomb.cli.kept import levels_text
 from oomb.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -137,10 +138,12 @@ def _weights(duration: Duration) -> str:
 
 def _kept(prediction: Prediction) -> str:
     duration = prediction.duration
+    several = len(prediction.recomputed) > 1
+    in_room = f"; recompute {levels_text(prediction.recomputed)}" if several else ""
     saved = "" if duration is None else f", spare {seconds_text(duration.spared)} of attention"
     return (
         f"kept outputs: {prediction.kept_output_share:.0%} of attention's, "
-        f"{bytes_text(prediction.kept_output_bytes)} of the pages' memory{saved}"
+        f"{bytes_text(prediction.kept_output_bytes)}{saved}{in_room}"
     )
 
 

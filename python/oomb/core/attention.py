@@ -148,12 +148,14 @@ class ChunkAttention:
 
         What the fill has kept the sweep takes back, once, and computes nothing.
         """
+        pages, outputs = self.pages, self.pages.outputs
+        kept = bool(outputs.kept[run.chunk, layer])
+        if kept and outputs.loose and run.phase == "sweep":
+            return pages.loose.take(run.chunk, layer)
         batch, heads, tokens, _ = q.shape
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
-        pages, outputs = self.pages, self.pages.outputs
-        kept = bool(outputs.kept[run.chunk, layer])
         if kept:
             assert (o.nbytes, lse.nbytes) == (outputs.o_bytes[layer], outputs.lse_bytes[layer])
 
@@ -196,6 +198,8 @@ class ChunkAttention:
 
         piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
         pages.attend(run.phase, layer, run.chunk, launching, piece)
+        if kept and outputs.loose:
+            pages.loose.keep(run.chunk, layer, o, lse)
         return o, lse
 
     def backward(

@@ -17,6 +17,7 @@ from oomb.config import SampledChunks
 from oomb.core.divided_chunks import Division, KeyNumbers
 from oomb.core.inputs import document_places
 from oomb.core.layout import GradientReach, call_order
+from oomb.core.loose_outputs import LooseOutputs
 from oomb.core.page_choice import PageChoice
 from oomb.core.page_demand import Demand
 from oomb.core.page_protocol import Arrival, PageProtocol
@@ -67,6 +68,11 @@ class CallPages(PageProtocol):
     def gradient_tables(self) -> list[torch.Tensor]:
         """Per layer int32 [batch, pages, 2]: the slots of each page's gradient."""
         return [_table(self.manager.gradient_table(layer)) for layer in self.layers.sources]
+
+    @cached_property
+    def loose(self) -> LooseOutputs:
+        """Outputs that are kept in torch's memory."""
+        return LooseOutputs(self.outputs)
 
     @property
     def every_gradient(self) -> bool:

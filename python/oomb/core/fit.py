@@ -31,6 +31,8 @@ class Room:
         device_free, host_free: what is free; on a CPU both are the same.
         device_cap, host_cap: ``Config(device_memory=…, host_memory=…)``; None: no cap.
         others: that the call needs on the device besides its pages.
+        activations: those of a chunk among them at each level of recompute, up to the call's; empty
+            where they are not counted.
         host_others: that lies in host memory besides its pages.
         host_spare: of a host tier without a cap, what only pages may take, for an optimizer that is
             still to come.
@@ -44,6 +46,7 @@ class Room:
     device_cap: int | None = None
     host_cap: int | None = None
     others: int = 0
+    activations: tuple[int, ...] = ()
     host_others: int = 0
     host_spare: int = 0
     stepping: int = 0
@@ -71,6 +74,7 @@ class Room:
             host_cap=least_cap("host_cap"),
             driver=least_cap("driver"),
             others=most("others"),
+            activations=tuple(max(of) for of in zip(*(r.activations for r in rooms), strict=True)),
             host_others=most("host_others"),
         )
 
@@ -157,8 +161,29 @@ def fit(
         return Fit(pages, demand.nothing_kept)
     keeping = demand.keeping
     if keep_outputs == "auto":
-        return _worthwhile(demand, keeping, room, pages, linear_flops, held)
-    outputs = keeping.share(1.0 if keep_outputs == "all" else float(keep_outputs))
+        found = _worthwhile(demand, keeping, room, pages, linear_flops, held)
+    else:
+        share = 1.0 if keep_outputs == "all" else float(keep_outputs)
+        found = _all_of(demand, keeping, keeping.share(share), room, pages, held)
+    if found.caps.host_slots or pages.host_slots or not room.activations:
+        return found
+    loosened = found.outputs.loosened(room.activations)
+    return Fit(pages, loosened) if loosened.loose else found
+
+
+def _all_of(
+    demand: PageDemand,
+    keeping: Keeping,
+    outputs: KeptOutputs,
+    room: Room,
+    pages: Caps,
+    held: Held | None,
+) -> Fit:
+    """What the caller has asked for.
+
+    Raises:
+        OutOfMemoryError: there is no room for it beside the pages.
+    """
     if outputs.slots == 0:
         return Fit(pages, outputs)
     try:

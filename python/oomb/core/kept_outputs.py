@@ -1,4 +1,4 @@
-"""Attention's outputs that the fill keeps for the sweep: which ones, and where among the pages."""
+"""Attention's outputs that the fill keeps for the sweep: which ones, and where they lie."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from oomb.core.layout import Chunks
+from oomb.core.recompute import Recompute, levels_up_to
 from oomb.core.tiers import PageLayout
 from oomb.model.layer_shape import LayerShape
 
@@ -30,16 +31,18 @@ class OverLink(Protocol):
 
 @dataclass(frozen=True)
 class KeptOutputs:
-    """O and log-sum-exp of some chunks and layers, cut into pieces of a slot.
+    """O and log-sum-exp of some chunks and layers, among the pages or in torch's memory.
 
-    Pieces of a layer are numbered from its first kept chunk: those of O, then those of the
-    log-sum-exp, chunk by chunk.
+    Among the pages they are cut into pieces of a slot. Pieces of a layer are numbered from its
+    first kept chunk: those of O, then those of the log-sum-exp, chunk by chunk.
 
     Attributes:
         kept: bool [chunks, layers].
         slot_bytes: of a piece.
         o_bytes, lse_bytes: of a chunk, per layer.
         candidates: outputs that could be kept.
+        levels: what backward computes again of each chunk, where outputs lie in torch's memory;
+            empty: they lie among the pages.
     """
 
     kept: npt.NDArray[np.bool_]
@@ -47,6 +50,7 @@ class KeptOutputs:
     o_bytes: tuple[int, ...]
     lse_bytes: tuple[int, ...]
     candidates: int = 0
+    levels: tuple[Recompute, ...] = ()
 
     @staticmethod
     def none(
@@ -64,8 +68,40 @@ class KeptOutputs:
             lse_bytes=tuple(rows * shape.query_heads * (8 if wide else 4) for shape in shapes),
         )
 
+    @property
+    def loose(self) -> bool:
+        """They lie in torch's memory."""
+        return bool(self.levels)
+
+    def loosened(self, activations: Sequence[int]) -> KeptOutputs:
+        """In torch's memory, where that leaves some chunk more room than it has among the pages.
+
+        There an output's room goes back when its chunk has been swept, and earlier chunks keep more
+        of their activations in it. Never more is held than by the last chunk:
+
+            swept       last       …         …         0
+            outputs     █████████  ██████    ███       ·        of the chunks before it
+            activations ██         █████     ████████  ████████████
+                        layer      pointwise none      none
+
+        Args:
+            activations: bytes of a chunk's at each level of recompute, up to the call's.
+        """
+        levels = levels_up_to(len(activations))
+        of_chunk = [o + lse for o, lse in zip(self.o_bytes, self.lse_bytes, strict=True)]
+        held = np.cumsum([0, *(self.kept @ np.array(of_chunk, dtype=np.int64))])
+        most = int(held[-1]) + activations[-1]
+        fitting = (
+            (level for level, own in zip(levels, activations, strict=True) if own + before <= most)
+            for before in held[:-1].tolist()
+        )
+        chosen = tuple(next(of_chunk, levels[-1]) for of_chunk in fitting)
+        return self if set(chosen) == {levels[-1]} else replace(self, levels=chosen)
+
     def slots_of(self, layer: int) -> int:
         """Pieces of one chunk."""
+        if self.loose:
+            return 0
         return sum(-(-size // self.slot_bytes) for size in self._sizes(layer))
 
     @cached_property
@@ -75,8 +111,15 @@ class KeptOutputs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in both tiers of all that is kept."""
-        return self.slots * self.slot_bytes
+        """Memory of all that is kept."""
+        return self.loose_bytes if self.loose else self.slots * self.slot_bytes
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of torch's memory."""
+        if not self.loose:
+            return 0
+        return int(sum(sum(self._sizes(i)) * int(n) for i, n in enumerate(self.kept.sum(axis=0))))
 
     @property
     def share(self) -> float:
@@ -88,17 +131,19 @@ class KeptOutputs:
         """Most pieces that a layer has."""
         return max(self.slots_of(layer) * int(n) for layer, n in enumerate(self.kept.sum(axis=0)))
 
-    def span(self, chunk: int, layer: int) -> tuple[int, int] | None:
-        """First piece and last + 1 of an output; None: it is not kept."""
+    def span(self, chunk: int, layer: int) -> tuple[int, int] | tuple[()] | None:
+        """First piece and last + 1 of an output; empty: it has none; None: it is not kept."""
         if not self.kept[chunk, layer]:
             return None
+        if self.loose:
+            return ()
         first = self._rank[chunk, layer] * self.slots_of(layer)
         return int(first), int(first) + self.slots_of(layer)
 
     def parts(self, chunk: int, layer: int) -> list[tuple[int, int]]:
         """Pieces [begin, end) of O and of the log-sum-exp of a kept output."""
         span = self.span(chunk, layer)
-        assert span is not None
+        assert span
         middle = span[0] + -(-self.o_bytes[layer] // self.slot_bytes)
         return [(span[0], middle), (middle, span[1])]
 

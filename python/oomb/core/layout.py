@@ -17,7 +17,7 @@ from oomb.model.layer_shape import LayerShape
 # kept, the output of attention instead of KV.
 READ, ACCUMULATE, READ_GRADIENT, READ_OUTPUT = 0, 1, 2, 3
 
-OutputSpan = Callable[[int, int], "tuple[int, int] | None"]
+OutputSpan = Callable[[int, int], "tuple[int, int] | tuple[()] | None"]
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,8 @@ def call_order(
     Args:
         whole_fill: the fill runs every layer.
         paired: two chunks of the fill take turns, layer by layer.
-        output_span: pieces of the output that is kept of a chunk and layer; None: it is not.
+        output_span: pieces of the output that is kept of a chunk and layer; empty: it lies
+            elsewhere; None: it is not kept.
     """
     num_layers, sources = layers.number, layers.sources
     rows: list[tuple[int, int, int, int]] = []
@@ -271,7 +272,7 @@ def call_order(
             pieces = output_span(chunk, layer)
             if pieces is None:
                 visit(read, chunk, layer, READ)
-            else:
+            elif pieces:
                 add(read, chunk, layer, READ_OUTPUT, pieces)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)

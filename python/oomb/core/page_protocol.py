@@ -175,7 +175,7 @@ class PageProtocol:
     ) -> None:
         """Forward of a chunk over its past; or, of an output that was kept, no forward."""
         self._announce(layer, chunk)
-        kept = bool(self.outputs.kept[chunk, layer])
+        kept = bool(self.outputs.kept[chunk, layer]) and not self.outputs.loose
         if phase == "sweep" and kept:
             self._take_output(layer, chunk, piece)
             return

@@ -28,11 +28,13 @@ class Needs:
 
     Attributes:
         others: bytes on the device.
+        activations: as of :class:`oomb.core.fit.Room`.
         host_spare: bytes of the host's memory that only pages may take.
         linear_flops: per token of a layer, forward.
     """
 
     others: int = 0
+    activations: tuple[int, ...] = ()
     host_spare: int = 0
     linear_flops: float = 0.0
 
@@ -88,7 +90,9 @@ class Pools:
             manager = self._manager_for(demand, found.caps)
             return begin_pages(demand, manager, found.caps, rounding_seed, self._placement)
 
-        return self._placement.together(begin)
+        pages = self._placement.together(begin)
+        swaps.afterwards(pages.loose.clear)
+        return pages
 
     def _agreed_fit(self, demand: Demand, needs: Needs) -> Fit:
         """One that all ranks can have: what spills and what is kept decides their order."""
@@ -144,6 +148,7 @@ class Pools:
             device_cap=config.device_memory,
             host_cap=None if cap is None else max(1, cap // here),
             others=needs.others,
+            activations=needs.activations,
             host_others=0 if demand.reach is None else demand.list_bytes + demand.border_bytes,
             host_spare=needs.host_spare,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -21,13 +22,18 @@ class LayerRunner:
     """Runs layers so that fill, sweep and recompute draw the same random numbers.
 
     Args:
-        recompute: in backward; of ``"layer"`` a layer keeps its input and attention's output.
+        recompute: in backward, in all chunks or in each; of ``"layer"`` a layer keeps its input and
+            attention's output.
         seed: of the call; None: layers draw nothing.
         gpus: from whose generators they may draw, beside the CPU's.
     """
 
     def __init__(
-        self, *, recompute: Recompute, seed: int | None, gpus: Sequence[torch.device] = ()
+        self,
+        *,
+        recompute: Recompute | tuple[Recompute, ...],
+        seed: int | None,
+        gpus: Sequence[torch.device] = (),
     ) -> None:
         self._recompute = recompute
         self._seed = seed
@@ -49,9 +55,12 @@ class LayerRunner:
                 _seed_generators(seed, self._gpus)
             return forward(*inputs, **keywords)
 
-        if self._recompute == "none" or not torch.is_grad_enabled():
+        again = self._recompute
+        if isinstance(again, tuple):
+            again = again[current.chunk]
+        if again == "none" or not torch.is_grad_enabled():
             return run(*args)
-        if self._recompute == "pointwise":
+        if again == "pointwise":
             with remaking():
                 return run(*args)
         kept = _Kept()
@@ -66,6 +75,11 @@ class LayerRunner:
                 self._kept = None
 
         return checkpoint(run_keeping, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def chunks_at(self, swept: Sequence[int]) -> dict[str, int]:
+        """Swept chunks by what backward computes again of them."""
+        again = self._recompute
+        return dict(Counter(again[chunk] if isinstance(again, tuple) else again for chunk in swept))
 
     def begin_chunk(self) -> None:
         """What is drawn before the first layer, of embeddings, is the same in fill and sweep."""
@@ -177,6 +191,23 @@ def _seed_generators(seed: int, gpus: Sequence[torch.device]) -> None:
     torch.default_generator.manual_seed(seed)
     for gpu in gpus:
         torch.cuda.default_generators[gpu.index].manual_seed(seed)
+
+
+def levels_up_to(number: int) -> tuple[Recompute, ...]:
+    """The first ``number`` of them, from the least."""
+    known: tuple[Recompute, ...] = get_args(Recompute)
+    return known[:number]
+
+
+def levels_above(recompute: Any) -> tuple[Recompute, ...]:
+    """Those that compute more again."""
+    known: tuple[Recompute, ...] = get_args(Recompute)
+    return known[known.index(recompute) + 1 :]
+
+
+def levels_below(recompute: Recompute) -> tuple[Recompute, ...]:
+    """Those that compute less again."""
+    return levels_up_to(get_args(Recompute).index(recompute))
 
 
 def most_of(wanted: Sequence[Recompute]) -> Recompute:

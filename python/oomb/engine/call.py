@@ -102,6 +102,7 @@ class Call:
                 kept_output_share=pages.outputs.share,
                 kept_output_bytes=pages.outputs.num_bytes,
                 kept_output_seconds=self.attention.kept_seconds.total,
+                recomputed=self.loop.recomputed,
                 border_state_bytes=self.borders.kept_bytes,
                 image_feature_bytes=self.loop.images.num_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
@@ -248,10 +249,8 @@ class Calls:
         model, grads = self._model, None if swept is None else self._grads
         weight_copies = WeightCopies(model)
         placement = self.placement
-        handed = 0
-        if swept is not None:
-            chunks = inputs.chunks(config).number
-            handed = border_bytes(state_bytes(model.mixers), inputs.batch, chunks)
+        chunks, state = inputs.chunks(config), state_bytes(model.mixers)
+        handed = 0 if swept is None else border_bytes(state, inputs.batch, chunks.number)
         demand = Demand.of(
             config,
             self._shapes,
@@ -277,13 +276,13 @@ class Calls:
         pages = self._pools.call(swaps, demand, needs, seed_of_call(step))
         attention = ChunkAttention(pages, placement, self._shapes[0].groups)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
-        routers = model.routers
+        routers, levels = model.routers, pages.outputs.levels or recompute
         loop = ChunkLoop(
             model,
             inputs,
             demand.chunks,
             attention,
-            LayerRunner(recompute=recompute, seed=seed, gpus=model.rng_devices()),
+            LayerRunner(recompute=levels, seed=seed, gpus=model.rng_devices()),
             loss,
             config.rope_angles,
             on_progress,

@@ -13,7 +13,7 @@ from oomb.core.copying import linear_flops
 from oomb.core.host_sums import layer_bytes, own_parameters, spared_bytes
 from oomb.core.page_demand import PageDemand
 from oomb.core.pools import Needs
-from oomb.core.recompute import Recompute
+from oomb.core.recompute import Recompute, levels_below
 from oomb.core.rounded_sums import sum_dtype
 from oomb.core.tiers import TIER_SHARE, free_memory
 from oomb.engine.tracers import tracer_of
@@ -124,13 +124,19 @@ def needs_of(
     others = others_of(demand, estimate, gradients)
     free = free_memory(model.device)
     room = _PLENTY * (TIER_SHARE * free - others)
+    of_levels: tuple[int, ...] = ()
+    varies = config.keep_outputs != "none" and recompute != "none"
     is_trifle = estimate < _TRIFLE * free and config.device_memory is None
-    if exact or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
+    if exact or varies or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
         tower = tower_of(model, config, demand, image_tokens)
         activations = counted(model, config, demand, tokens, recompute)
         others = others_of(demand, activations, gradients, tower)
+        if varies:
+            less = [counted(model, config, demand, tokens, x) for x in levels_below(recompute)]
+            of_levels = (*less, activations)
     return Needs(
         others=others,
+        activations=of_levels,
         host_spare=spare_of(model.causal.parameters()) // weights.ranks,
         linear_flops=linear_flops(model.layers),
     )

@@ -124,6 +124,7 @@ def plan_call(
             on_host=True,
         )
     fits, kept_bytes = kept is not None, 0 if kept is None else kept.num_bytes
+    loose = 0 if kept is None else kept.loose_bytes
     lists = demand.list_bytes + demand.border_bytes
     layerwise = layerwise_bytes(
         demand.batch * (demand.chunks.tokens + 1),
@@ -133,14 +134,14 @@ def plan_call(
         element_bytes=torch.finfo(model.dtype).bits // 8,
     )
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + needs.others + least + lists - kept_bytes:
+    if theirs < on_device + loose + needs.others + least + lists - kept_bytes:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {bytes_text(theirs)} on device and host, "
             f"{bytes_text(layerwise.host_bytes)} of them on the host"
         )
     return Plan(
-        device_bytes=on_device + needs.others,
+        device_bytes=on_device + loose + needs.others,
         host_bytes=on_host + lists,
         seconds=None,
         fits=fits,

@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 
-from oomb.core.recompute import Recompute
 from oomb.model.layer_shape import LayerShape
 from oomb.plan.dry_run import DryRunResult
 from oomb.plan.host_time import host_seconds
@@ -71,11 +70,15 @@ def duration_of(
     pools: PoolUse,
     rates: Rates,
     *,
-    recompute: Recompute,
+    again: float,
     exchange: float = 0.0,
     images: float = 0.0,
 ) -> Duration:
-    """Time of a call whose chunks cost what ``trace`` says."""
+    """Time of a call whose chunks cost what ``trace`` says.
+
+    Args:
+        again: share of the swept chunks whose layers backward computes again.
+    """
     fills, sweeps = float(call.filled), float(len(call.swept))
     last = call.chunks.span(call.chunks.number - 1)
     per_chunk = min(call.chunks.chunk_size, call.chunks.tokens)
@@ -99,7 +102,7 @@ def duration_of(
     copies, spilled = 0.0, pools.dry_run is not None
     if pools.dry_run is not None:
         copies = _waiting(call, rates, pools.dry_run, sum(fill), sum(sweep))
-    of_fill, of_sweep = host_seconds(call, trace, rates, recompute=recompute, spilled=spilled)
+    of_fill, of_sweep = host_seconds(call, trace, rates, again=again, spilled=spilled)
     starting = [fills * of_fill, len(call.swept) * of_sweep]
     if call.device_type == "cuda":  # while earlier kernels run
         starting = [max(0.0, starting[0] - filling), max(0.0, starting[1] - sweeping)]

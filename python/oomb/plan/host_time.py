@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from oomb.core.recompute import Recompute
 from oomb.model.layer_shape import LayerShape
 from oomb.plan.pages import PageCall
 from oomb.plan.rates import Rates
@@ -23,15 +22,15 @@ _SHARED_CHOICE = 0.6e-3
 
 
 def host_seconds(
-    call: PageCall, trace: Trace, rates: Rates, *, recompute: Recompute, spilled: bool
+    call: PageCall, trace: Trace, rates: Rates, *, again: float, spilled: bool
 ) -> tuple[float, float]:
-    """Of a chunk in the fill, and in the sweep."""
+    """Of a chunk in the fill, and in the sweep, where ``again`` of them compute layers twice."""
     fill, sweep = (work.operations * rates.operation for work in (trace.fill, trace.sweep))
     if call.device_type == "cpu":
         return fill, sweep
     lists = _LISTS if spilled and call.selection is not None else 0.0
     choice = _CHOICE if call.selection is not None else 0.0
-    layers, again = len(call.shapes), recompute == "layer"
+    layers = len(call.shapes)
     fill += layers * (_FORWARD + choice + lists)
     sweep += layers * (_FORWARD + _BACKWARD + again * _RECOMPUTE + lists)
     if call.ranks > 1:

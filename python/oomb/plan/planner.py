@@ -15,7 +15,7 @@ from oomb.core.growth import growth_seconds
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.main_grad import check_sums
 from oomb.core.page_demand import Choices, rule_of
-from oomb.core.recompute import Recompute
+from oomb.core.recompute import Recompute, levels_below
 from oomb.core.tiers import PageLayout
 from oomb.engine.needs import (
     activations_of,
@@ -35,6 +35,7 @@ from oomb.plan.exchange import exchange_seconds
 from oomb.plan.host_sums import HostSumsUse, with_sums
 from oomb.plan.host_weights import HostWeightsUse, with_weights
 from oomb.plan.images import ImagesUse
+from oomb.plan.levels import chunks_at, mean_trace
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
 from oomb.plan.pages import PageCall
@@ -177,25 +178,27 @@ class Planner:
         except OutOfMemoryError as error:
             shortage = str(error)
             pools = least_pools(call, room.device // call.layout.slot_bytes)
-        trace = self._trace(config, call, recompute, waves=spills)
+        traced = partial(self._trace, config, call, waves=spills)
+        trace, chunks = traced(recompute), chunks_at(call, recompute)
         duration: Duration | None = None
         stepping: float | None = None
         growing: float | None = None
         if timed:
             rates = self._rates(config, call)
             if rates is not None:
+                mean = mean_trace(chunks, traced)
                 stepping = use.seconds(rates, on_cpu=self.machine.device_type == "cpu")
                 duration = duration_of(
                     call,
-                    trace,
+                    mean,
                     pools,
                     rates,
-                    recompute=recompute,
-                    exchange=exchange_seconds(call, trace, self.machine, shards),
+                    again=chunks.get("layer", 0) / max(1, len(call.swept)),
+                    exchange=exchange_seconds(call, mean, self.machine, shards),
                     images=images.seconds(rates),
                 )
-                duration = with_weights(duration, call, trace, rates, weights)
-                duration = with_sums(duration, call, trace, rates, sums)
+                duration = with_weights(duration, call, mean, rates, weights)
+                duration = with_sums(duration, call, mean, rates, sums)
                 pinned = pools.host_peak_bytes if self.machine.device_type == "cuda" else 0
                 growing = growth_seconds(pinned, duration.fill)
         return Prediction(
@@ -228,6 +231,7 @@ class Planner:
             border_bytes=call.border_bytes,
             kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
             kept_output_share=0.0 if call.outputs is None else call.outputs.share,
+            recomputed=chunks,
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,
@@ -267,7 +271,7 @@ class Planner:
 
     # Parts ----------------------------------------------------------------------------------------
 
-    def _trace(self, config: Config, call: PageCall, recompute: Recompute, waves: bool) -> Trace:
+    def _trace(self, config: Config, call: PageCall, recompute: Recompute, *, waves: bool) -> Trace:
         tokens = self._here(min(call.chunks.chunk_size, call.chunks.tokens))
         return self._traced(config, call, tokens, recompute, waves)
 
@@ -318,15 +322,18 @@ class Planner:
             own, spare = shards.own_gradients(own), spare // shards.ranks
         on_cpu = machine.device_type == "cpu"
         kept = own if accumulates else 0
+        activations = partial(self._activations, config, call)
+        may_vary = config.keep_outputs != "none" and recompute != "none"
+        of_less = [activations(level) for level in levels_below(recompute)] if may_vary else []
+        of_chunk = activations(recompute)
         return Room(
             one_memory=on_cpu,
             device_free=free,
             host_free=free if on_cpu else machine.host_bytes,
             device_cap=config.device_memory,
             host_cap=None if cap is None else max(1, cap // machine.neighbours),
-            others=others_of(
-                call, self._activations(config, call, recompute), gradients, images.tower
-            ),
+            others=others_of(call, of_chunk, gradients, images.tower),
+            activations=(*of_less, of_chunk) if may_vary else (),
             host_others=call.list_bytes
             + call.border_bytes
             + use.host_bytes
@@ -366,13 +373,15 @@ def _call_bytes(
     ``spared`` bytes of those that the host keeps. The tower of images has its own after it.
     """
     lists = 0 if call.list_sizes is None else call.list_sizes.chunk_bytes
+    loose = 0 if call.outputs is None else call.outputs.loose_bytes
     fill = trace.fill_peak_bytes + call.choosing_bytes
     gathered, sums, after = 0, trace.sum_bytes - spared, images.tower.after_bytes
     if shards is not None:
         gathered, sums = shards.gathered_bytes, shards.sum_bytes
         after -= min(after, images.tower.sum_bytes)  # among those of the rank
     sweep = trace.sweep_peak_bytes - trace.sum_bytes + sums
-    most = max(lists + images.chunk_bytes + max(fill, sweep), sums + after if after else 0)
+    of_chunks = lists + images.chunk_bytes + max(fill, sweep) + loose
+    most = max(of_chunks, sums + after if after else 0)
     return _input_bytes(call, images) + gathered + most
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomb.config import Config
+from oomb.core.recompute import Recompute
 from oomb.plan.duration import Duration
 from oomb.plan.machine import Machine
 
@@ -38,8 +39,10 @@ class Prediction:
         sum_host_bytes: sums that the host keeps.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
-        kept_output_bytes: of the pools, attention's outputs that the fill keeps for the sweep.
+        kept_output_bytes: of the pools, or of ``call_bytes``, attention's outputs that the fill
+            keeps for the sweep.
         kept_output_share: of those that could be kept.
+        recomputed: swept chunks by what backward computes again of them.
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         border_bytes: states of recurrences and convolutions between chunks, in host memory.
         h2d_bytes, d2h_bytes: copies between the tiers; a guess for page-sparse attention.
@@ -76,6 +79,7 @@ class Prediction:
     border_bytes: int
     kept_output_bytes: int
     kept_output_share: float
+    recomputed: dict[Recompute, int]
     h2d_bytes: int
     d2h_bytes: int
     growth_seconds: float | None
@@ -137,6 +141,7 @@ class Prediction:
         properties = ("fits", "torch_peak_bytes", "device_bytes", "host_bytes", "seconds", "basis")
         own |= {name: getattr(self, name) for name in properties}
         config = self.config
+        own["recomputed"] = self.recomputed
         own["machine"] = self.machine.name
         own["ranks"] = self.machine.ranks
         own["sharded_weights"] = self.machine.weights

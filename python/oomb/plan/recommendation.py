@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from oomb.config import Config, Dense
-from oomb.core.recompute import Recompute
+from oomb.core.recompute import Recompute, levels_above
 from oomb.plan.machine import Machine
 from oomb.plan.ordinary import OrdinaryTraining, ordinary_training
 from oomb.plan.planner import Planner
@@ -258,8 +258,7 @@ def _fastest(
     """
     best, own = chosen, chosen.config
     longest = min(own.chunk_size * ranks, chosen.num_tokens) if chosen.fits else 0
-    of_less = get_args(Recompute).index(own.recompute)
-    for recompute in get_args(Recompute)[of_less:]:
+    for recompute in (own.recompute, *levels_above(own.recompute)):
         if recompute != own.recompute and not may_recompute:
             continue
         size = own.chunk_size
@@ -274,17 +273,18 @@ def _fastest(
 
 
 def _keeping_more(chosen: Prediction, predicted: Callable[[Config], Prediction]) -> Prediction:
-    """With pointwise work done again, where outputs in its room spare more time than that takes.
+    """With more done again, where outputs in its room spare more time than that takes.
 
     Under page-sparse attention they spare too little.
     """
-    own = chosen.config
-    may = chosen.fits and own.recompute == "none" and isinstance(own.attention, Dense)
-    if not may or chosen.kept_output_share == 1 or chosen.seconds is None:
+    own, best = chosen.config, chosen
+    if not chosen.fits or chosen.kept_output_share == 1 or not isinstance(own.attention, Dense):
         return chosen
-    found = predicted(replace(own, recompute="pointwise"))
-    faster = found.fits and found.seconds is not None and found.seconds < chosen.seconds
-    return found if faster else chosen
+    for recompute in levels_above(own.recompute):
+        found = predicted(replace(own, recompute=recompute))
+        if found.fits and found.seconds is not None and found.seconds < (best.seconds or 0.0):
+            best = found
+    return best
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:

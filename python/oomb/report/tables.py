@@ -152,7 +152,7 @@ _PLANNED = {
     "kept_gradient_bytes": "gradients kept between calls",
     "sum_bytes": "sums of gradients",
     "call_bytes": "a chunk's activations and logits, with those sums",
-    "kept_output_bytes": "outputs of attention, kept in pages",
+    "kept_output_bytes": "outputs of attention, kept for the sweep",
     "list_bytes": "page lists, on the host",
     "border_bytes": "states between chunks, on the host",
     "h2d_bytes": "moved to the device",

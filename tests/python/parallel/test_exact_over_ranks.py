@@ -31,6 +31,10 @@ from .world import World, meshes
 SLOT = 2 * 8 * 8 * 8  # bytes of a page for one KV head of the tests' models
 
 
+# Of so many chunks that the outputs which are gone leave room for what a chunk keeps.
+FALLING: dict[str, Any] = {"recompute": "layer", "keep_outputs": "all"}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, settings, and a call."""
@@ -92,6 +96,7 @@ CASES = {
     "two tiers": Case(slots=26, tokens=140),
     "kept outputs": Case(config={"keep_outputs": "all"}),
     "kept outputs, two tiers": Case(config={"keep_outputs": 0.5}, slots=26, tokens=140),
+    "less again as outputs go": Case(config=FALLING, sizes={"num_hidden_layers": 4}, tokens=700),
     "pages": Case(config={"attention": oomb.TopKPages(budget=2)}, is_ordinary=False, tokens=120),
     "pages by softmax": Case(
         config={"attention": oomb.TopKPages(budget=3, score="token_softmax", sink_pages=1)},
@@ -383,6 +388,7 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
     def call(engine: oomb.Engine) -> Result:
         engine.load_state_dict({**engine.state_dict(), "step": 0})
         step = engine.forward_backward(**given)
+        assert (len(step.stats.recomputed) > 1) == (name == "less again as outputs go")
         return Result(step.loss, take_gradients(model), step)
 
     with oomb.Engine(model, config, mesh=mesh) as engine:
@@ -393,7 +399,15 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
 EIGHT = [name for name in CASES if name.startswith(("28 heads", "32 heads"))]
 
 # Run each time on more than two ranks too; the others on 3 and 4 are slow.
-QUICK = ("dense", "recompute", "sinks", "documents", "pages", *(n for n in CASES if "border" in n))
+QUICK = (
+    "dense",
+    "recompute",
+    "less again as outputs go",
+    "sinks",
+    "documents",
+    "pages",
+    *(n for n in CASES if "border" in n),
+)
 SHARED = ("copies", "divided")
 COPIES = {
     *(("copies", ranks) for ranks in (2, 3, 4)),
