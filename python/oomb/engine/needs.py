@@ -34,6 +34,8 @@ _PLENTY = 0.8  # of what pages may take: a call below it fits, whatever a trifle
 _INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
 _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may still come
 
+_FEW_CHUNKS = 4  # whose outputs take less than what a chunk spares by computing layers again
+
 _ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, some are computed again
 
 _WHOLE = Weights()
@@ -69,6 +71,12 @@ def recompute_of(config: Config, activations: Callable[[Recompute], int], free: 
     least: tuple[Recompute, ...] = ("none", "pointwise")
     fitting = (one for one in least if activations(one) <= _ACTIVATION_SHARE * free)
     return next(fitting, "layer")
+
+
+def may_vary(config: Config, demand: PageDemand, recompute: Recompute) -> bool:
+    """Whether a call's chunks may differ in what backward computes again."""
+    keeps = config.keep_outputs != "none" and recompute != "none"
+    return keeps and len(demand.swept) > _FEW_CHUNKS
 
 
 def others_of(
@@ -125,7 +133,7 @@ def needs_of(
     free = free_memory(model.device)
     room = _PLENTY * (TIER_SHARE * free - others)
     of_levels: tuple[int, ...] = ()
-    varies = config.keep_outputs != "none" and recompute != "none"
+    varies = may_vary(config, demand, recompute)
     is_trifle = estimate < _TRIFLE * free and config.device_memory is None
     if exact or varies or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
         tower = tower_of(model, config, demand, image_tokens)

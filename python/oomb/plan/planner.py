@@ -21,6 +21,7 @@ from oomb.engine.needs import (
     activations_of,
     counted_tokens,
     gradient_bytes,
+    may_vary,
     others_of,
     recompute_of,
     setting_of,
@@ -323,8 +324,8 @@ class Planner:
         on_cpu = machine.device_type == "cpu"
         kept = own if accumulates else 0
         activations = partial(self._activations, config, call)
-        may_vary = config.keep_outputs != "none" and recompute != "none"
-        of_less = [activations(level) for level in levels_below(recompute)] if may_vary else []
+        varies = may_vary(config, call, recompute)
+        of_less = [activations(level) for level in levels_below(recompute)] if varies else []
         of_chunk = activations(recompute)
         return Room(
             one_memory=on_cpu,
@@ -333,7 +334,7 @@ class Planner:
             device_cap=config.device_memory,
             host_cap=None if cap is None else max(1, cap // machine.neighbours),
             others=others_of(call, of_chunk, gradients, images.tower),
-            activations=(*of_less, of_chunk) if may_vary else (),
+            activations=(*of_less, of_chunk) if varies else (),
             host_others=call.list_bytes
             + call.border_bytes
             + use.host_bytes

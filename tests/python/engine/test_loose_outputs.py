@@ -17,6 +17,7 @@ from oomb.core.chunk_run import current_run
 from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.loose_outputs import LooseOutputs
 from oomb.core.recompute import LayerRunner
+from oomb.engine import needs
 from oomb.plan import Machine, Planner
 
 from .models import make
@@ -24,8 +25,7 @@ from .reference import assert_identical, chunked, random_ids
 
 CHUNKS = 32  # so many that their outputs take more than a chunk's activations
 TOKENS = 16 * CHUNKS
-# With a cap of memory activations are counted, however small they are.
-SETTINGS: dict[str, Any] = {"chunk_size": 16, "page_size": 8, "device_memory": "1GiB"}
+SETTINGS: dict[str, Any] = {"chunk_size": 16, "page_size": 8}
 NOTHING_KEPT = oomb.Config(**SETTINGS, keep_outputs="none", recompute="none")
 
 
@@ -181,6 +181,31 @@ def test_pages_that_spill_keep_outputs_beside_them() -> None:
     assert found.step.stats.host_peak_bytes > 0
     assert found.step.stats.recomputed == {"layer": CHUNKS}
     assert_identical(found, chunked(model, NOTHING_KEPT, ids, ids))
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks", "times"),
+    [
+        pytest.param({"recompute": "layer"}, 5, 3, id="each level once"),
+        pytest.param({"recompute": "layer"}, 4, 0, id="too few chunks"),
+        pytest.param({"recompute": "layer", "keep_outputs": "none"}, 5, 0, id="nothing kept"),
+        pytest.param({"recompute": "none"}, 5, 0, id="nothing again"),
+    ],
+)
+def test_activations_are_counted_where_they_may_decide(
+    settings: dict[str, Any], chunks: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside 24 GiB of memory a tiny model's are a trifle; a run on no memory takes time."""
+    counts, real = [0], needs.counted
+
+    def counted(*arguments: Any) -> int:
+        counts[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(needs, "counted", counted)
+    model, ids = make("llama", torch.float32), random_ids(1, 16 * chunks)
+    chunked(model, oomb.Config(**SETTINGS, **settings), ids, ids)
+    assert counts[0] == times
 
 
 def test_an_error_in_the_sweep_leaves_nothing_held() -> None:
