@@ -45,8 +45,9 @@ class Plan:
     """Memory of one call.
 
     Attributes:
-        device_bytes: device tier, a chunk's activations and the gradient sums; or what the tower
-            of images takes before, or after the chunks in their place.
+        device_bytes: device tier, a chunk's activations, outputs that are kept beside them, and the
+            gradient sums; or what the tower of images takes before, or after the chunks in their
+            place.
         host_bytes: host tier, page lists, states at the borders between chunks, features of images.
             Of the tier the most that the call takes; where that does not fit, the least it needs.
         seconds: predicted time; None until a call of this shape was measured.
@@ -56,7 +57,7 @@ class Plan:
         advice: what to change, most useful first, and whether ordinary training would need less;
             empty where there is nothing to say.
         kept_output_share: of attention's outputs that the fill could keep for the sweep.
-        kept_output_bytes: their part of both tiers.
+        kept_output_bytes: their part of that memory.
         kept_output_seconds: of attention that they spared the last call of this shape; None before.
     """
 
