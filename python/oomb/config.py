@@ -281,8 +281,8 @@ class Config:
         page_size: tokens per page.
         attention: :class:`Dense`, :class:`TopKPages`, or a :class:`PageRule` of your own.
         backward: :class:`AllChunks`, :class:`SampledChunks` or :class:`TruncatedChunks`.
-        device_memory: hard cap of the device tier, the pages of KV and its gradients: bytes or
-            ``"40GiB"``. None: what is free, less a margin.
+        device_memory: hard cap of the device tier, the pages of KV and its gradients, with outputs
+            that are kept on the device: bytes or ``"40GiB"``. None: what is free, less a margin.
         host_memory: cap of the host tier, likewise.
         kv_grad_dtype: ``"float32"``, or ``"bfloat16"`` with stochastic rounding: half the memory.
             Where keys are in fp32 or fp64, gradient pages are too.
@@ -296,10 +296,10 @@ class Config:
             ``"layer"`` each layer but its attention, ``"auto"`` decides once for each size of a
             chunk by what fits. As kept outputs go, less is computed again in their room, where all
             pages stay on the device. Changes no bit of the result.
-        keep_outputs: attention's outputs of filled chunks that both tiers keep for the sweep, which
-            does not compute them again then: ``"auto"``, those that save more time than their
-            copies take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of
-            them (the most worthwhile first). Changes no bit of the result.
+        keep_outputs: attention's outputs of filled chunks that are kept for the sweep, which does
+            not compute them again then: ``"auto"``, those that save more time than their copies
+            take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of them
+            (the most worthwhile first). Changes no bit of the result.
         weights: ``"device"``, or ``"host"``: frozen weights of decoder layers stay in host memory,
             and come to the device a layer ahead of use; all else moves there. Changes no bit.
         sharded_weights: of a model sharded by FSDP2: ``"zero1"`` gathers weights for a call,

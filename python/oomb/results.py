@@ -26,8 +26,8 @@ class Stats:
         exposed_by_chunk, exposed_by_layer: exposed_copy_seconds, a number per chunk or layer, of
             each pass: "fill", "forward" and "backward" of the sweep.
         kept_output_share: share that was kept, of the outputs that could be kept for the sweep.
-        kept_output_bytes: memory that they took: of both tiers, or of torch, where chunks compute
-            less again in their room.
+        kept_output_bytes: memory that they took, of both tiers or of torch.
+        loose_output_bytes: of torch: earlier chunks compute less again in that room.
         kept_output_seconds: time that the fill took to compute them, which the sweep was spared.
         recomputed: swept chunks by what backward computed again of them, as of
             ``Config.recompute``.
@@ -60,6 +60,7 @@ class Stats:
     exposed_by_layer: dict[str, list[float]] = field(default_factory=dict)
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
+    loose_output_bytes: int = 0
     kept_output_seconds: float = 0.0
     recomputed: dict[str, int] = field(default_factory=dict)
     border_state_bytes: int = 0

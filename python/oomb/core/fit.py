@@ -1,4 +1,4 @@
-"""Whether a call fits a machine's memory, how much each tier gets of it, and what is kept there.
+"""Whether a call fits a machine's memory, how much each tier gets of it, and which outputs.
 
 The engine, ``engine.plan`` and ``oomb plan`` ask :func:`fit`, and nobody computes it elsewhere.
 """
@@ -6,6 +6,7 @@ The engine, ``engine.plan`` and ``oomb plan`` ask :func:`fit`, and nobody comput
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from oomb.core.copying import Copying
@@ -32,7 +33,7 @@ class Room:
         device_cap, host_cap: ``Config(device_memory=…, host_memory=…)``; None: no cap.
         others: that the call needs on the device besides its pages.
         activations: those of a chunk among them at each level of recompute, up to the call's; empty
-            where they are not counted.
+            where they are not known.
         host_others: that lies in host memory besides its pages.
         host_spare: of a host tier without a cap, what only pages may take, for an optimizer that is
             still to come.
@@ -144,7 +145,7 @@ def fit(
     linear_flops: float = 0.0,
     held: Held | None = None,
 ) -> Fit:
-    """Sizes of the tiers for a call, and the outputs it keeps in them.
+    """Sizes of the tiers for a call, and the outputs it keeps in them or in torch's memory.
 
     Args:
         keep_outputs: as of :class:`oomb.Config`.
@@ -160,15 +161,20 @@ def fit(
     if demand.reach is None or keep_outputs == "none":
         return Fit(pages, demand.nothing_kept)
     keeping = demand.keeping
-    if keep_outputs == "auto":
-        found = _worthwhile(demand, keeping, room, pages, linear_flops, held)
-    else:
+
+    def kept(held: Held | None) -> Fit:
+        if keep_outputs == "auto":
+            return _worthwhile(demand, keeping, room, pages, linear_flops, held)
         share = 1.0 if keep_outputs == "all" else float(keep_outputs)
-        found = _all_of(demand, keeping, keeping.share(share), room, pages, held)
-    if found.caps.host_slots or pages.host_slots or not room.activations:
-        return found
-    loosened = found.outputs.loosened(room.activations)
-    return Fit(pages, loosened) if loosened.loose else found
+        return _all_of(demand, keeping, keeping.share(share), room, pages, held)
+
+    if room.activations and not pages.host_slots:
+        with suppress(OutOfMemoryError):
+            found = kept(None)  # in torch's memory they take none of the pools that are there
+            loosened = found.outputs.loosened(room.activations)
+            if loosened.loose and not found.caps.host_slots:
+                return Fit(pages, loosened)
+    return kept(held)
 
 
 def _all_of(

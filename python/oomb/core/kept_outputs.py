@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +88,8 @@ class KeptOutputs:
         Args:
             activations: bytes of a chunk's at each level of recompute, up to the call's.
         """
+        if not self.kept.any():
+            return self
         levels = levels_up_to(len(activations))
         of_chunk = [o + lse for o, lse in zip(self.o_bytes, self.lse_bytes, strict=True)]
         held = np.cumsum([0, *(self.kept @ np.array(of_chunk, dtype=np.int64))])
@@ -97,6 +100,23 @@ class KeptOutputs:
         )
         chosen = tuple(next(of_chunk, levels[-1]) for of_chunk in fitting)
         return self if set(chosen) == {levels[-1]} else replace(self, levels=chosen)
+
+    def chunks_at(self, swept: Sequence[int], recompute: Recompute) -> dict[Recompute, int]:
+        """Swept chunks by what backward computes again of them.
+
+        Args:
+            recompute: the call's.
+        """
+        return dict(Counter(self.levels[c] if self.loose else recompute for c in swept))
+
+    def stats(self, swept: Sequence[int], recompute: Recompute) -> dict[str, Any]:
+        """As :class:`oomb.results.Stats` has them; arguments as of :meth:`chunks_at`."""
+        return {
+            "kept_output_share": self.share,
+            "kept_output_bytes": self.num_bytes,
+            "loose_output_bytes": self.loose_bytes,
+            "recomputed": self.chunks_at(swept, recompute),
+        }
 
     def slots_of(self, layer: int) -> int:
         """Pieces of one chunk."""

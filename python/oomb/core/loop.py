@@ -97,11 +97,6 @@ class ChunkLoop:
         swaps.also(session)
         swaps.also(self.images.embedding(self._model.causal.get_input_embeddings()))
 
-    @property
-    def recomputed(self) -> dict[str, int]:
-        """Swept chunks by what backward computes again of them."""
-        return self._runner.chunks_at(self._attention.pages.swept)
-
     def fill(self, num_chunks: int) -> float:
         """Keys and values of chunks [0, num_chunks). Returns seconds.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -75,11 +74,6 @@ class LayerRunner:
                 self._kept = None
 
         return checkpoint(run_keeping, *args, use_reentrant=False, preserve_rng_state=False)
-
-    def chunks_at(self, swept: Sequence[int]) -> dict[str, int]:
-        """Swept chunks by what backward computes again of them."""
-        again = self._recompute
-        return dict(Counter(again[chunk] if isinstance(again, tuple) else again for chunk in swept))
 
     def begin_chunk(self) -> None:
         """What is drawn before the first layer, of embeddings, is the same in fill and sweep."""

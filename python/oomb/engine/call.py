@@ -61,6 +61,7 @@ class Call:
     weights: Weights
     exchanges: Stopwatch
     weight_copies: WeightCopies
+    recompute: Recompute
 
     def result(self, fill_seconds: float, sweep_seconds: float = 0.0) -> Step:
         """What the caller gets; before the call's pages are gone."""
@@ -99,16 +100,14 @@ class Call:
                 exposed_by_layer={
                     name: self._by_layer(x.sum(axis=0).tolist(), 0.0) for name, x in exposed.items()
                 },
-                kept_output_share=pages.outputs.share,
-                kept_output_bytes=pages.outputs.num_bytes,
                 kept_output_seconds=self.attention.kept_seconds.total,
-                recomputed=self.loop.recomputed,
                 border_state_bytes=self.borders.kept_bytes,
                 image_feature_bytes=self.loop.images.num_bytes,
                 reserved_ratio=reserved_ratio(self.model.device),
                 exchange_seconds=self.exchanges.total,
                 gathered_weight_bytes=self.weights.gathered_bytes,
                 **self.weight_copies.stats(),
+                **pages.outputs.stats(pages.swept, self.recompute),
             ),
             selection=selection,
             logprobs=logprobs,
@@ -293,7 +292,7 @@ class Calls:
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
-        here = (placement, self.weights, exchanges, weight_copies)
+        here = (placement, self.weights, exchanges, weight_copies, recompute)
         return Call(model, config, inputs, loop, loss, attention, borders, *here)
 
     def layout(self, config: Config, *, alike: bool = False) -> PageLayout:

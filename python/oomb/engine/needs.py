@@ -139,9 +139,10 @@ def needs_of(
         tower = tower_of(model, config, demand, image_tokens)
         activations = counted(model, config, demand, tokens, recompute)
         others = others_of(demand, activations, gradients, tower)
-        if varies:
-            less = [counted(model, config, demand, tokens, x) for x in levels_below(recompute)]
-            of_levels = (*less, activations)
+        levels = (*levels_below(recompute), recompute) if varies else ()
+        known = [traced(model, config, demand, tokens, level) for level in levels]
+        if None not in known:  # else a rule of thumb, which may say too little of some
+            of_levels = tuple(one for one in known if one is not None)
     return Needs(
         others=others,
         activations=of_levels,
@@ -204,17 +205,25 @@ def activation_bytes(
 def counted(
     model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: Recompute
 ) -> int:
-    """The same by a run of one chunk on tensors without memory; sums in bf16 take work space."""
+    """The same by a run of one chunk on tensors without memory, where the model allows it."""
+    found = traced(model, config, demand, tokens, recompute)
+    return _estimated(model, demand, tokens, recompute) if found is None else found
+
+
+def traced(
+    model: CausalModel, config: Config, demand: PageDemand, tokens: int, recompute: Recompute
+) -> int | None:
+    """By such a run alone; sums in bf16 take work space. None: the model does not allow it."""
     try:
         tracer = tracer_of(model)
-    except Exception:  # who cannot be copied raises whatever it likes; an estimate will do
-        return _estimated(model, demand, tokens, recompute)
+    except Exception:  # who cannot be copied raises whatever it likes
+        return None
     try:
         trace = tracer.trace(
             setting_of(config, demand, tokens, recompute, waves=True, recurrent=bool(model.mixers))
         )
     except (UnsupportedModelError, TypeError):  # its forward looks at values
-        return _estimated(model, demand, tokens, recompute)
+        return None
     of_routers = 0 if model.routers is None else model.routers.kept_bytes(demand.batch * tokens)
     return activations_of(trace) + of_routers
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from oomb.core.recompute import Recompute
-from oomb.plan.pages import PageCall
 from oomb.trace.meter import Work
 from oomb.trace.trace import Trace
-
-
-def chunks_at(call: PageCall, recompute: Recompute) -> dict[Recompute, int]:
-    """Swept chunks by what backward computes again of them."""
-    levels = () if call.outputs is None else call.outputs.levels
-    return dict(Counter(levels[chunk] if levels else recompute for chunk in call.swept))
 
 
 def mean_trace(chunks: dict[Recompute, int], traced: Callable[[Recompute], Trace]) -> Trace:

@@ -36,7 +36,7 @@ from oomb.plan.exchange import exchange_seconds
 from oomb.plan.host_sums import HostSumsUse, with_sums
 from oomb.plan.host_weights import HostWeightsUse, with_weights
 from oomb.plan.images import ImagesUse
-from oomb.plan.levels import chunks_at, mean_trace
+from oomb.plan.levels import mean_trace
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
 from oomb.plan.pages import PageCall
@@ -157,11 +157,8 @@ class Planner:
         of_reference = parameters if reference else 0
         free = self.machine.device_bytes - parameters - of_reference - kept
         if self.machine.device_type == "cpu":  # one memory for both
-            free -= (
-                weights.host_bytes
-                + sums.host_bytes
-                + (use.host_bytes if optimizer_states == "host" else 0)
-            )
+            of_optimizer = use.host_bytes if optimizer_states == "host" else 0
+            free -= weights.host_bytes + sums.host_bytes + of_optimizer
         call = self.pages(num_tokens, config, batch_size, step, choices)
         images = ImagesUse.of(tracer, config, call, image_tokens)
         free -= call.batch * call.chunks.tokens * _ARGUMENT_BYTES + images.tower.pixel_bytes
@@ -180,7 +177,8 @@ class Planner:
             shortage = str(error)
             pools = least_pools(call, room.device // call.layout.slot_bytes)
         traced = partial(self._trace, config, call, waves=spills)
-        trace, chunks = traced(recompute), chunks_at(call, recompute)
+        outputs = call.outputs or call.nothing_kept
+        trace, chunks = traced(recompute), outputs.chunks_at(call.swept, recompute)
         duration: Duration | None = None
         stepping: float | None = None
         growing: float | None = None
@@ -230,8 +228,9 @@ class Planner:
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=call.list_bytes,
             border_bytes=call.border_bytes,
-            kept_output_bytes=0 if call.outputs is None else call.outputs.num_bytes,
-            kept_output_share=0.0 if call.outputs is None else call.outputs.share,
+            kept_output_bytes=outputs.num_bytes,
+            kept_output_share=outputs.share,
+            loose_output_bytes=outputs.loose_bytes,
             recomputed=chunks,
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,

@@ -39,9 +39,10 @@ class Prediction:
         sum_host_bytes: sums that the host keeps.
         step_bytes: gradients, and what the optimizer takes while it steps.
         device_pool_bytes, host_pool_bytes: ``Stats.device_peak_bytes`` and ``host_peak_bytes``.
-        kept_output_bytes: of the pools, or of ``call_bytes``, attention's outputs that the fill
-            keeps for the sweep.
+        kept_output_bytes: attention's outputs that the fill keeps for the sweep, of the pools and
+            ``call_bytes``.
         kept_output_share: of those that could be kept.
+        loose_output_bytes: their part of ``call_bytes``.
         recomputed: swept chunks by what backward computes again of them.
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         border_bytes: states of recurrences and convolutions between chunks, in host memory.
@@ -79,6 +80,7 @@ class Prediction:
     border_bytes: int
     kept_output_bytes: int
     kept_output_share: float
+    loose_output_bytes: int
     recomputed: dict[Recompute, int]
     h2d_bytes: int
     d2h_bytes: int

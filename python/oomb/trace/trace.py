@@ -114,6 +114,7 @@ class Tracer:
         self.tower = Tower(self._bare, self._mode, device_type)
         self._fused, self._capability = fused, capability
         self._traces: dict[tuple[Setting, bool, torch.dtype], Trace] = {}
+        self._failures: dict[tuple[Setting, bool, torch.dtype], str] = {}
         causal = CausalModel(self._bare)
         with suppress(AttributeError, ValueError):  # most models have no experts
             causal.causal.set_experts_implementation("grouped_mm")  # others look at values
@@ -157,13 +158,20 @@ class Tracer:
     def trace(self, setting: Setting) -> Trace:
         """The full model's chunk; of many like layers a few are run."""
         key = setting, *autocast_state(self._device_type)
+        if key in self._failures:
+            raise UnsupportedModelError(self._failures[key])
         if key not in self._traces:
-            if self._samples is None:
-                trace = self._run(CausalModel(self._bare), setting)[0]
-            else:
-                trace = self._sampled(*self._samples, setting)
-            self._traces[key] = trace
+            try:
+                self._traces[key] = self._of(setting)
+            except UnsupportedModelError as error:
+                self._failures[key] = str(error)
+                raise
         return self._traces[key]
+
+    def _of(self, setting: Setting) -> Trace:
+        if self._samples is None:
+            return self._run(CausalModel(self._bare), setting)[0]
+        return self._sampled(*self._samples, setting)
 
     def _sampled(self, few: int, more: int, setting: Setting) -> Trace:
         """From runs of the first layers alone.
