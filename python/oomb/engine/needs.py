@@ -133,7 +133,7 @@ def needs_of(
     free = free_memory(model.device)
     room = _PLENTY * (TIER_SHARE * free - others)
     of_levels: tuple[int, ...] = ()
-    varies = may_vary(config, demand, recompute)
+    varies = not weights.is_sharded and may_vary(config, demand, recompute)  # they do not trace
     is_trifle = estimate < _TRIFLE * free and config.device_memory is None
     if exact or varies or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
         tower = tower_of(model, config, demand, image_tokens)

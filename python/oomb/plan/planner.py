@@ -323,7 +323,7 @@ class Planner:
         on_cpu = machine.device_type == "cpu"
         kept = own if accumulates else 0
         activations = partial(self._activations, config, call)
-        varies = may_vary(config, call, recompute)
+        varies = shards is None and may_vary(config, call, recompute)
         of_less = [activations(level) for level in levels_below(recompute)] if varies else []
         of_chunk = activations(recompute)
         return Room(
