@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,15 @@ def test_oomb_plan_foretells_the_levels(keep: Any) -> None:
         TOKENS, oomb.Config(**SETTINGS, keep_outputs="none", recompute="layer"), optimizer=None
     )
     assert foretold.call_bytes - bare.call_bytes == stats.loose_output_bytes
+
+
+@pytest.mark.parametrize(("weights", "varies"), [("replicated", True), ("zero3", False)])
+def test_sharded_weights_have_one_level(weights: Any, varies: bool) -> None:
+    """A rank cannot trace them, so a plan counts on nothing that needs it."""
+    machine = replace(Machine.here(), ranks=2, neighbours=2, weights=weights)
+    config = oomb.Config(**SETTINGS, keep_outputs="all", recompute="layer")
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    planner = Planner(make("llama", torch.float32, **sizes), machine)
+    foretold = planner.predict(2 * TOKENS, config, optimizer=None, timed=False)
+    assert foretold.kept_output_share == 1
+    assert (len(foretold.recomputed) > 1, foretold.loose_output_bytes > 0) == (varies, varies)
