@@ -6,6 +6,7 @@
     python bench/attention.py --wide                # 16 query and 4 key/value heads of 256
     python bench/attention.py --wide 512            # 32 and 4 of 512, Gemma 4's global layers
     python bench/attention.py --narrow-values       # 16 and 4 heads of 192 whose values have 128
+    python bench/attention.py --synthetic           # 64 pages, 12 of which all blocks list
     python bench/attention.py --wide --softcap 50   # scores under a soft cap, as Gemma 2 has them
     python bench/attention.py --grid                # chunks, pasts, budgets, groups, head dims
     python bench/attention.py --json -              # attention-<pass>-<device>-<date>.json

@@ -24,6 +24,8 @@ from oomb.lengths import parse_length
 from oomb.parallel.job import is_first, ranks_of_job
 from oomb.trace.shapes import SHAPES, random_model
 
+_CHOSEN = ("chunk_size", "kv_grad_dtype", "main_grad_dtype", "recompute", "keep_outputs")
+
 
 def step_seconds(
     name: str, layers: int, tokens: int, config: oomb.Config, mesh: Any
@@ -46,6 +48,7 @@ def step_seconds(
         "layers": layers,
         "seconds": seconds,
         "kept": stats.kept_output_share,
+        "recomputed": stats.recomputed,
         "fill_seconds": stats.fill_seconds,
         "sweep_seconds": stats.sweep_seconds,
         "exchange_seconds": stats.exchange_seconds,
@@ -58,6 +61,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="1M")
     parser.add_argument("--chunk-size", type=int, default=4096)
     parser.add_argument("--kv-grad-dtype", default="float32")
+    parser.add_argument("--main-grad-dtype", default="float32")
+    parser.add_argument("--recompute", default="auto")
     parser.add_argument("--keep-outputs", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -65,6 +70,8 @@ def main() -> None:
     config = oomb.Config(
         chunk_size=given.chunk_size,
         kv_grad_dtype=given.kv_grad_dtype,
+        main_grad_dtype=given.main_grad_dtype,
+        recompute=given.recompute,
         keep_outputs=given.keep_outputs,
     )
     rows = []
@@ -82,6 +89,7 @@ def main() -> None:
     print(f"{layers} layers: {whole:.0f} s")
     if given.json is not None:
         record = {"tokens": tokens, "gpus": ranks, "rows": rows, "layers": layers, "seconds": whole}
+        record["config"] = {name: getattr(config, name) for name in _CHOSEN}
         write_record(given.json, record)
 
 

@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import oomb
 from oomb.cli.bench_step import SELECTIONS, prepare_lists, with_selection
+from oomb.cli.kept import share_or_word
 from oomb.core.loss import ChunkLoss
 from oomb.lengths import parse_length
 from oomb.parallel.job import is_first, of_ranks, ranks_of_job
@@ -140,7 +141,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64, help="pages, with topk")
     parser.add_argument("--chunk-size", type=int, default=4096)
     parser.add_argument("--device-memory", default=None)
+    parser.add_argument("--host-memory", default=None)
     parser.add_argument("--kv-grad-dtype", default="float32")
+    parser.add_argument("--keep-outputs", default="auto", help="auto, all, none or a share")
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--top", type=int, default=25, help="kernels")
@@ -161,6 +164,8 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
         attention=oomb.Dense() if dense else oomb.TopKPages(budget=arguments.budget),
         chunk_size=arguments.chunk_size,
         device_memory=arguments.device_memory,
+        host_memory=arguments.host_memory,
+        keep_outputs=share_or_word(arguments.keep_outputs),
         kv_grad_dtype=arguments.kv_grad_dtype,
         recompute=arguments.recompute,
     )

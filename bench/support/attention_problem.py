@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from oomb import _C
+from oomb.cli.bench_selection import SyntheticPages
 from oomb.ops.launch import workspace_on
 from oomb.ops.pages import pool_of
 
@@ -42,6 +43,7 @@ class Shape:
     page_size: int = 128
     softcap: float = 0.0  # of the scores; 0: none
     value_dim: int | None = None  # of values narrower than the keys; None: head_dim
+    lists: str = "uniform"  # or "synthetic", of oomb bench step: pages that many blocks list
 
     @property
     def flops(self) -> float:
@@ -72,6 +74,7 @@ class Shape:
 
     def __str__(self) -> str:
         what = "dense" if self.budget is None else f"{self.budget} pages"
+        what += " (synthetic)" if self.lists == "synthetic" else ""
         return (
             f"{what}, chunk {self.chunk}, past {self.past}, {self.query_heads}/{self.kv_heads} "
             f"heads of {self.head_dim}"
@@ -97,6 +100,9 @@ def headline(options: argparse.Namespace) -> list[Shape]:
         heads["head_dim"] = options.wide
     elif options.narrow_values:
         heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 192, "value_dim": 128}
+    elif options.synthetic:
+        chunks, pasts = (4096, 8192), (131072, 1048576)
+        return [Shape(c, past, 64, lists="synthetic") for past in pasts for c in chunks]
     elif options.path == "sm80":
         return [dataclasses.replace(shape, head_dim=d) for d in (128, 64) for shape in HEADLINE]
     return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
@@ -146,9 +152,13 @@ class Inputs:
         if s.budget is not None and s.past > 0:
             blocks = s.chunk // s.page_size
             count = min(s.budget, s.pages)
-            scores = torch.rand(1, blocks, 1, s.pages, device="cuda")
-            chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
-            self.selection = chosen.to(torch.int32)
+            if s.lists == "synthetic":
+                rule = SyntheticPages(budget=s.budget, layers=1, blocks=blocks)
+                self.selection = rule.drawn(s.pages, 1, torch.device("cuda"))[0].contiguous()
+            else:
+                scores = torch.rand(1, blocks, 1, s.pages, device="cuda")
+                chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+                self.selection = chosen.to(torch.int32)
         self.o = torch.empty_like(self.q)
         self.lse = torch.empty(self.q.shape[:3], device="cuda")
 
@@ -344,6 +354,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
     heads.add_argument(
         "--narrow-values", action="store_true", help="16 and 4 heads of 192, values of 128"
     )
+    heads.add_argument(
+        "--synthetic", action="store_true", help="64 pages, some in every list, as of a bench step"
+    )
     result.add_argument(
         "--softcap", type=float, default=0.0, help="of the scores, beside FlexAttention alone"
     )
@@ -389,6 +402,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
     capped = ["capped"] if options.softcap else []
     variant = (["grid"] if options.grid else []) + wide + capped
     variant += ["narrow-values"] if options.narrow_values else []
+    variant += ["synthetic"] if options.synthetic else []
     name = "-".join(["attention", kind, *variant, options.path or ""])
     seconds = time.monotonic() - begin
     found = {"matmul_tflops": ceiling, "path": options.path, "seconds": seconds, "rows": rows}

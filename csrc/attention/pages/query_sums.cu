@@ -11,6 +11,7 @@ namespace {
 using device::Acc;
 
 constexpr int kThreads = 256;
+constexpr int kMeansThreads = 1024;  // there are few blocks, and each reads a long way
 
 template <typename T>
 __device__ Acc<T> sum_over_group(const PageScoreParams& p, int64_t batch, int64_t kv_head,
@@ -35,27 +36,33 @@ __global__ void __launch_bounds__(kThreads)
   sums[head * p.shape.chunk * p.shape.head_dim + index] = device::store<Out>(sum);
 }
 
-// One block per (query block, kv head, sequence). Threads: row groups x D, as in page_write; a head
-// dim above kThreads takes several rounds.
+// One block per (query block, kv head, sequence). Threads: row groups x D; each sums its rows head
+// by head, so that loads of several rows are under way at once.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMeansThreads)
     block_means_kernel(const PageScoreParams p, Acc<T>* __restrict__ means) {
   using A = Acc<T>;
-  __shared__ A partial[kThreads];
+  __shared__ A partial[kMeansThreads];
   const int head_dim = static_cast<int>(p.shape.head_dim);
-  const int width = min(head_dim, kThreads);
-  const int groups = kThreads / width;
+  const int width = min(head_dim, kMeansThreads);
+  const int groups = kMeansThreads / width;
   const int group = threadIdx.x / width;
+  const int64_t heads = p.shape.query_heads / p.shape.kv_heads;
   const int64_t first = blockIdx.x * p.shape.page_size;
   const int64_t last = min(first + p.shape.page_size, real_rows(p, blockIdx.z));
-  const int64_t count = (last - first) * (p.shape.query_heads / p.shape.kv_heads);
+  const int64_t count = (last - first) * heads;
   const int64_t block = blockIdx.z * int64_t{gridDim.x} + blockIdx.x;
   for (int base = 0; base < head_dim; base += width) {
     const int d = base + threadIdx.x % width;
     A sum = 0;
     if (group < groups && d < head_dim) {
-      for (int64_t row = first + group; row < last; row += groups) {
-        sum += sum_over_group<T>(p, blockIdx.z, blockIdx.y, row, d);
+      for (int64_t head = blockIdx.y * heads; head < (blockIdx.y + 1) * heads; ++head) {
+        const T* q = static_cast<const T*>(p.q) + blockIdx.z * p.q_strides.batch +
+                     head * p.q_strides.head + d;
+#pragma unroll 8
+        for (int64_t row = first + group; row < last; row += groups) {
+          sum += device::load(q[row * p.q_strides.token]);
+        }
       }
     }
     partial[threadIdx.x] = sum;
@@ -76,7 +83,7 @@ void block_means(const PageScoreParams& params, void* means) {
   const auto stream = static_cast<cudaStream_t>(params.stream);
   device::with_type(params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    block_means_kernel<T><<<grid, kThreads, 0, stream>>>(params, static_cast<Acc<T>*>(means));
+    block_means_kernel<T><<<grid, kMeansThreads, 0, stream>>>(params, static_cast<Acc<T>*>(means));
   });
   check_launch("block_means");
 }

@@ -134,7 +134,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
     workspace.readers = arena.take<uint32_t>(lists * workspace.list_tiles * workspace.reader_words);
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
     workspace.active = arena.take<int32_t>(lists * workspace.list_tiles);
-    workspace.active_begin = arena.take<int32_t>(lists + 1);
+    workspace.active_begin = arena.take<int32_t>(lists * kReaderClasses + 1);
   } else {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }

@@ -29,7 +29,9 @@
 // in the L2:
 //   dense   a head's queries come in stripes that fit; within one, every past tile is a unit, and
 //           its gradient page is added to once per stripe. dQ is kept in the L2 by priority.
-//   lists   own tiles come first, head by head and the longest first; past tiles follow, ascending.
+//   lists   own tiles come first, head by head and the longest first; past tiles follow, those with
+//           more readers before others (by powers of two): a page that every block lists takes as
+//           long as thirty that one lists, and blocks would wait for it at the end.
 // Either way own tiles walk from the last query block, which all of them see: walked from their
 // diagonals, blocks side by side would read different queries.
 
@@ -43,6 +45,7 @@ namespace oomb::attention::sm90 {
 
 inline constexpr int kQueryRows = 64;        // of a query tile
 inline constexpr int kQueryKernelKeys = 64;  // of a stage of the query kernel
+inline constexpr int kReaderClasses = 6;     // of listed tiles: 1 reader, 2 or 3, .., 32 and more
 
 // What a query tile sees, over its rows.
 struct alignas(32) QueryTile {
@@ -86,9 +89,9 @@ struct BackwardWorkspace {
   // Lists, for entry (b, s, j).
   uint32_t* readers = nullptr;  // [entries, reader_words], bit i: query block i lists j
   int64_t reader_words = 0;
-  int64_t list_tiles = 0;     // past key tiles of the wave
-  int32_t* active = nullptr;  // the tiles of (b, s) with any reader, ascending, list after list
-  int32_t* active_begin = nullptr;  // [B S + 1], where those of (b, s) begin
+  int64_t list_tiles = 0;           // past key tiles of the wave
+  int32_t* active = nullptr;        // the tiles with any reader, list after list, class by class
+  int32_t* active_begin = nullptr;  // [B S kReaderClasses + 1], where those of a class begin
 
   int64_t zeroed_offset = 0;  // counters .. readers are zeroed before a launch
   int64_t zeroed_bytes = 0;

@@ -6,9 +6,11 @@
 
 #include <cstdint>
 
+#include "attention/device/gradient_page.cuh"
 #include "attention/sm90/backward_plan.h"
 #include "attention/sm90/backward_shared.cuh"
 #include "attention/sm90/hidden_rows.cuh"
+#include "attention/sm90/ptx/backward_ops.h"
 #include "attention/sm90/ptx/barrier.h"
 #include "attention/sm90/ptx/tma.h"
 
@@ -44,7 +46,10 @@ struct Planner {
       load_tile(unit, shared.k, args.k, 0, &shared.k_full);
       barrier_wait(&shared.v_empty, (count & 1) ^ 1);
       load_tile(unit, shared.v, args.v, 1, &shared.v_full);
-      if (unit.row_begin < unit.row_end) walk(unit);
+      if (unit.row_begin < unit.row_end) {
+        walk(unit);
+        if (leads()) prefetch_gradients(unit);
+      }
       mark(kUnitEnds);
     }
     mark(kAllDone);
@@ -113,6 +118,29 @@ struct Planner {
       for (int d = 0; d < kDim; d += 64) {
         tma_load_2d(target + d * kKeys + row * 64, args.pool, barrier, d, pool_row,
                     CacheHint::kEvictFirst);
+      }
+    }
+  }
+
+  // Brings gradients that the computers will read and write into the L2 while they do the last
+  // steps. Gradients in fp32 are added to where they lie; nobody waits for those.
+  __device__ void prefetch_gradients(const Unit& unit) const {
+    const BackwardParams& params = args.params;
+    if (unit.own || params.grads.dtype != DType::kBFloat16) return;
+    const int page_size = static_cast<int>(params.shape.page_size);
+    const int rows = min(page_size, kKeys);
+#pragma unroll 1
+    for (int row = 0; row < kKeys; row += rows) {
+      if (row >= unit.row_end || row + rows <= unit.row_begin) continue;
+      const int key = unit.key_begin + row;
+#pragma unroll 1
+      for (int kind = 0; kind < 2; ++kind) {
+        const device::GradientPage page(params.grads, params.past.table_stride, unit.batch,
+                                        key / page_size, kind);
+        if (page.data == nullptr) continue;
+        const int first = unit.kv_head * page_size + key % page_size;
+        bulk_prefetch(static_cast<__nv_bfloat16*>(page.data) + first * kDim,
+                      rows * kDim * static_cast<uint32_t>(sizeof(__nv_bfloat16)));
       }
     }
   }

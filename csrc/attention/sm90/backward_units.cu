@@ -35,39 +35,47 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block: the tiles with readers, ascending, for each list.
+// The class of a tile by its number of readers; -1: nobody reads it.
+__device__ int reader_class(const BackwardWorkspace& workspace, int64_t entry) {
+  int readers = 0;
+  for (int64_t i = 0; i < workspace.reader_words; ++i) {
+    readers += __popc(workspace.readers[entry * workspace.reader_words + i]);
+  }
+  return min(31 - __clz(readers), kReaderClasses - 1);
+}
+
+// One block: sorts the tiles with readers of each list into classes. The order in a class is
+// whatever comes about; it changes no sum.
 __global__ void __launch_bounds__(1024)
     active_kernel(const __grid_constant__ BackwardKernelArgs args) {
   const BackwardWorkspace& workspace = args.workspace;
   const int64_t lists = args.params.shape.batch * args.params.past.selection_heads;
-  const int64_t entries = lists * workspace.list_tiles;
-  __shared__ int warp_counts[32];
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+  const int64_t tiles = workspace.list_tiles;
+  __shared__ int next[kReaderClasses];  // counts, then the next place of a class
   int total = 0;
-  for (int64_t begin = 0; begin < entries; begin += 1024) {
-    const int64_t entry = begin + threadIdx.x;
-    const int64_t tile = entry % workspace.list_tiles;
-    uint32_t any = 0;
-    if (entry < entries) {
-      for (int64_t i = 0; i < workspace.reader_words; ++i) {
-        any |= workspace.readers[entry * workspace.reader_words + i];
+  for (int64_t list = 0; list < lists; ++list) {
+    if (threadIdx.x < kReaderClasses) next[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64_t tile = threadIdx.x; tile < tiles; tile += 1024) {
+      const int found = reader_class(workspace, list * tiles + tile);
+      if (found >= 0) atomicAdd(&next[found], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kReaderClasses; ++i) {
+        const int count = next[i];
+        workspace.active_begin[list * kReaderClasses + i] = next[i] = total;
+        total += count;
       }
     }
-    const uint32_t ballot = __ballot_sync(0xffffffff, any != 0);
-    if (lane == 0) warp_counts[warp] = __popc(ballot);
     __syncthreads();
-    int before = total;
-    for (int i = 0; i < 32; ++i) {
-      if (i < warp) before += warp_counts[i];
-      total += warp_counts[i];
+    for (int64_t tile = threadIdx.x; tile < tiles; tile += 1024) {
+      const int found = reader_class(workspace, list * tiles + tile);
+      if (found >= 0) workspace.active[atomicAdd(&next[found], 1)] = static_cast<int32_t>(tile);
     }
-    const int place = before + __popc(ballot & ((1u << lane) - 1));
-    if (any != 0) workspace.active[place] = static_cast<int32_t>(tile);
-    if (entry < entries && tile == 0) workspace.active_begin[entry / workspace.list_tiles] = place;
     __syncthreads();
   }
-  if (threadIdx.x == 0) workspace.active_begin[lists] = total;
+  if (threadIdx.x == 0) workspace.active_begin[lists * kReaderClasses] = total;
 }
 
 // Where a unit lies.
@@ -93,19 +101,22 @@ __device__ int num_listed(const BackwardKernelArgs& args) {
   const Shape& shape = args.params.shape;
   const int64_t lists = args.params.past.selection_heads;
   if (args.workspace.readers == nullptr) return 0;
-  return args.workspace.active_begin[shape.batch * lists] *
+  return args.workspace.active_begin[shape.batch * lists * kReaderClasses] *
          static_cast<int>(shape.kv_heads / lists);
 }
 
-// The index-th listed tile, head by head.
+// The index-th listed tile: the class with the most readers first, in a class head by head.
 __device__ Place place_listed(const BackwardKernelArgs& args, int index) {
   const BackwardWorkspace& workspace = args.workspace;
   const int kv_heads = static_cast<int>(args.params.shape.kv_heads);
   const int lists = static_cast<int>(args.params.past.selection_heads);
-  for (int head = 0;; ++head) {
+  const int heads = static_cast<int>(args.params.shape.batch) * kv_heads;
+  for (int place = 0;; ++place) {
+    const int head = place % heads;
     const int list = head / (kv_heads / lists);  // of all sequences
-    const int begin = workspace.active_begin[list];
-    const int count = workspace.active_begin[list + 1] - begin;
+    const int of_class = (list + 1) * kReaderClasses - 1 - place / heads;
+    const int begin = workspace.active_begin[of_class];
+    const int count = workspace.active_begin[of_class + 1] - begin;
     if (index < count) {
       const int tile = workspace.active[begin + index];
       return {.head = head,

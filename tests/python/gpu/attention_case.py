@@ -55,7 +55,9 @@ class Case:
     head_dim: int = 128
     page_size: int = 128
     past: int = 0
-    lists: str = "dense"  # "dense", "shared": one list for all heads, "per_head": one per kv head
+    # "dense", "shared": one list for all heads, "per_head": one per kv head, "ladder": shared, and
+    # page j is in every (2 ** j)th list
+    lists: str = "dense"
     budget: int = 3
     window: int = 0
     documents: bool = False
@@ -174,10 +176,14 @@ class Problem:
         self.selection = None
         if c.lists == "dense":
             return
-        shape = (c.batch, c.blocks, 1 if c.lists == "shared" else c.kv_heads)
+        shape = (c.batch, c.blocks, c.kv_heads if c.lists == "per_head" else 1)
         self.selection = torch.full((*shape, c.budget), -1, device="cuda", dtype=torch.int32)
         count = min(c.budget, c.pages)
-        if count > 0:
+        if c.lists == "ladder":
+            for block in range(c.blocks):
+                listed = [page for page in range(c.pages) if block % 2**page == 0][:count]
+                self.selection[:, block, 0, : len(listed)] = torch.tensor(listed)
+        elif count > 0:
             scores = torch.rand(*shape, c.pages, generator=generator, device="cuda")
             chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
             self.selection[..., :count] = chosen.to(torch.int32)

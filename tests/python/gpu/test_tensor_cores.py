@@ -59,6 +59,28 @@ def test_shapes(head_dim: int, page_size: int, lists: str, deterministic: bool) 
     )
 
 
+@in_both_orders
+@dims_and_pages
+@pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
+def test_pages_of_few_and_of_many_readers(
+    head_dim: int, page_size: int, dkv_dtype: torch.dtype, deterministic: bool
+) -> None:
+    """34 blocks of queries read the first page, 17 the second, 9, 5, 3, 2, 1 and 1 those behind."""
+    check(
+        Case(
+            head_dim=head_dim,
+            page_size=page_size,
+            group=2,
+            chunk=33 * page_size + 5,
+            past=8 * page_size - 3,
+            lists="ladder",
+            budget=8,
+            dkv_dtype=dkv_dtype,
+            deterministic=deterministic,
+        )
+    )
+
+
 @in_its_tiles
 @in_both_orders
 @lists_of_pages

@@ -33,6 +33,11 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
+// Brings memory into the L2. Address and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 and
 // holds row l / 4, columns 2 (l % 4), + 1 of each.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
