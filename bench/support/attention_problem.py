@@ -101,8 +101,8 @@ def headline(options: argparse.Namespace) -> list[Shape]:
     elif options.narrow_values:
         heads = {"query_heads": 16, "kv_heads": 4, "head_dim": 192, "value_dim": 128}
     elif options.synthetic:
-        chunks, pasts = (4096, 8192), (131072, 1048576)
-        return [Shape(c, past, 64, lists="synthetic") for past in pasts for c in chunks]
+        cases = [(4096, 131072), (8192, 131072), (4096, 1048576)]
+        return [Shape(chunk, past, 64, lists="synthetic") for chunk, past in cases]
     elif options.path == "sm80":
         return [dataclasses.replace(shape, head_dim=d) for d in (128, 64) for shape in HEADLINE]
     return [dataclasses.replace(shape, **heads) for shape in HEADLINE]
