@@ -8,7 +8,8 @@
 
 namespace oomb::attention::sm90 {
 
-// Whether this implementation handles these shapes and types; says nothing about the GPU.
+// Whether this implementation handles these shapes, types and addresses of gradient pages; says
+// nothing about the GPU.
 bool backward_supported(const BackwardParams& params);
 
 // Bytes of params.workspace. Depends on the shape, the wave and whether dq_acc is given.

@@ -150,7 +150,9 @@ bool backward_supported(const BackwardParams& params) {
   const Shape& shape = params.shape;
   return params.dtype == DType::kBFloat16 && params.cap == 0 && takes_head_dim(shape.head_dim) &&
          (shape.page_size == 64 || shape.page_size == 128) &&
-         (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16);
+         (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16) &&
+         reinterpret_cast<uintptr_t>(params.grads.dkv_pool) % 16 == 0 &&
+         params.grads.dkv_unit_bytes % 16 == 0;  // as bulk copies of a gradient page want it
 }
 
 int64_t backward_workspace_bytes(const BackwardParams& params) {

@@ -62,7 +62,8 @@ struct QueryUnit {
     int index = blockIdx.x;
     const int of_group = two_tiles ? index % units : 2 * (index % units) + half;
     index /= units;
-    block = blocks - 1 - index % blocks;  // those that see most of the own chunk come first
+    // Of a kv head, those that see most of the own chunk come first.
+    block = blocks - 1 - index % blocks;
     index /= blocks;
     kv_head = index % kv_heads;
     batch = index / kv_heads;

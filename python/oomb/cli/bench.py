@@ -47,6 +47,9 @@ def step(
     head_groups: Annotated[
         int, typer.Option(min=1, help="Groups in which GPUs exchange a layer's heads.")
     ] = 1,
+    deterministic: Annotated[
+        bool, typer.Option(help="Sums in a fixed order; without it sparse steps are faster.")
+    ] = True,
     layers: Annotated[int, typer.Option(min=0, help="Build fewer layers; 0: all.")] = 0,
     optimizer: Annotated[
         str, typer.Option(help="none or adamw: a step of it after each.")
@@ -96,6 +99,7 @@ def step(
             record_selection=attention == "topk",
             divide_pages=divide_pages,
             head_groups=head_groups,
+            deterministic=deterministic,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -138,6 +142,7 @@ def step(
                 "keep_outputs": keep_outputs,
                 "divide_pages": divide_pages,
                 "head_groups": head_groups,
+                "deterministic": deterministic,
             },
             out=out,
             plot=plot,

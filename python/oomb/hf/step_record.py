@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class StepRecord:
             "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
             "kept_output_share": max((s.kept_output_share for s in stats), default=0.0),
             "kept_output_bytes": max((s.kept_output_bytes for s in stats), default=0),
+            "loose_output_bytes": max((s.loose_output_bytes for s in stats), default=0),
+            "recomputed": dict(sum((Counter(s.recomputed) for s in stats), Counter())),
             "kept_output_seconds": sum(s.kept_output_seconds for s in stats),
             "torch_peak_bytes": (
                 torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

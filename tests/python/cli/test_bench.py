@@ -313,3 +313,13 @@ def test_heads_are_exchanged_in_groups_where_it_is_asked(
     monkeypatch.setattr(bench_run, "run", lambda *given, **_: configs.append(given[2]))
     run("--model", tiny, "--tokens", "300", *(["--head-groups", "4"] if groups > 1 else []))
     assert [config.head_groups for config in configs] == [groups]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_sums_may_come_in_any_order_where_it_is_asked(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    configs: list[oomb.Config] = []
+    monkeypatch.setattr(bench_run, "run", lambda *given, **_: configs.append(given[2]))
+    run("--model", tiny, "--tokens", "300", *([] if ordered else ["--no-deterministic"]))
+    assert [config.deterministic for config in configs] == [ordered]

@@ -39,6 +39,8 @@ STEPS = {
     "sparse 256K, bf16 dKV, four fifths kept": ("sparse-256k-72gib-h200-2026-11-26", 0),
     "sparse 256K, half kept": ("sparse-256k-72gib-h200-2026-11-26", 1),
     "sparse 256K, four fifths kept, another GPU": ("sparse-256k-92gib-h200-2026-11-27", 1),
+    "sparse 1M, a quarter kept, many readers first": ("sparse-1m-readers-h200-2026-11-28", 1),
+    "sparse 256K, chosen, many readers first": ("sparse-256k-readers-h200-2026-11-28", 1),
     "exact 256K, chunks of 8192": ("several-gpus-h200-2026-11-26", 0),
     "sparse 256K, chunks of 8192": ("several-gpus-h200-2026-11-26", 1),
     "sparse 1M, chunks of 8192": ("several-gpus-h200-2026-11-26", 2),
@@ -58,7 +60,8 @@ def planner() -> Planner:
 
 
 def foretold(planner: Planner, row: dict[str, Any], ranks: int) -> float:
-    loose = row["kept_output_bytes"] if "recomputed" in row else 0
+    in_torch = row["kept_output_bytes"] if "recomputed" in row else 0  # rows that do not say it
+    loose = row.get("loose_output_bytes", in_torch)
     config = oomb.Config(
         attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
         kv_grad_dtype=row["kv_grad_dtype"],

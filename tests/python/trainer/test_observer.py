@@ -133,6 +133,9 @@ def test_a_run_is_told_in_order(tmp_path: Path) -> None:
         assert [record[name] for record in steps] == pytest.approx(logged(trainer, name)), name
     assert all(0 < r["fill_seconds"] + r["sweep_seconds"] < r["seconds"] for r in steps)
     assert all(r["device_peak_bytes"] > 0 for r in steps)
+    # 3 chunks of 6, 6 and 1 rows; two rows a micro-batch
+    assert [sum(r["recomputed"].values()) for r in steps] == [9, 9, 3]
+    assert all(r["loose_output_bytes"] == 0 for r in steps)
 
     progress = recorder.of("on_progress")
     # 70 tokens, 3 chunks: 2 filled and 3 swept, in three micro-batches of a step
