@@ -18,6 +18,7 @@ void bind_page_statistics(py::module_& module) {
       .def_readonly("taken_slots", &SlotPoolState::taken_slots)
       .def_readonly("free_slots", &SlotPoolState::free_slots)
       .def_readonly("committed_bytes", &SlotPoolState::committed_bytes)
+      .def_readonly("ready_bytes", &SlotPoolState::ready_bytes)
       .def_property_readonly("taken_bytes", &SlotPoolState::taken_bytes);
   py::class_<PageStatistics>(module, "PageStatistics", "Counters of a call, as PageManager.stats.")
       .def_readonly("device_peak_bytes", &PageStatistics::device_peak_bytes)

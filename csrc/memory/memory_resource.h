@@ -23,6 +23,8 @@ class MemoryResource {
   virtual std::byte* base() const = 0;
   virtual int64_t capacity() const = 0;
   virtual int64_t committed() const = 0;
+  // Bytes that take memory: what is committed, and what prepare() has had made beyond that.
+  virtual int64_t ready() const { return committed(); }
 
   // The amounts commit() likes to be asked for are multiples of this.
   virtual int64_t granularity() const = 0;

@@ -71,12 +71,12 @@ class PinnedResource final : public MemoryResource {
   std::byte* base() const override { return base_; }
   int64_t capacity() const override { return capacity_; }
   int64_t committed() const override { return committed_; }
+  int64_t ready() const override;
   int64_t granularity() const override { return piece_; }
   void commit(int64_t bytes) override;
   void prepare(int64_t bytes) override;
   void release() override;
 
-  int64_t ready() const;
   // Where memory is in fragments the system moves it together for every huge page, which can take
   // a minute per gigabyte: after a piece slower than 128 MiB/s small ones are taken.
   bool asks_for_huge_pages() const { return huge_pages_; }

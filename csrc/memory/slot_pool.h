@@ -34,6 +34,7 @@ struct SlotPoolState {
   int64_t taken_slots = 0;
   int64_t free_slots = 0;
   int64_t committed_bytes = 0;
+  int64_t ready_bytes = 0;  // with memory that was made ahead
 
   int64_t taken_bytes() const { return taken_slots * slot_bytes; }
 };
@@ -73,8 +74,8 @@ class SlotPool {
   int64_t available_slots() const { return usable_slots() - taken_count_; }
   int64_t committed_bytes() const { return resource_->committed(); }
   SlotPoolState state() const {
-    return {slot_bytes(),  max_slots(),  mapped_slots(),
-            taken_slots(), free_slots(), committed_bytes()};
+    return {slot_bytes(), max_slots(),       mapped_slots(),    taken_slots(),
+            free_slots(), committed_bytes(), resource_->ready()};
   }
   bool is_taken(Slot slot) const { return taken_[static_cast<size_t>(slot)]; }
 

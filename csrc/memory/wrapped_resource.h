@@ -16,6 +16,7 @@ class WrappedResource : public MemoryResource {
   std::byte* base() const override { return upstream_->base(); }
   int64_t capacity() const override { return upstream_->capacity(); }
   int64_t committed() const override { return upstream_->committed(); }
+  int64_t ready() const override { return upstream_->ready(); }
   int64_t granularity() const override { return upstream_->granularity(); }
   void commit(int64_t bytes) override { upstream_->commit(bytes); }
   void prepare(int64_t bytes) override { upstream_->prepare(bytes); }

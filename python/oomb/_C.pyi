@@ -57,6 +57,7 @@ class SlotPoolState:
     taken_slots: Final[int]
     free_slots: Final[int]
     committed_bytes: Final[int]
+    ready_bytes: Final[int]
     taken_bytes: Final[int]
 
 class PageStatistics:

@@ -129,7 +129,7 @@ class Pools:
         """Of so many bytes of the host tier, those that are not pinned yet; 0 on a CPU."""
         if self._device.type == "cpu":
             return 0
-        there = 0 if self.manager is None else self.manager.stats().host.committed_bytes
+        there = 0 if self.manager is None else self.manager.stats().host.ready_bytes
         return max(0, host_bytes - there)
 
     def room(self, demand: PageDemand, config: Config, needs: Needs) -> Room:
@@ -140,7 +140,7 @@ class Pools:
         host_free = free_memory(torch.device("cpu")) // here
         cap = config.host_memory
         if self.manager is not None:
-            host_free += self.manager.stats().host.committed_bytes
+            host_free += self.manager.stats().host.ready_bytes
         return Room(
             one_memory=on_cpu,
             device_free=host_free if on_cpu else free_memory(self._device),

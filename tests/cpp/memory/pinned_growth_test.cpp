@@ -3,9 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "memory/recorded_pinning.h"
+#include "memory/slot_pool.h"
+#include "memory/statistics_resource.h"
 
 namespace oomb::memory {
 namespace {
@@ -22,6 +26,22 @@ TEST(PinnedResource, GoesAheadAsFarAsItWasTold) {
   EXPECT_EQ(resource.committed(), 3 * kPiece) << "all that is ready";
   resource.prepare(100 * kPiece);
   wait_until_ready(resource, 8 * kPiece);
+}
+
+TEST(PinnedResource, APoolCountsWhatWasMadeAhead) {
+  Record record;
+  auto pinned =
+      std::make_unique<PinnedResource>(pieces(8), std::make_unique<RecordingRegistrar>(record));
+  PinnedResource& resource = *pinned;
+  SlotPool pool(std::make_unique<StatisticsResource>(std::move(pinned)),
+                {.slot_bytes = kPage, .max_slots = 8 * kPiece / kPage, .step_bytes = kPiece});
+  pool.give_back(pool.take());
+  EXPECT_EQ(pool.state().ready_bytes, pool.state().committed_bytes);
+  const int64_t committed = pool.state().committed_bytes;
+  resource.prepare(7 * kPiece);
+  wait_until_ready(resource, 7 * kPiece);
+  EXPECT_EQ(pool.state().committed_bytes, committed);
+  EXPECT_EQ(pool.state().ready_bytes, 7 * kPiece);
 }
 
 TEST(PinnedResource, StopsWhereItIsToldThatNoMoreIsWanted) {

@@ -13,6 +13,7 @@ from peft import LoraConfig
 
 import oomb
 from engine.models import make
+from oomb.core import pools as core_pools
 from oomb.core.growth import growth_seconds
 from oomb.core.pools import Pools
 from oomb.plan import Machine, Planner
@@ -72,8 +73,21 @@ def test_an_engine_s_plan_asks_for_what_is_not_pinned_yet(monkeypatch: pytest.Mo
         pools: Pools = engine._pools
         monkeypatch.setattr(pools, "_device", torch.device("cuda"))
         assert pools.to_pin(1000) == 1000
-        host = SimpleNamespace(committed_bytes=600)
+        host = SimpleNamespace(committed_bytes=500, ready_bytes=600)
         there: Any = SimpleNamespace(stats=lambda: SimpleNamespace(host=host))
         monkeypatch.setattr(pools, "manager", there)
         assert pools.to_pin(1000) == 400 and pools.to_pin(500) == 0
+        monkeypatch.undo()
+
+
+def test_what_was_pinned_ahead_is_room_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with oomb.Engine(make("llama"), oomb.Config(chunk_size=16, page_size=8)) as engine:
+        of_pools: Any = engine._pools
+        host = SimpleNamespace(committed_bytes=500, ready_bytes=600)
+        there = SimpleNamespace(stats=lambda: SimpleNamespace(host=host))
+        monkeypatch.setattr(of_pools, "manager", there)
+        monkeypatch.setattr(core_pools, "free_memory", lambda device: 1000)
+        demand = SimpleNamespace(reach=None)
+        needs = SimpleNamespace(others=0, activations=(), host_spare=0)
+        assert of_pools.room(demand, engine.config, needs).host_free == 1600
         monkeypatch.undo()
