@@ -296,23 +296,25 @@ def _with_caps(
 ) -> Prediction | None:
     """With caps of both tiers by name, all of which ``auto`` takes; None where they spare little.
 
-    Of memory that is not given by name it leaves half of what the pages do not need.
+    Of memory that is not given by name it leaves half of what the pages do not need. The host's is
+    given for all ranks there.
     """
     if not chosen.fits or chosen.seconds is None or chosen.kept_output_share == 1:
         return None
-    if machine.ranks > 1 or machine.device_type == "cpu":
+    if machine.device_type == "cpu":
         return None
 
-    def cap(own: int | str | None, there: int, beside: int) -> int | str | None:
-        """What the pages may have without a cap, in whole GiB."""
-        return own or (int(TIER_SHARE * there) - beside) // _GIB * _GIB or None
+    def cap(own: int | str | None, there: int, beside: int, ranks: int) -> int | str | None:
+        """What the pages of ``ranks`` may have without a cap, in whole GiB."""
+        return own or ranks * (int(TIER_SHARE * there) - beside) // _GIB * _GIB or None
 
     config = chosen.config
     on_device = chosen.device_bytes - chosen.device_pool_bytes
     on_host = chosen.host_bytes - chosen.host_pool_bytes
+    here = machine.neighbours
     caps = {
-        "device_memory": cap(config.device_memory, machine.device_bytes, on_device),
-        "host_memory": cap(config.host_memory, machine.host_bytes, on_host),
+        "device_memory": cap(config.device_memory, machine.device_bytes, on_device, 1),
+        "host_memory": cap(config.host_memory, machine.host_bytes, on_host, here),
     }
     found = predicted(replace(config, **caps))  # type: ignore[arg-type]
     if not found.fits or found.seconds is None:
