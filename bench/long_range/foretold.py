@@ -28,10 +28,12 @@ def foretold(
     hold; of sampled chunks the bias, which averaging leaves, and the noise of ``draws`` in it.
 
     On four texts with a question each; the loss is that of the answers. ``past``: of the layer
-    that sees least. ``names``: methods that attend to pages of a budget or sweep in part.
+    that sees least. ``names``: methods that attend to pages of a budget, sweep in part or have
+    gradient pages in bf16 (with keys in fp32, as on a CPU, their error is 0).
     """
     settings = methods(length, page_size, seed)
-    known = {name: own for name in names if (own := settings[name]) is not None}
+    rounded = "bf16 gradients"
+    known = {n: own for n in names if n != rounded and (own := settings[n]) is not None}
     sparse = {n: own.attention for n, own in known.items() if _is_sparse(own)}
     parts: dict[str, Any] = {n: own.backward for n, own in known.items() if not _is_sparse(own)}
     [batch] = data.asked(task, 4, length, 4)
@@ -44,6 +46,7 @@ def foretold(
             config=oomb.Config(**engine_settings(length, page_size)),
             attention=list(sparse.values()),
             backward=list(parts.values()),
+            kv_grad_dtype="bfloat16" if rounded in names else None,
             draws=draws,
         )
     told: dict[str, dict[str, float | None]] = {}
@@ -62,6 +65,8 @@ def foretold(
         }
     for cut in found.truncated:
         told[_named(parts, cut.rule)] = {"gradient": cut.gradient.error}
+    if found.rounded is not None:
+        told[rounded] = {"gradient": found.rounded.gradient.error}
     return told
 
 

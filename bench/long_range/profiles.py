@@ -113,7 +113,14 @@ _PAGES = tuple(
     for score in (", bounds", ", softmax", "", ", sink, recent", ", bounds, sink, recent")
     for budget in (16, 32, 64)
 )
-_AUDITED = (*_PARTS, "64 pages, bounds", "16 pages, bounds", "64 pages, softmax", "64 pages")
+_AUDITED = (
+    *_PARTS,
+    "64 pages, bounds",
+    "16 pages, bounds",
+    "64 pages, softmax",
+    "64 pages",
+    "bf16 gradients",
+)
 _NEEDLES = ("needle, 8 keys", "needle, 4 queries", "two facts")
 
 PROFILES = {
@@ -127,7 +134,7 @@ PROFILES = {
                   asked=(128,)),
             Level(stage=Stage(length=512, batch=1, rate=1e-3, share=0.3, seconds=60, steps=1),
                   asked=(512, 1024), methods=("exact", "16 pages", "1 back"), tried=("16 pages",),
-                  audited=("16 pages", "SpaCO 1/2", "1 back")),
+                  audited=("16 pages", "SpaCO 1/2", "1 back", "bf16 gradients")),
         ),
         number=2,
         asked_tokens=2048,

@@ -1,9 +1,10 @@
-"""What sparse attention, sampled and truncated chunks cost in accuracy, on a model and a text."""
+"""What sparse attention, sampled and truncated chunks and bf16 gradient pages cost in accuracy."""
 
 from oomb.audit.audit import audit
 from oomb.audit.results import (
     Audit,
     Likeness,
+    RoundedAudit,
     SampledAudit,
     SparseAudit,
     SparseLayer,
@@ -13,6 +14,7 @@ from oomb.audit.results import (
 __all__ = [
     "Audit",
     "Likeness",
+    "RoundedAudit",
     "SampledAudit",
     "SparseAudit",
     "SparseLayer",

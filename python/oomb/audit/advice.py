@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from oomb.audit.results import SampledAudit, SparseAudit, TruncatedAudit, budget_of
+from oomb.audit.results import (
+    RoundedAudit,
+    SampledAudit,
+    SparseAudit,
+    TruncatedAudit,
+    budget_of,
+)
 from oomb.config import TopKPages
 
 # docs/quality.md measured all three: means lost needles that bounds found; the share of attention
@@ -22,8 +28,9 @@ def advice(
     sampled: Sequence[SampledAudit],
     tolerance: float,
     truncated: Sequence[TruncatedAudit] = (),
+    rounded: RoundedAudit | None = None,
 ) -> list[str]:
-    """At most one text each about budgets, sampled chunks and truncated chunks."""
+    """At most one text each about budgets, sampled chunks, truncated chunks and rounded pages."""
     found = []
     if sparse:
         found.append(_about_budgets(sparse, tolerance))
@@ -31,6 +38,8 @@ def advice(
         found.append(_about_sampling(sampled, tolerance))
     if truncated:
         found.append(_about_windows(truncated, tolerance))
+    if rounded is not None:
+        found.append(_about_rounding(rounded, tolerance))
     return found
 
 
@@ -104,6 +113,17 @@ def _about_windows(truncated: Sequence[TruncatedAudit], tolerance: float) -> str
     return (
         f"No window of {tried} chunks keeps the gradient within {tolerance:.0%}: the nearest, "
         f"{best.rule.window}, is {off}."
+    )
+
+
+def _about_rounding(rounded: RoundedAudit, tolerance: float) -> str:
+    error = rounded.gradient.error
+    if error == 0.0:
+        return f"Gradient pages are not in {rounded.kv_grad_dtype} here: keys are in a wider dtype."
+    within = "within" if error <= tolerance else "beyond"
+    return (
+        f"With gradient pages in {rounded.kv_grad_dtype} a step's gradient is {error:.2%} off, "
+        f"{within} {tolerance:.0%}. The rounding is random and without bias: averaging removes it."
     )
 
 

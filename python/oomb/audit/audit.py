@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from oomb.audit.mass import attention_mass
 from oomb.audit.outputs import Recorder, compare_outputs
 from oomb.audit.results import (
     Audit,
+    RoundedAudit,
     SampledAudit,
     SparseAudit,
     SparseLayer,
@@ -47,12 +50,14 @@ def audit(
     config: Config | None = None,
     attention: Sequence[PageRule] = (),
     backward: Sequence[SampledChunks | TruncatedChunks] = (),
+    kv_grad_dtype: Literal["bfloat16"] | None = None,
     draws: int = 16,
     sample_blocks: int = 32,
     tolerance: float = 0.1,
     on_call: OnCall | None = None,
 ) -> Audit:
-    """Errors of sparse attention, sampled and truncated chunks against exact training on a text.
+    """Errors of sparse attention, sampled and truncated chunks and gradient pages in bf16, against
+    exact training on a text.
 
     The model, its gradients, its mode and torch's random state are left as they were. Dropout is
     off meanwhile. Host memory: gradients in fp32 twice (sampled chunks: three times), and with
@@ -65,6 +70,8 @@ def audit(
         attention: rules to audit: :class:`oomb.TopKPages`, or an :class:`oomb.PageRule` of your
             own.
         backward: rules to audit.
+        kv_grad_dtype: audits gradient pages of this dtype too; everything else then has them in
+            fp32. Where keys are in fp32 or fp64 pages are never in less, and the error is 0.
         draws: per rule of sampled chunks, at least 2. Where there are no more subsets of the chunks
             than this, every subset is run once instead, and the figures are expectations.
         sample_blocks: query blocks at which layer outputs and attention mass are taken, spread
@@ -77,11 +84,13 @@ def audit(
             not finite, and nothing can be compared with it.
     """
     own = config if config is not None else Config()
-    _check(attention, backward, draws, sample_blocks, tolerance)
+    _check(attention, backward, kv_grad_dtype, draws, sample_blocks, tolerance)
     _check_tokens(input_ids, labels)
     told = on_call if on_call is not None else _ignore
     causal = CausalModel(model)
     groups = Groups(model, causal.layers)
+    if kv_grad_dtype is not None:
+        own = replace(own, kv_grad_dtype="float32")
     num_blocks = -(-_tokens_run(labels) // own.page_size)
     blocks = evenly(num_blocks, sample_blocks)
     with untouched(model):
@@ -98,6 +107,9 @@ def audit(
             for rule in backward
             if isinstance(rule, TruncatedChunks)
         ]
+        rounded = None
+        if kv_grad_dtype is not None:
+            rounded = reference.rounded(kv_grad_dtype, told)
     return Audit(
         num_tokens=input_ids.shape[1],
         num_chunks=reference.num_chunks,
@@ -109,7 +121,8 @@ def audit(
         sparse=sparse,
         sampled=sampled,
         truncated=truncated,
-        advice=advice(sparse, sampled, tolerance, truncated),
+        advice=advice(sparse, sampled, tolerance, truncated, rounded),
+        rounded=rounded,
     )
 
 
@@ -220,12 +233,22 @@ class _Reference:
         layers, whole = compare(self._groups, found, self._gradients)
         return TruncatedAudit(rule=rule, gradient=whole, layers=layers)
 
-    def _with(self, attention: Dense | PageRule, backward: BackwardRule | None = None) -> Config:
+    def rounded(self, kv_grad_dtype: str, told: OnCall) -> RoundedAudit:
+        told(f"gradient pages in {kv_grad_dtype}: gradient")
+        with Engine(self._model, self._with(Dense(), kv_grad_dtype=kv_grad_dtype)) as engine:
+            _, found = gradients_of_call(engine, self._groups, *self._arguments)
+        layers, whole = compare(self._groups, found, self._gradients)
+        return RoundedAudit(kv_grad_dtype=kv_grad_dtype, gradient=whole, layers=layers)
+
+    def _with(
+        self, attention: Dense | PageRule, backward: BackwardRule | None = None, **others: Any
+    ) -> Config:
         changed = {
             "attention": attention,
             "backward": backward or AllChunks(),
             **KEPT_SUMS,
             "record_selection": True,
+            **others,
         }
         return Config(**{**vars(self._config), **changed})
 
@@ -237,12 +260,17 @@ class _Reference:
 def _check(
     attention: Sequence[PageRule],
     backward: Sequence[SampledChunks | TruncatedChunks],
+    kv_grad_dtype: str | None,
     draws: int,
     sample_blocks: int,
     tolerance: float,
 ) -> None:
-    if not attention and not backward:
-        raise ValueError("attention, backward: expected at least one rule to audit, got none")
+    if kv_grad_dtype not in (None, "bfloat16"):
+        raise ValueError(f"kv_grad_dtype: expected 'bfloat16' or None, got {kv_grad_dtype!r}")
+    if not attention and not backward and kv_grad_dtype is None:
+        raise ValueError(
+            "attention, backward, kv_grad_dtype: expected something to audit, got none"
+        )
     for name, rules, kind, names in (
         ("attention", attention, PageRule, "oomb.PageRule"),
         (

@@ -106,6 +106,20 @@ class TruncatedAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundedAudit:
+    """Gradient pages in another dtype; each rounding is random and without bias.
+
+    Attributes:
+        gradient: of all trained parameters.
+        layers: per decoder layer; None where none of its parameters is trained.
+    """
+
+    kv_grad_dtype: str
+    gradient: Likeness
+    layers: list[Likeness | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """Everything found on one model and text.
 
@@ -114,6 +128,7 @@ class Audit:
         loss: exact.
         sampled_blocks: query blocks at which layer outputs and attention mass were taken, spread
             evenly over the text; ``num_blocks`` there are.
+        rounded: gradient pages in bf16; None: not asked for.
         advice: what the figures recommend.
     """
 
@@ -128,6 +143,7 @@ class Audit:
     sampled: list[SampledAudit]
     truncated: list[TruncatedAudit]
     advice: list[str]
+    rounded: RoundedAudit | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; a page rule of your own, which may hold anything, as its ``repr``."""

@@ -1,4 +1,4 @@
-"""``oomb audit``: what sparse attention, sampled and truncated chunks would cost."""
+"""``oomb audit``: what sparse attention, sampled and truncated chunks and bf16 pages would cost."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ def audit(
     window: Annotated[
         str, typer.Option(help="Chunks that gradient reaches back: 1,2,4 (TruncatedChunks).")
     ] = "",
+    kv_grad_dtype: Annotated[
+        str, typer.Option(help="bfloat16: gradient pages in it; '' for none.")
+    ] = "",
     draws: Annotated[int, typer.Option(min=2, help="Random draws per rule of --keep.")] = 16,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
@@ -56,8 +59,8 @@ def audit(
 ) -> None:
     """Compare sparse attention, sampled and truncated chunks with exact training, layer by layer.
 
-    Costs one exact step, one step per budget and window and one per draw. Nothing is trained or
-    changed.
+    Costs one exact step, one step per budget and window, one per draw and one with --kv-grad-dtype.
+    Nothing is trained or changed.
     """
     try:
         rules = [
@@ -76,8 +79,11 @@ def audit(
             # A cap as high as the factor bounds nothing.
             samplings += [free, *(one for one in capped if one.dkv_factor < free.dkv_factor)]
         windows = [TruncatedChunks(window=chunks) for chunks in _numbers("window", window, int)]
-        if not rules and not samplings and not windows:
-            raise ValueError("--budget, --keep, --window: expected at least one of them, got none")
+        if not (rules or samplings or windows or kv_grad_dtype):
+            names = "--budget, --keep, --window, --kv-grad-dtype"
+            raise ValueError(f"{names}: expected at least one of them, got none")
+        if kv_grad_dtype not in ("", "bfloat16"):
+            raise ValueError(f"--kv-grad-dtype: expected bfloat16 or '', got {kv_grad_dtype!r}")
         config = Config(
             chunk_size=chunk_size,
             page_size=page_size,
@@ -113,6 +119,7 @@ def audit(
                 config=config,
                 attention=rules,
                 backward=[*samplings, *windows],
+                kv_grad_dtype=kv_grad_dtype or None,  # type: ignore[arg-type]
                 draws=draws,
                 sample_blocks=sample_blocks,
                 tolerance=tolerance,

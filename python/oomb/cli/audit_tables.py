@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from oomb.audit import Audit, Likeness, SampledAudit, SparseLayer
+from oomb.audit import Audit, Likeness, RoundedAudit, SampledAudit, SparseLayer
 from oomb.audit.results import budget_of
 
 
@@ -24,6 +24,8 @@ def show(console: Console, found: Audit) -> None:
         _print(console, _sampled(found))
     if found.truncated:
         _print(console, _truncated(found))
+    if found.rounded is not None:
+        _print(console, _rounded(found.rounded))
     console.print(
         "Errors are ‖approximate - exact‖ / ‖exact‖. Attention seen is the share of exact "
         "attention that falls on the pages read.\n",
@@ -108,10 +110,21 @@ def _truncated(found: Audit) -> Table:
     for name in ("cosine", "error", "largest of a layer"):
         table.add_column(name, justify="right")
     for one in found.truncated:
-        errors = [layer.error for layer in one.layers if layer is not None]
-        largest = f"{max(errors):.4f}" if errors else ""
-        table.add_row(str(one.rule.window), *_cells(one.gradient), largest)
+        table.add_row(str(one.rule.window), *_cells(one.gradient), _largest(one.layers))
     return table
+
+
+def _rounded(one: RoundedAudit) -> Table:
+    table = _table("Gradient pages against exact: the gradient", "dtype")
+    for name in ("cosine", "error", "largest of a layer"):
+        table.add_column(name, justify="right")
+    table.add_row(one.kv_grad_dtype, *_cells(one.gradient), _largest(one.layers))
+    return table
+
+
+def _largest(layers: list[Likeness | None]) -> str:
+    errors = [layer.error for layer in layers if layer is not None]
+    return f"{max(errors):.4f}" if errors else ""
 
 
 def _bias(one: SampledAudit) -> str:

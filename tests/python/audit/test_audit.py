@@ -331,7 +331,8 @@ def test_gradients_the_model_has_do_not_matter(used_model: PreTrainedModel) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "attention, backward: expected at least one rule"),
+        ({}, "attention, backward, kv_grad_dtype: expected something to audit, got none"),
+        ({"kv_grad_dtype": "float16"}, "kv_grad_dtype: expected 'bfloat16' or None, got 'float16'"),
         ({"attention": [oomb.Dense()]}, "attention: expected oomb.PageRule rules, got Dense"),
         (
             {"backward": [oomb.AllChunks()]},

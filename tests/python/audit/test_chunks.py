@@ -1,9 +1,9 @@
-"""Audits of sampled and truncated chunks against ordinary runs of every draw."""
+"""Audits of sampled and truncated chunks and rounded pages against runs of their own."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -116,3 +116,48 @@ def test_truncated_chunks_are_compared_as_they_are(window: int) -> None:
         part = f"layers.{index}."
         own = torch.cat([gradients[n].flatten() for n in sorted(gradients) if part in n])
         assert_close(layer, likeness(own, exact_vector(model, ids, part)))
+
+
+def sums(
+    model: PreTrainedModel, ids: torch.Tensor, part: str = "", **settings: str
+) -> torch.Tensor:
+    """An engine's gradient as one vector, in fp32."""
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, keep_main_grad=True, **settings)
+    with oomb.Engine(model, config) as engine:
+        engine.forward_backward(ids, ids)
+        found = {n: engine.main_grad(p) for n, p in model.named_parameters()}
+    model.zero_grad()
+    return torch.cat([found[n].flatten().double() for n in sorted(found) if part in n])
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16"])
+def test_gradient_pages_in_bf16_are_compared_with_pages_in_fp32(own: str) -> None:
+    """Whatever pages the config asks for."""
+    model, ids = make("llama", torch.bfloat16), random_ids(1, TOKENS)
+    config = replace(CONFIG, kv_grad_dtype=own)
+    rounded = audit(model, ids, ids, config=config, kv_grad_dtype="bfloat16").rounded
+    assert rounded is not None and rounded.kv_grad_dtype == "bfloat16"
+    expected = likeness(sums(model, ids, kv_grad_dtype="bfloat16"), sums(model, ids))
+    assert 0 < expected.error < 0.05
+    assert rounded.gradient.error == pytest.approx(expected.error, rel=1e-6)
+    for index, layer in enumerate(rounded.layers):
+        part = f"layers.{index}."
+        found = sums(model, ids, part, kv_grad_dtype="bfloat16")
+        assert layer is not None
+        assert layer.error == pytest.approx(likeness(found, sums(model, ids, part)).error, rel=1e-6)
+
+
+def test_pages_of_wide_keys_are_not_rounded() -> None:
+    ids = random_ids(1, TOKENS)
+    found = audit(make("llama", torch.float32), ids, ids, config=CONFIG, kv_grad_dtype="bfloat16")
+    assert found.rounded is not None and found.rounded.gradient.error == 0
+    assert found.advice == ["Gradient pages are not in bfloat16 here: keys are in a wider dtype."]
+
+
+def test_pages_of_keys_under_autocast_are_rounded() -> None:
+    model, ids = make("llama", torch.float32), random_ids(1, TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = audit(model, ids, ids, config=CONFIG, kv_grad_dtype="bfloat16")
+    assert found.rounded is not None and 0 < found.rounded.gradient.error < 0.05
+    (sentence,) = found.advice
+    assert "within 10%" in sentence and "without bias" in sentence

@@ -14,6 +14,7 @@ from engine.models import make
 from oomb import Config, Engine, SampledChunks, TopKPages, TruncatedChunks
 from oomb.audit import (
     Likeness,
+    RoundedAudit,
     SampledAudit,
     SparseAudit,
     SparseLayer,
@@ -53,7 +54,7 @@ def run(folder: Path, text: Path, *options: str) -> Result:
 def test_figures_are_those_of_the_function(folder: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "audit.json"
     result = run(folder, text, "--budget", "1,3", "--keep", "0.25,0.5", "--draws", "16",
-                 "--window", "0,2",
+                 "--window", "0,2", "--kv-grad-dtype", "bfloat16",
                  "--out", str(out))  # fmt: skip
     assert result.exit_code == 0, result.output
     ids = torch.tensor([[*WORDS.encode()[:60]]])
@@ -73,6 +74,7 @@ def test_figures_are_those_of_the_function(folder: Path, text: Path, tmp_path: P
             TruncatedChunks(window=2),
         ],
         draws=16,
+        kv_grad_dtype="bfloat16",
     )
     assert json.loads(out.read_text()) == json.loads(json.dumps(expected.as_dict()))
     for one in expected.sparse:
@@ -92,7 +94,11 @@ def test_long_text_is_read_until_there_are_enough_tokens(folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--budget, --keep, --window: expected at least one of them, got none"),
+        (
+            (),
+            "--budget, --keep, --window, --kv-grad-dtype: expected at least one of them, got none",
+        ),
+        (("--kv-grad-dtype", "float16"), "--kv-grad-dtype: expected bfloat16 or '', got 'float16'"),
         (("--budget", "8,x"), "--budget: expected numbers such as 8,16,32, got '8,x'"),
         (("--budget", "0"), "budget: expected an int >= 1, got 0"),
         (("--keep", "2"), "keep: expected a number in (0, 1], got 2.0"),
@@ -234,6 +240,13 @@ def test_the_smallest_window_within_the_tolerance() -> None:
     assert sentence.startswith("A window of 2 chunks is the smallest of 1, 2, 4 whose gradient")
     (sentence,) = advice([], [], 0.01, tried)
     assert sentence.startswith("No window of 1, 2, 4 chunks") and "nearest, 4, is 2.0%" in sentence
+
+
+@pytest.mark.parametrize(("error", "word"), [(0.02, "within"), (0.2, "beyond")])
+def test_rounded_pages_are_told_of(error: float, word: str) -> None:
+    one = RoundedAudit(kv_grad_dtype="bfloat16", gradient=Likeness(1.0, error), layers=[])
+    (sentence,) = advice([], [], 0.1, rounded=one)
+    assert f"is {error:.2%} off, {word} 10%" in sentence
 
 
 def test_the_unbiased_rule_that_averages_out_for_the_least_work() -> None:

@@ -285,8 +285,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
         "16 pages": ["gradient", "past"],
         "SpaCO 1/2": ["gradient", "bias", "noise"],
         "1 back": ["gradient"],
+        "bf16 gradients": ["gradient"],
     }
-    assert all(told["gradient"] > 0 for told in foretold.values())
+    errors = {name: told["gradient"] for name, told in foretold.items()}
+    assert errors.pop("bf16 gradients") == 0  # on a CPU keys are in fp32, and so are the pages
+    assert all(error > 0 for error in errors.values())
     del record["pieces"]["512 exact"]["asked"]["needle | 1024 | dense"]
     path.write_text(json.dumps(record))
     assert run(1e6) == ["512 exact: needle | 1024 | dense: 0.00"]
