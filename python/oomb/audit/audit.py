@@ -121,8 +121,8 @@ def audit(
         sparse=sparse,
         sampled=sampled,
         truncated=truncated,
-        advice=advice(sparse, sampled, tolerance, truncated, rounded),
         rounded=rounded,
+        advice=advice(sparse, sampled, tolerance, truncated, rounded),
     )
 
 

@@ -142,8 +142,8 @@ class Audit:
     sparse: list[SparseAudit]
     sampled: list[SampledAudit]
     truncated: list[TruncatedAudit]
+    rounded: RoundedAudit | None
     advice: list[str]
-    rounded: RoundedAudit | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; a page rule of your own, which may hold anything, as its ``repr``."""
