@@ -31,6 +31,7 @@ def step_seconds(
     name: str, layers: int, tokens: int, config: oomb.Config, mesh: Any
 ) -> dict[str, Any]:
     """One step of some layers of a named shape with random bf16 weights."""
+    torch.manual_seed(0)  # the same weights on all ranks
     model = random_model(
         SHAPES[name], device="cuda", dtype=torch.bfloat16, positions=tokens, layers=layers
     )

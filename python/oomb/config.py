@@ -298,8 +298,9 @@ class Config:
             pages stay on the device. Changes no bit of the result.
         keep_outputs: attention's outputs of filled chunks that are kept for the sweep, which does
             not compute them again then: ``"auto"``, those that save more time than their copies
-            take, as far as pages leave room; ``"all"``, ``"none"``, or a share in [0, 1] of them
-            (the most worthwhile first). Changes no bit of the result.
+            take, as far as pages leave room, and likewise outputs of MLPs; ``"all"``, ``"none"``,
+            or a share in [0, 1] of attention's (the most worthwhile first). Changes no bit of the
+            result.
         weights: ``"device"``, or ``"host"``: frozen weights of decoder layers stay in host memory,
             and come to the device a layer ahead of use; all else moves there. Changes no bit.
         sharded_weights: of a model sharded by FSDP2: ``"zero1"`` gathers weights for a call,

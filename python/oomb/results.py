@@ -27,6 +27,7 @@ class Stats:
             each pass: "fill", "forward" and "backward" of the sweep.
         kept_output_share: share that was kept, of the outputs that could be kept for the sweep.
         kept_output_bytes: memory that they took, of both tiers or of torch.
+        kept_mlp_output_bytes: of both tiers, that outputs of MLPs took beside them.
         loose_output_bytes: of torch: earlier chunks compute less again in that room.
         kept_output_seconds: time that the fill took to compute them, which the sweep was spared.
         recomputed: swept chunks by what backward computed again of them, as of
@@ -60,6 +61,7 @@ class Stats:
     exposed_by_layer: dict[str, list[float]] = field(default_factory=dict)
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
+    kept_mlp_output_bytes: int = 0
     loose_output_bytes: int = 0
     kept_output_seconds: float = 0.0
     recomputed: dict[str, int] = field(default_factory=dict)

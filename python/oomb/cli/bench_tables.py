@@ -68,6 +68,9 @@ def _more(row: Row) -> list[str]:
             f"{row['kept_output_bytes'] / 2**30:.2f} GiB; "
             f"{row['kept_output_seconds']:.2f} s of attention were not computed again"
         )
+    if row.get("kept_mlp_output_bytes"):
+        kept = row["kept_mlp_output_bytes"] / 2**30
+        lines.append(f"{kept:.2f} GiB of MLPs' outputs were kept for the sweep")
     if len(row.get("recomputed", {})) > 1:
         lines.append(f"in their room less was computed again: {levels_text(row['recomputed'])}")
     if row.get("fetched_weight_bytes"):

@@ -44,7 +44,7 @@ def show(console: Console, model: str, result: Recommendation) -> None:
     if prediction.duration is not None and prediction.duration.sums_hidden_from:
         hidden = prediction.duration.sums_hidden_from
         console.print(f"gradient sums on the host: the link hides them from chunks of {hidden:,}")
-    if prediction.kept_output_bytes:
+    if prediction.kept_output_bytes or prediction.kept_mlp_output_bytes:
         console.print(_kept(prediction))
     if prediction.machine.host_assumed:
         host = bytes_text(prediction.machine.host_bytes)
@@ -140,10 +140,12 @@ def _kept(prediction: Prediction) -> str:
     duration = prediction.duration
     several = len(prediction.recomputed) > 1
     in_room = f"; recompute {levels_text(prediction.recomputed)}" if several else ""
-    saved = "" if duration is None else f", spare {seconds_text(duration.spared)} of attention"
+    saved = "" if duration is None else f", spare {seconds_text(duration.spared)}"
+    of_mlps = prediction.kept_mlp_output_bytes
     return (
         f"kept outputs: {prediction.kept_output_share:.0%} of attention's, "
-        f"{bytes_text(prediction.kept_output_bytes)}{saved}{in_room}"
+        f"{bytes_text(prediction.kept_output_bytes)}"
+        f"{f', and {bytes_text(of_mlps)} of MLPs' if of_mlps else ''}{saved}{in_room}"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from oomb import _C
 from oomb.core.border_states import FillComplete
-from oomb.core.call_pages import CallPages
+from oomb.core.call_pages import CallPages, piece_of
 from oomb.core.chunk_run import ChunkRun
 from oomb.core.latent_past import LatentPast
 from oomb.core.page_protocol import Launch, OnPages
@@ -196,7 +196,7 @@ class ChunkAttention:
 
             return kernel
 
-        piece = partial(_piece, (o, lse), pages.layout.slot_bytes)
+        piece = partial(piece_of, (o, lse), pages.layout.slot_bytes)
         pages.attend(run.phase, layer, run.chunk, launching, piece)
         if kept and outputs.loose:
             pages.loose.keep(run.chunk, layer, o, lse)
@@ -360,14 +360,6 @@ class ChunkAttention:
     ) -> _C.Chunk:
         visibility = self.pages.visibility(layer, chunk, window)
         return _C.Chunk(q=q, k=k, v=v, scale=scale, cap=softcap, visibility=visibility)
-
-
-def _piece(
-    tensors: tuple[torch.Tensor, ...], slot_bytes: int, part: int, begin: int, end: int
-) -> tuple[int, int]:
-    """Address and bytes of pieces [begin, end) of a tensor that is dense in memory."""
-    tensor, offset = tensors[part], begin * slot_bytes
-    return tensor.data_ptr() + offset, min(tensor.nbytes - offset, (end - begin) * slot_bytes)
 
 
 def _dense_in_head(x: torch.Tensor) -> bool:

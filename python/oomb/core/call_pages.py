@@ -218,6 +218,7 @@ def begin_pages(
             whole_fill=demand.whole_fill or demand.fills_all,
             paired=paired,
             output_span=outputs.span,
+            mlp_span=outputs.mlp_span,
         ),
         outputs=outputs,
         first_key=demand.inputs.first_key,
@@ -267,3 +268,11 @@ def seed_of_chunk(seed: int, layer: int, chunk: int) -> int:
     mixed = seed ^ (layer << 40) ^ (chunk + 1)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     return (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+
+
+def piece_of(
+    tensors: tuple[torch.Tensor, ...], slot_bytes: int, part: int, begin: int, end: int
+) -> tuple[int, int]:
+    """Address and bytes of pieces [begin, end) of a tensor that is dense in memory."""
+    tensor, offset = tensors[part], begin * slot_bytes
+    return tensor.data_ptr() + offset, min(tensor.nbytes - offset, (end - begin) * slot_bytes)

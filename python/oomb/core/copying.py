@@ -64,29 +64,51 @@ class Copying:
             flops: of its attention's forward.
             num_bytes: of the output.
         """
-        demand, machinery = self.demand, MACHINERY[self.demand.device_type]
+        past = self._past_bytes(chunk, layer)
+        to_store, to_load = self._carried(chunk, layer, flops)
+        over_link = max(0.0, num_bytes - to_store) + max(0.0, num_bytes - past - to_load)
+        return self._machinery.over_link * over_link / num_bytes
+
+    def least_worth_of_mlp(
+        self, chunk: int, layer: int, flops: float, num_bytes: int, beside: int
+    ) -> float:
+        """The same of a byte of the MLP's output; the sweep reads as many pages with it as without.
+
+        Args:
+            flops, beside: of the layer's attention, and bytes of its output, which goes first.
+        """
+        left = (max(0.0, carried - beside) for carried in self._carried(chunk, layer, flops))
+        over_link = sum(max(0.0, num_bytes - carried) for carried in left)
+        return self._machinery.over_link * over_link / num_bytes
+
+    def _carried(self, chunk: int, layer: int, flops: float) -> tuple[float, float]:
+        """Bytes that the link stores, and loads, behind a layer's computing beside its pages."""
+        demand, machinery = self.demand, self._machinery
         begin, end = demand.chunks.span(chunk)
         linear = self.linear_flops * (end - begin) * demand.batch
         hidden = machinery.hidden / machinery.over_link
-        slot, grad_slots = demand.layout.slot_bytes, demand.layout.grad_slots
         layers = demand.layers
         first, last = layers.pages(layer, chunk)
         stored = last - first if layers.stores(layer) else 0
-        own = self._spilled * stored * demand.batch * slot
-        past = self.missing * self._past_pages(chunk, layer) * slot
-        store = num_bytes - max(0.0, hidden * (linear + flops) - own)
+        own = self._spilled * stored * demand.batch * demand.layout.slot_bytes
         # Backward of the linear layers costs as much as their forward at least, where weights are
         # frozen; of attention 2.5 times as much. It loads keys, values and their gradients.
-        free = hidden * (2 * linear + 2.5 * flops) - (1 + grad_slots) * past
-        load = num_bytes - past - max(0.0, free)
-        over_link = max(0.0, store) + max(0.0, load)
-        return machinery.over_link * over_link / num_bytes
+        past = (1 + demand.layout.grad_slots) * self._past_bytes(chunk, layer)
+        return (
+            max(0.0, hidden * (linear + flops) - own),
+            max(0.0, hidden * (2 * linear + 2.5 * flops) - past),
+        )
+
+    @property
+    def _machinery(self) -> Machinery:
+        return MACHINERY[self.demand.device_type]
 
     @property
     def _spilled(self) -> int:
         return 1 if self.missing > 0 else 0
 
-    def _past_pages(self, chunk: int, layer: int) -> float:
+    def _past_bytes(self, chunk: int, layer: int) -> float:
+        """Of a layer's past, what is not on the device when it is read."""
         demand = self.demand
         window = demand.shapes[layer].window
         chunks = demand.layers.chunks[layer]
@@ -95,7 +117,7 @@ class Copying:
             seen = float(past - first_page_in_window(chunks, chunk, window))
         else:
             seen = past * demand.chosen_share(past)
-        return seen * demand.batch
+        return self.missing * seen * demand.batch * demand.layout.slot_bytes
 
 
 def linear_flops(layers: Sequence[nn.Module]) -> float:

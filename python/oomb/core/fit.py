@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from oomb.core.copying import Copying
-from oomb.core.kept_outputs import Keeping, KeptOutputs
+from oomb.core.keeping import Keeping
+from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import TIER_SHARE, Caps, Held
 from oomb.errors import OutOfMemoryError
@@ -130,7 +131,7 @@ class Fit:
 
     Attributes:
         caps: slots of both tiers.
-        outputs: of attention that the fill keeps for the sweep.
+        outputs: that the fill keeps for the sweep.
     """
 
     caps: Caps

@@ -192,8 +192,9 @@ class Order:
         fill   chunk 0 … : layer 0 … L-2      (… L-1 in evaluate, which needs every output;
                                               less far where the last layers store nothing)
                paired: layer 0 of chunks 0 and 1, layer 1 of chunks 0 and 1, …, then chunks 2 and 3
-        sweep  chunk last … 0: layer 0 … L-1 read (KV, or the output that the fill kept), then
-               L-1 … 0 read and accumulate, each followed by the chunk's own gradient
+        sweep  chunk last … 0: layer 0 … L-1 read (KV, or the output that the fill kept), each
+               followed by the MLP's output where that was kept, then L-1 … 0 read and accumulate,
+               each followed by the chunk's own gradient
 
     A layer that reads another one's keys and values stands there by the number of that one.
 
@@ -202,13 +203,15 @@ class Order:
     Attributes:
         visits: int32 [T, 4].
         first_of: of each row [T], the first one of its chunk, layer and pass.
-        fill, read, accumulate, own_gradient: first row of (chunk, layer), -1 where there is none.
+        fill, read, mlp, accumulate, own_gradient: first row of (chunk, layer), -1 where there is
+            none.
     """
 
     visits: npt.NDArray[np.int32]
     first_of: npt.NDArray[np.int64]
     fill: npt.NDArray[np.int64]
     read: npt.NDArray[np.int64]
+    mlp: npt.NDArray[np.int64]
     accumulate: npt.NDArray[np.int64]
     own_gradient: npt.NDArray[np.int64]
 
@@ -218,7 +221,7 @@ class Order:
         padded = np.append(together, 0.0)  # row -1
         return {
             "fill": padded[self.fill],
-            "forward": padded[self.read],
+            "forward": padded[self.read] + padded[self.mlp],
             "backward": padded[self.accumulate] + padded[self.own_gradient],
         }
 
@@ -231,6 +234,7 @@ def call_order(
     whole_fill: bool,
     paired: bool = False,
     output_span: OutputSpan = lambda chunk, layer: None,
+    mlp_span: OutputSpan = lambda chunk, layer: None,
 ) -> Order:
     """Order of a call that fills chunks [0, filled) and sweeps ``swept`` (ascending) in reverse.
 
@@ -239,12 +243,13 @@ def call_order(
         paired: two chunks of the fill take turns, layer by layer.
         output_span: pieces of the output that is kept of a chunk and layer; empty: it lies
             elsewhere; None: it is not kept.
+        mlp_span: the same of the MLP's output.
     """
     num_layers, sources = layers.number, layers.sources
     rows: list[tuple[int, int, int, int]] = []
     first_of: list[int] = []
-    tables = [np.full((layers.chunks[0].number, num_layers), -1, dtype=np.int64) for _ in range(4)]
-    fill, read, accumulate, own_gradient = tables
+    tables = [np.full((layers.chunks[0].number, num_layers), -1, dtype=np.int64) for _ in range(5)]
+    fill, read, mlp, accumulate, own_gradient = tables
 
     def add(
         table: npt.NDArray[np.int64],
@@ -274,6 +279,9 @@ def call_order(
                 visit(read, chunk, layer, READ)
             elif pieces:
                 add(read, chunk, layer, READ_OUTPUT, pieces)
+            of_mlp = mlp_span(chunk, layer)
+            if of_mlp:
+                add(mlp, chunk, layer, READ_OUTPUT, of_mlp)
         for layer in reversed(range(num_layers)):
             visit(accumulate, chunk, layer, ACCUMULATE)
             first, last = layers.pages(layer, chunk)
@@ -281,7 +289,7 @@ def call_order(
                 add(own_gradient, chunk, layer, READ_GRADIENT, (first, last))
     visits = np.array(rows, dtype=np.int32).reshape(-1, 4)
     starts = np.array(first_of, dtype=np.int64)
-    return Order(visits, starts, fill, read, accumulate, own_gradient)
+    return Order(visits, starts, fill, read, mlp, accumulate, own_gradient)
 
 
 def seen_past(chunks: Chunks, chunk: int, window: int) -> list[tuple[int, int]]:

@@ -58,6 +58,7 @@ class ChunkLoop:
         borders: BorderStates | None = None,
         placement: Placement = AllHere(),  # noqa: B008  # a constant
         router_loss: RouterLoss | None = None,
+        kept_products: Swaps | None = None,
     ) -> None:
         self._placement = placement
         self._model = model
@@ -72,7 +73,7 @@ class ChunkLoop:
         self._borders = borders or BorderStates()
         self.images = ImageRows(inputs.images, chunks, placement, model.device)
         self._carries: tuple[Carry, ...] = (attention, self._borders, self.images)
-        self._router_loss = router_loss
+        self._router_loss, self._kept_products = router_loss, kept_products
         if router_loss is not None:
             self._carries += (router_loss,)
         self._turns: Alternation | None = None
@@ -95,6 +96,8 @@ class ChunkLoop:
             places=self._places,
         )
         swaps.also(session)
+        if self._kept_products is not None:
+            swaps.also(self._kept_products)
         swaps.also(self.images.embedding(self._model.causal.get_input_embeddings()))
 
     def fill(self, num_chunks: int) -> float:

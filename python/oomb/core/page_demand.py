@@ -15,7 +15,8 @@ from oomb import _C
 from oomb.config import Config, PageRule, TopKPages
 from oomb.core.divided_chunks import Division, divided
 from oomb.core.inputs import CallInputs
-from oomb.core.kept_outputs import Keeping, KeptOutputs
+from oomb.core.keeping import Keeping, MlpOutput
+from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.latent_groups import Expanded, pages_at_once
 from oomb.core.layout import Chunks, GradientReach, PagedLayers
 from oomb.core.page_lists import ListSizes, PageLists
@@ -96,7 +97,8 @@ class PageDemand:
         selection: the rule of page-sparse attention; None: dense.
         choices: what it is taken to choose.
         lengths: keys of each sequence without padding; None: all tokens.
-        outputs: of attention that the fill keeps for the sweep; None: none.
+        mlps: what the MLP of each layer gives, where the fill could keep it; empty: of no layer.
+        outputs: that the fill keeps for the sweep; None: none.
         every_output: the fill runs all chunks to their end, though a sweep follows.
         border_bytes: of the host's memory that states at borders take.
         ranks: that share the sequences.
@@ -112,6 +114,7 @@ class PageDemand:
     selection: PageRule | None
     choices: Choices = field(default_factory=Choices)
     lengths: tuple[int, ...] | None = None
+    mlps: tuple[MlpOutput | None, ...] = ()
     outputs: KeptOutputs | None = None
     every_output: bool = False
     border_bytes: int = 0
@@ -269,11 +272,12 @@ class PageDemand:
 
     @property
     def nothing_kept(self) -> KeptOutputs:
-        return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.batch)
+        of_mlps = tuple(0 if mlp is None else mlp.chunk_bytes for mlp in self.mlps)
+        return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.batch, of_mlps)
 
     @property
     def keeping(self) -> Keeping:
-        """What could be kept of attention's outputs."""
+        """What could be kept of the fill."""
         rule = self.selection
         return Keeping.of(
             self.nothing_kept,
@@ -283,6 +287,7 @@ class PageDemand:
             self.batch,
             None if rule is None else rule.max_pages * self.chunks.page_size,
             fill_attends=self.layers.fill_attends,
+            mlps=self.mlps,
         )
 
     def chosen_share(self, past: int) -> float:
@@ -351,6 +356,7 @@ class Demand(PageDemand):
         swept: list[int] | None,
         *,
         every_output: bool = False,
+        mlps: tuple[MlpOutput | None, ...] = (),
         lists: PageLists | None = None,
         border_bytes: int = 0,
         chained: bool = False,
@@ -360,7 +366,7 @@ class Demand(PageDemand):
         """
         Args:
             swept: chunks that receive gradient, ascending; None: evaluate.
-            every_output, lists, border_bytes, chained, fills_all, ranks: as of the class.
+            every_output, mlps, lists, border_bytes, chained, fills_all, ranks: as of the class.
         """
         num_keys = inputs.num_keys
         return Demand(
@@ -375,6 +381,7 @@ class Demand(PageDemand):
             config=config,
             inputs=inputs,
             every_output=every_output,
+            mlps=mlps,
             lists=lists,
             border_bytes=border_bytes,
             chained=chained,

@@ -9,6 +9,8 @@ the kernels (▸), which is nothing in a dry run:
                 acquire ▸ release                            wave by wave
                 write_output                                 of an output that the fill keeps
                 or waves, read_output                        of one that the sweep takes back
+    keep_mlp    write_output                                 of what the MLP gave in the fill
+    take_mlp    waves, read_output                           in the sweep
     accumulate  create_gradients, waves, own_alone,
                 acquire ▸ release                            wave by wave
                 acquire_gradients ▸ drop                     of the chunk's own gradient
@@ -40,7 +42,8 @@ OnPages = Callable[[int, int], None]
 """A kernel over a chunk's own pages [begin, end), the chunk's first being 0."""
 
 Piece = Callable[[int, int, int], tuple[int, int]]
-"""Address and bytes of pieces [begin, end) of o (0) or of the log-sum-exp (1)."""
+"""Address and bytes of pieces [begin, end) of o (0) or of the log-sum-exp (1), or of what the MLP
+gave (0)."""
 
 
 class Arrival(Protocol):
@@ -87,7 +90,7 @@ class PageProtocol:
     Attributes:
         swept: chunks that receive gradient, ascending.
         reach: chunks that have gradient pages.
-        outputs: of attention that the fill keeps for the sweep.
+        outputs: that the fill keeps for the sweep.
         spilled: the device tier cannot hold the whole call.
         filled: chunks whose keys and values are written to pages.
         lists: distinct pages, of all sequences, that a layer of a chunk has chosen.
@@ -177,12 +180,25 @@ class PageProtocol:
         self._announce(layer, chunk)
         kept = bool(self.outputs.kept[chunk, layer]) and not self.outputs.loose
         if phase == "sweep" and kept:
-            self._take_output(layer, chunk, piece)
+            visit = int(self.order.read[chunk, layer])
+            self._take(visit, self.outputs.parts(chunk, layer), piece)
             return
         table = self.order.fill if phase == "fill" else self.order.read
         self._visit(layer, chunk, int(table[chunk, layer]), launching)
         if kept:
-            self._keep_output(layer, chunk, piece)
+            self._keep(layer, self.outputs.parts(chunk, layer), piece)
+
+    def keep_mlp(self, layer: int, chunk: int, piece: Piece) -> None:
+        """Copy what the MLP gave in the fill, where :meth:`KeptOutputs.mlp_span` has pieces."""
+        span = self.outputs.mlp_span(chunk, layer)
+        assert span is not None
+        self._keep(layer, [span], piece)
+
+    def take_mlp(self, layer: int, chunk: int, piece: Piece) -> None:
+        """Copy it back in the sweep."""
+        span = self.outputs.mlp_span(chunk, layer)
+        assert span is not None
+        self._take(int(self.order.mlp[chunk, layer]), [span], piece)
 
     def accumulate(self, layer: int, chunk: int, launching: Launching, own: OnPages) -> None:
         """Backward of a chunk over its past, then the end of its own pages.
@@ -265,9 +281,9 @@ class PageProtocol:
         finally:
             self.manager.release(visit, *wave, stream)
 
-    def _keep_output(self, layer: int, chunk: int, piece: Piece) -> None:
+    def _keep(self, layer: int, parts: Sequence[tuple[int, int]], piece: Piece) -> None:
         """Copy an output into pages that the sweep will read."""
-        for part, (first, last) in enumerate(self.outputs.parts(chunk, layer)):
+        for part, (first, last) in enumerate(parts):
             for begin, end in _steps(first, last, self.manager.max_outputs()):
                 source, num_bytes = piece(part, begin - first, end - first)
                 self.growing(
@@ -282,11 +298,10 @@ class PageProtocol:
                     )
                 )
 
-    def _take_output(self, layer: int, chunk: int, piece: Piece) -> None:
+    def _take(self, visit: int, parts: Sequence[tuple[int, int]], piece: Piece) -> None:
         """Copy a kept output back; its pages are dead then."""
-        visit = int(self.order.read[chunk, layer])
         waves = self.manager.waves(visit)
-        for part, (first, last) in enumerate(self.outputs.parts(chunk, layer)):
+        for part, (first, last) in enumerate(parts):
             for wave_begin, wave_end in waves:
                 begin, end = max(first, wave_begin), min(last, wave_end)
                 if begin >= end:

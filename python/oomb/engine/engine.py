@@ -18,7 +18,7 @@ from oomb.core.loss import OnLogits, TokenLoss
 from oomb.core.main_grad import MainGrads
 from oomb.core.pools import Pools
 from oomb.engine.admission import Admission, admitted
-from oomb.engine.call import Calls
+from oomb.engine.calls import Calls
 from oomb.engine.plan import Plan, check_planned
 from oomb.engine.ranks import gathering, shapes_here
 from oomb.engine.surroundings import on_device

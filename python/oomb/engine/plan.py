@@ -59,6 +59,7 @@ class Plan:
         kept_output_share: of attention's outputs that the fill could keep for the sweep.
         kept_output_bytes: their part of that memory.
         kept_output_seconds: of attention that they spared the last call of this shape; None before.
+        kept_mlp_output_bytes: of that memory, for outputs of MLPs.
     """
 
     device_bytes: int
@@ -69,6 +70,7 @@ class Plan:
     kept_output_share: float = 0.0
     kept_output_bytes: int = 0
     kept_output_seconds: float | None = None
+    kept_mlp_output_bytes: int = 0
     growth_seconds: float = 0.0
 
     def with_tower(self, tower: TowerUse, free: int) -> Plan:
@@ -124,8 +126,10 @@ def plan_call(
             device_type=demand.device_type,
             on_host=True,
         )
-    fits, kept_bytes = kept is not None, 0 if kept is None else kept.num_bytes
-    loose = 0 if kept is None else kept.loose_bytes
+    of_attention, of_mlps, loose = 0, 0, 0
+    if kept is not None:
+        of_attention, of_mlps = kept.num_bytes, kept.mlp_slots * slot
+        loose = kept.loose_bytes
     lists = demand.list_bytes + demand.border_bytes
     layerwise = layerwise_bytes(
         demand.batch * (demand.chunks.tokens + 1),
@@ -135,7 +139,7 @@ def plan_call(
         element_bytes=torch.finfo(model.dtype).bits // 8,
     )
     theirs = layerwise.device_bytes + _gradient_bytes_as_they_are(model) + layerwise.host_bytes
-    if theirs < on_device + loose + needs.others + least + lists - kept_bytes:
+    if theirs < on_device + loose + needs.others + least + lists - of_attention - of_mlps:
         advice.append(
             "ordinary training with checkpointing, tiled MLP and loss, and layer inputs offloaded "
             f"to the host needs less memory here: about {bytes_text(theirs)} on device and host, "
@@ -145,10 +149,11 @@ def plan_call(
         device_bytes=on_device + loose + needs.others,
         host_bytes=on_host + lists,
         seconds=None,
-        fits=fits,
+        fits=kept is not None,
         advice=tuple(advice),
         kept_output_share=0.0 if kept is None else kept.share,
-        kept_output_bytes=kept_bytes,
+        kept_output_bytes=of_attention,
+        kept_mlp_output_bytes=of_mlps,
         growth_seconds=growth_seconds(pools.to_pin(on_host)),
     )
 

@@ -16,7 +16,8 @@ from oomb.core.pools import Pools
 from oomb.core.token_values import TokenValues
 from oomb.core.tree import tree_of
 from oomb.engine.admission import Admission
-from oomb.engine.call import Call, Calls
+from oomb.engine.call import Call
+from oomb.engine.calls import Calls
 from oomb.engine.ranks import spans_here
 from oomb.engine.surroundings import surroundings
 from oomb.engine.training import Training

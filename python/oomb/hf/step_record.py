@@ -81,6 +81,7 @@ class StepRecord:
             "hit_rate": sum(s.hit_rate for s in stats) / len(stats) if stats else 1.0,
             "kept_output_share": max((s.kept_output_share for s in stats), default=0.0),
             "kept_output_bytes": max((s.kept_output_bytes for s in stats), default=0),
+            "kept_mlp_output_bytes": max((s.kept_mlp_output_bytes for s in stats), default=0),
             "loose_output_bytes": max((s.loose_output_bytes for s in stats), default=0),
             "recomputed": dict(sum((Counter(s.recomputed) for s in stats), Counter())),
             "kept_output_seconds": sum(s.kept_output_seconds for s in stats),

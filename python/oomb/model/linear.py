@@ -16,7 +16,10 @@ from torch.nn import functional as F
 
 from oomb.model import products, remade
 
+_OWN = (None, nn.Linear.forward)  # a layer's forward that nobody has replaced
 Rows = tuple[int, int]  # of a weight: first and last + 1
+Known = Callable[[], torch.Tensor] | None
+"""Gives what a product would; None: it is computed."""
 
 
 class WeightSums(Protocol):
@@ -47,10 +50,11 @@ class _SummedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         sums: WeightSums,
         rows: Rows,
+        known: Known,
     ) -> torch.Tensor:
         remade.keep(ctx, x, weight)
         ctx.weight, ctx.sums, ctx.rows = weight, sums, rows
-        y = products.linear(x, weight[slice(*rows)], bias)
+        y = known() if known is not None else products.linear(x, weight[slice(*rows)], bias)
         # A view could not be changed in place by the model, as what a linear layer gives can.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -64,7 +68,28 @@ class _SummedLinear(torch.autograd.Function):
         part = weight[slice(*ctx.rows)]
         d_x = products.input_gradient(d_y, part) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return d_x, None, d_bias, None, None
+        return d_x, None, d_bias, None, None, None
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """The product with a weight that does not train."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        known: Known,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        y = known() if known is not None else products.linear(x, weight, bias)
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return products.input_gradient(grads[0], weight), None, None, None
 
 
 class _SummedForward:
@@ -78,6 +103,12 @@ class _SummedForward:
             return self._plain(x)
         return self.of_rows(x, (0, self._module.weight.shape[0]))
 
+    def known(self, x: torch.Tensor, known: Known) -> torch.Tensor:
+        """All outputs, with autograd."""
+        apply: Callable[..., torch.Tensor] = _SummedLinear.apply
+        weight = self._module.weight
+        return apply(x, weight, self._module.bias, self._sums, (0, weight.shape[0]), known)
+
     def of_rows(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The outputs of some rows of the weight."""
         weight, bias = self._module.weight, _bias(self._module, rows)
@@ -86,7 +117,7 @@ class _SummedForward:
         if not torch.is_grad_enabled():
             return products.linear(x, weight[slice(*rows)], bias)
         apply: Callable[..., torch.Tensor] = _SummedLinear.apply
-        return apply(x, weight, bias, self._sums, rows)
+        return apply(x, weight, bias, self._sums, rows, None)
 
 
 def summed_forwards(
@@ -95,6 +126,44 @@ def summed_forwards(
     """A forward for each plain linear layer that trains and whose sum can be taken so."""
     linears = [module for module in causal.modules() if isinstance(module, nn.Linear)]
     return {module: _SummedForward(module, sums) for module in linears if _fits(module, sums)}
+
+
+def known_forward(module: nn.Linear) -> Callable[[torch.Tensor, Known], torch.Tensor] | None:
+    """Forward, with autograd, of a layer whose product may be known; it runs as it would without.
+
+    None: the call runs the layer in another way.
+
+    Args:
+        module: of which :func:`may_be_known` holds, inside a call.
+    """
+    return _known_of(module, vars(module).get("forward"))
+
+
+def _known_of(
+    module: nn.Linear, forward: object
+) -> Callable[[torch.Tensor, Known], torch.Tensor] | None:
+    if isinstance(forward, _SummedForward):
+        return forward.known
+    if isinstance(forward, DividedForward):
+        return forward.known_forward()
+    if module.weight.requires_grad or getattr(forward, "__func__", None) not in _OWN:
+        return None
+    frozen: Callable[..., torch.Tensor] = _FrozenLinear.apply
+    return lambda x, known: frozen(x, module.weight, module.bias, known)
+
+
+def may_be_known(module: nn.Linear, sums: WeightSums | None) -> bool:
+    """Whether nothing but weight and bias makes a layer's outputs, and backward can do without.
+
+    Args:
+        sums: of the call; None: those of a plan, which take what trains.
+    """
+    if not runs_as_is(module) or "forward" in vars(module):
+        return False
+    weight, bias = module.weight, module.bias
+    if weight.requires_grad:
+        return sums is None or takes_product(weight, sums)
+    return bias is None or not bias.requires_grad
 
 
 def _fits(module: nn.Linear, sums: WeightSums) -> bool:
@@ -154,6 +223,13 @@ class DividedForward:
         if isinstance(whole, _SummedForward):
             return whole.of_rows(x, rows)
         return F.linear(x, self._module.weight[slice(*rows)], _bias(self._module, rows))
+
+    def known_forward(self) -> Callable[[torch.Tensor, Known], torch.Tensor] | None:
+        """As :func:`known_forward`, of all rows."""
+        whole = _known_of(self._module, self._whole)
+        if whole is None:
+            return None
+        return lambda x, known: self(x) if self._rows is not None else whole(x, known)
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

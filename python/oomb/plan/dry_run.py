@@ -91,6 +91,7 @@ class DryRun:
             whole_fill=False,
             paired=self._paired,
             output_span=self._outputs.span,
+            mlp_span=self._outputs.mlp_span,
         )
 
     def _coarser_layers(self) -> PagedLayers:
@@ -119,14 +120,16 @@ class DryRun:
         """Outputs of the layers that are run, each of which stands for several."""
         outputs, each = self._call.outputs or self._call.nothing_kept, self._layers_each
         layers = len(self._shapes)
-        kept = outputs.kept[:, :layers].copy()
-        kept[:, self._layers.fill_attends :] = False  # where the fill ends
+        may = np.arange(layers) < self._layers.fill_attends  # where the fill ends
+        kept_mlp = None if outputs.kept_mlp is None else outputs.kept_mlp[:, :layers]
         return replace(
             outputs,
-            kept=kept,
+            kept=outputs.kept[:, :layers] & may,
             slot_bytes=self._slot_bytes,
             o_bytes=tuple(round(size * each) for size in outputs.o_bytes[:layers]),
             lse_bytes=tuple(round(size * each) for size in outputs.lse_bytes[:layers]),
+            kept_mlp=None if kept_mlp is None else kept_mlp & may,
+            mlp_bytes=tuple(round(size * each) for size in outputs.mlp_bytes[:layers]),
         )
 
     def run(self) -> DryRunResult:
@@ -199,12 +202,18 @@ class DryRun:
             self._pages.chosen(layer, chunk)
 
     def _attend(self, phase: CallPhase, chunk: int, layer: int) -> None:
-        if phase == "sweep" and self._outputs.kept[chunk, layer]:
-            with self._visited("kept", chunk):
-                self._pages.attend(phase, layer, chunk, _once(nullcontext(_nothing)), _no_piece)
+        outputs, pages = self._outputs, self._pages
+        kept_mlp = outputs.mlp_span(chunk, layer) is not None
+        if phase == "fill" or not (kept_mlp or outputs.kept[chunk, layer]):
+            visited = self._visited("fill" if phase == "fill" else "read", chunk)
+            pages.attend(phase, layer, chunk, _once(visited), _no_piece)
+            if kept_mlp:
+                pages.keep_mlp(layer, chunk, _no_piece)
             return
-        visited = self._visited("fill" if phase == "fill" else "read", chunk)
-        self._pages.attend(phase, layer, chunk, _once(visited), _no_piece)
+        with self._visited("kept" if outputs.kept[chunk, layer] else "read", chunk):
+            pages.attend(phase, layer, chunk, _once(nullcontext(_nothing)), _no_piece)
+            if kept_mlp:
+                pages.take_mlp(layer, chunk, _no_piece)
 
     @contextmanager
     def _visited(self, phase: Phase, chunk: int) -> Iterator[Callable[[Launch], None]]:

@@ -38,7 +38,7 @@ class Duration:
         sums_hidden_from: tokens of a chunk from which no chunk waits for them, whatever attention
             takes; 0: none are on the host.
         fill: seconds of the fill, of the total.
-        spared: of attention that kept outputs spare; no part of the total.
+        spared: that kept outputs spare, of attention and of MLPs; no part of the total.
         basis: ``"measured"``, ``"datasheet"`` or ``"given"``, the origin of the rates.
     """
 
@@ -94,11 +94,11 @@ def duration_of(
     filling_shapes = call.shapes[: call.layers.fill_attends]
     fill_attention = forward_seconds(call, rates, range(call.filled), filling_shapes)
     sweep_attention = forward_seconds(call, rates, call.swept, call.shapes)
-    spared = _spared(call, rates)
+    spared, spared_mlps = _spared(call, rates), _spared_of_mlps(call, rates)
     sweep_attention -= spared
     sweep_attention += backward_seconds(call, rates, call.swept, call.shapes)
     filling = fills * sum(fill) + fill_attention
-    sweeping = sweeps * sum(sweep) + sweep_attention
+    sweeping = sweeps * sum(sweep) - spared_mlps + sweep_attention
     copies, spilled = 0.0, pools.dry_run is not None
     if pools.dry_run is not None:
         copies = _waiting(call, rates, pools.dry_run, sum(fill), sum(sweep))
@@ -107,14 +107,14 @@ def duration_of(
     if call.device_type == "cuda":  # while earlier kernels run
         starting = [max(0.0, starting[0] - filling), max(0.0, starting[1] - sweeping)]
     return Duration(
-        matrix=fills * fill[0] + sweeps * sweep[0],
+        matrix=fills * fill[0] + sweeps * sweep[0] - spared_mlps,
         elementwise=fills * fill[1] + sweeps * sweep[1],
         attention=fill_attention + sweep_attention,
         copies=copies,
         starting=sum(starting),
         fill=filling + starting[0],
         basis=rates.basis,
-        spared=spared,
+        spared=spared + spared_mlps,
         exchange=exchange,
         images=images,
     )
@@ -128,6 +128,16 @@ def _spared(call: PageCall, rates: Rates) -> float:
         forward_seconds(call, rates, tuple(np.flatnonzero(call.outputs.kept[:, layer])), (shape,))
         for layer, shape in enumerate(call.shapes)
     )
+
+
+def _spared_of_mlps(call: PageCall, rates: Rates) -> float:
+    """The last products of MLPs whose outputs the fill has kept."""
+    if call.outputs is None or call.outputs.kept_mlp is None:
+        return 0.0
+    flops = [
+        0.0 if m is None else 2.0 * m.inputs / m.element_bytes * m.chunk_bytes for m in call.mlps
+    ]
+    return float((call.outputs.kept_mlp @ np.array(flops)).sum()) / rates.matrix
 
 
 def _waiting(

@@ -39,7 +39,7 @@ from oomb.plan.images import ImagesUse
 from oomb.plan.levels import mean_trace
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse, optimizer_use
-from oomb.plan.pages import PageCall
+from oomb.plan.pages import PageCall, mlps_of
 from oomb.plan.pools import least_pools, pool_use
 from oomb.plan.prediction import Prediction
 from oomb.plan.rates import Rates, datasheet_rates, measured_rates
@@ -228,10 +228,7 @@ class Planner:
             host_pool_bytes=pools.host_peak_bytes,
             list_bytes=call.list_bytes,
             border_bytes=call.border_bytes,
-            kept_output_bytes=outputs.num_bytes,
-            kept_output_share=outputs.share,
-            loose_output_bytes=outputs.loose_bytes,
-            recomputed=chunks,
+            **outputs.stats(call.swept, recompute),
             h2d_bytes=pools.h2d_bytes,
             d2h_bytes=pools.d2h_bytes,
             duration=duration,
@@ -264,6 +261,7 @@ class Planner:
             batch=batch_size,
             device_type=self.machine.device_type,
             selection=rule_of(config),
+            mlps=mlps_of(self.tracer, self.machine, config, shapes, batch_size),
             choices=choices or Choices(),
             border_bytes=border_bytes(self.tracer.state_bytes, batch_size, chunks.number),
             ranks=self.machine.ranks,

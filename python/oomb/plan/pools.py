@@ -123,8 +123,7 @@ def slots_at_once(call: PageCall) -> int:
     peak = in_use
     for position in range(len(call.swept) - 1, -1, -1):
         if call.outputs is not None:  # taken back before its gradients come
-            kept = call.outputs.kept[call.swept[position]]
-            in_use -= sum(call.outputs.slots_of(i) for i in layers if kept[i])
+            in_use -= sum(call.outputs.slots_of_chunk(call.swept[position], i) for i in layers)
         known: dict[int, tuple[int, int]] = {}
         for layer in reversed(layers):
             like = first_like[layer]

@@ -42,7 +42,8 @@ class Prediction:
         kept_output_bytes: attention's outputs that the fill keeps for the sweep, of the pools and
             ``call_bytes``.
         kept_output_share: of those that could be kept.
-        loose_output_bytes: their part of ``call_bytes``.
+        kept_mlp_output_bytes: likewise of MLPs, of the pools.
+        loose_output_bytes: attention's part of ``call_bytes``.
         recomputed: swept chunks by what backward computes again of them.
         list_bytes: page lists, in host memory (pinned where there is a GPU, as torch rounds it up).
         border_bytes: states of recurrences and convolutions between chunks, in host memory.
@@ -80,6 +81,7 @@ class Prediction:
     border_bytes: int
     kept_output_bytes: int
     kept_output_share: float
+    kept_mlp_output_bytes: int
     loose_output_bytes: int
     recomputed: dict[Recompute, int]
     h2d_bytes: int

@@ -356,7 +356,8 @@ def _advice(
             yield f"it fits with {found[0]}"
     if roomier is not None:
         yield _of_caps(prediction, roomier)
-    ours = prediction.device_bytes + prediction.host_bytes - prediction.kept_output_bytes
+    optional = prediction.kept_output_bytes + prediction.kept_mlp_output_bytes
+    ours = prediction.device_bytes + prediction.host_bytes - optional
     theirs = ordinary.device_bytes + ordinary.host_bytes
     if ordinary.fits and theirs < ours:
         yield (

@@ -22,6 +22,7 @@ from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.model.host_weights import block_bytes, movable_weights
+from oomb.model.last_product import last_products
 from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import found_mixers
@@ -95,6 +96,8 @@ class Tracer:
         embeddings: those of them that embed tokens.
         trained_layers: of each layer those that are its own alone.
         largest_product: (in, out) sizes of the largest matrix of a layer.
+        last_products: of each layer, as of :func:`oomb.model.last_product.last_products`; and
+            ``paged``, as of :class:`CausalModel`.
         linear_flops: of a layer's matrix products per token, forward, at least.
         parameters: all, without values, and those of each decoder layer as ``layers``.
         tower: of a model that sees images.
@@ -131,6 +134,7 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
+        self.last_products = last_products(causal.layers, None)
         self.trained_layers = own_parameters(causal.layers)
         self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
@@ -143,6 +147,7 @@ class Tracer:
         self.shapes = _with_blocks(seen.numbered_shapes, sorted(seen.shapes), config)
         self._num_layers = len(causal.layers)
         self.key_dtype = seen.key_dtype
+        self.paged = {layer: number for number, layer in enumerate(sorted(seen.shapes))}
         self.state_bytes = self._states(causal)
         self._samples = sample_sizes(causal)
 

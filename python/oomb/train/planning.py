@@ -105,6 +105,7 @@ def finish(run: Path, prediction: Prediction, accumulation_steps: int, console: 
         "host_pool_bytes": int(metrics.most("host_peak_bytes") or 0),
         "torch_peak_bytes": metrics.most("torch_peak_bytes"),
         "kept_output_bytes": int(metrics.most("kept_output_bytes") or 0),
+        "kept_mlp_output_bytes": int(metrics.most("kept_mlp_output_bytes") or 0),
         "seconds": seconds / accumulation_steps,
     }
     write_measured(run, **measured)

@@ -40,7 +40,12 @@ def main() -> None:
     model = small_model()
     ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
     config = oomb.Config(
-        chunk_size=1024, page_size=64, attention=attention, backward=backward, recompute="none"
+        chunk_size=1024,
+        page_size=64,
+        attention=attention,
+        backward=backward,
+        recompute="none",
+        keep_outputs="none",
     )
     with oomb.Engine(model, config) as engine:
         before = status("VmRSS")

@@ -12,7 +12,8 @@ import torch
 import oomb
 from oomb import _C
 from oomb.core.call_pages import CallPages
-from oomb.core.kept_outputs import Keeping, KeptOutputs
+from oomb.core.keeping import Keeping
+from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import READ, READ_OUTPUT, Chunks, PagedLayers, call_order
 from oomb.core.tiers import PageLayout
 from oomb.model.layer_shape import LayerShape
@@ -122,6 +123,9 @@ def test_auto_keeps_what_fits_and_pays() -> None:
     class TwoTrips:
         def least_worth(self, chunk: int, layer: int, flops: float, num_bytes: int) -> float:
             return 40.0
+
+        def least_worth_of_mlp(self, *_: Any) -> float:
+            raise AssertionError("there are none")
 
     on_device = every.worthwhile(10**6, 10**6, "cpu", TwoTrips())
     assert on_device.kept.sum() == sum(one >= 40 for one in worth) > 0

@@ -44,6 +44,7 @@ class Case:
     batch: int = 1
     chunks: int = 6
     settings: dict[str, Any] = field(default_factory=dict)
+    inner: int = 64  # size of the MLPs
 
 
 SPARSE = {"attention": oomb.TopKPages(budget=3)}
@@ -54,6 +55,9 @@ CASES = (
     Case("windows, spilled", "gpt-oss", slots=24),
     Case("kept outputs", settings={"keep_outputs": "all"}),
     Case("kept outputs, spilled", slots=20, settings={"keep_outputs": "all"}),
+    Case("kept outputs of MLPs", inner=512),
+    Case("kept outputs of MLPs, spilled", slots=20, inner=512),
+    Case("kept outputs of MLPs, sparse, in turns", slots=20, inner=512, settings=SPARSE),
     Case("sampled, spilled", slots=20, settings={"backward": oomb.SampledChunks(keep=0.5, seed=3)}),
     Case("truncated, spilled", slots=20, settings={"backward": oomb.TruncatedChunks(window=2)}),
     Case("sparse", settings=SPARSE),
@@ -97,7 +101,7 @@ def of_engine_and_dry_run(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """What both ask for the same call."""
-    model = make(case.architecture, torch.float32)
+    model = make(case.architecture, torch.float32, intermediate_size=case.inner)
     config = oomb.Config(chunk_size=16, page_size=8, **case.settings)
     if case.slots is not None:
         memory = case.slots * slot_bytes(model, config)

@@ -12,7 +12,7 @@ import torch
 
 import oomb
 from oomb.core import call_pages, pools, shortage
-from oomb.engine import call, needs
+from oomb.engine import calls, needs
 from oomb.units import bytes_text
 
 from .models import make
@@ -107,7 +107,7 @@ def test_memory_taken_away_before_a_call_is_foreseen(monkeypatch: pytest.MonkeyP
         free, texts = 50_000, ("Lower chunk_size", "lower chunk_size")
         for text in texts:
             with monkeypatch.context() as patch:
-                for module in (pools, call, needs):
+                for module in (pools, calls, needs):
                     patch.setattr(module, "free_memory", lambda _, free=free: free)
                 with pytest.raises(oomb.OutOfMemoryError, match=text) as caught:
                     engine.forward_backward(IDS, IDS, on_progress=seen.append)

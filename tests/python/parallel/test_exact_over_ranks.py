@@ -33,6 +33,7 @@ SLOT = 2 * 8 * 8 * 8  # bytes of a page for one KV head of the tests' models
 
 # Of so many chunks that the outputs which are gone leave room for what a chunk keeps.
 FALLING: dict[str, Any] = {"recompute": "layer", "keep_outputs": "all"}
+WIDE = {"intermediate_size": 512}  # whose MLPs' outputs are worth a copy
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ CASES = {
     "two tiers": Case(slots=26, tokens=140),
     "kept outputs": Case(config={"keep_outputs": "all"}),
     "kept outputs, two tiers": Case(config={"keep_outputs": 0.5}, slots=26, tokens=140),
+    "outputs of MLPs": Case(sizes=WIDE, batch=2, call="documents"),
+    "outputs of MLPs, two tiers": Case(
+        sizes=WIDE, config={"recompute": "layer"}, slots=26, tokens=140
+    ),
+    "outputs of MLPs, groups of heads": Case(sizes=WIDE, heads=(8, 4), config={"head_groups": 2}),
     "less again as outputs go": Case(config=FALLING, sizes={"num_hidden_layers": 4}, tokens=700),
     "pages": Case(config={"attention": oomb.TopKPages(budget=2)}, is_ordinary=False, tokens=120),
     "pages by softmax": Case(
@@ -389,6 +395,8 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
         engine.load_state_dict({**engine.state_dict(), "step": 0})
         step = engine.forward_backward(**given)
         assert (len(step.stats.recomputed) > 1) == (name == "less again as outputs go")
+        even = config.chunk_size % ranks == 0
+        assert (step.stats.kept_mlp_output_bytes > 0) == (case.sizes is WIDE and even)
         return Result(step.loss, take_gradients(model), step)
 
     with oomb.Engine(model, config, mesh=mesh) as engine:
@@ -403,6 +411,7 @@ QUICK = (
     "dense",
     "recompute",
     "less again as outputs go",
+    "outputs of MLPs",
     "sinks",
     "documents",
     "pages",

@@ -17,7 +17,7 @@ from oomb.core.fit import Room, fit
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import Held, PageLayout
-from oomb.engine import call, needs
+from oomb.engine import calls, needs
 from oomb.errors import OutOfMemoryError
 from oomb.model.layer_shape import LayerShape
 from oomb.plan import Machine, Planner
@@ -76,7 +76,7 @@ def test_engine_and_plans_agree(name: str, number: int, monkeypatch: pytest.Monk
             batch = draw.randint(1, 3)
             tokens = draw.randint(config.chunk_size + 1, 40 * config.chunk_size)
             free = int(2 ** draw.uniform(18, 25))
-            for module in (pools, call, needs):
+            for module in (pools, calls, needs):
                 monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
             engine.config = engine._training.config = config
             engine._calls._recompute.clear()

@@ -16,7 +16,7 @@ import oomb
 from engine.image_models import make_with_images
 from engine.models import make
 from oomb.cli import app
-from oomb.engine import call
+from oomb.engine import calls
 from oomb.model.causal import CausalModel
 from oomb.plan import Machine, Planner, Prediction, recommend
 from oomb.trace.image_sizes import tokens_of_image
@@ -97,13 +97,13 @@ def test_chunks_that_outweigh_the_tower() -> None:
 def test_a_call_leaves_room_for_the_tower(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs after the sweep, when pages have taken what was free."""
     model, asked = model_of("gemma3", trained=trained), []
-    made = call.needs_of
+    made = calls.needs_of
 
     def needs_of(*given: Any, **named: Any) -> Any:
         asked.append(made(*given, **{**named, "exact": True}))
         return asked[-1]
 
-    monkeypatch.setattr(call, "needs_of", needs_of)
+    monkeypatch.setattr(calls, "needs_of", needs_of)
     others = []
     with oomb.Engine(model, CONFIG) as engine:
         for image_tokens in (4, 800):

@@ -16,7 +16,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from engine.models import make
-from oomb.engine import call, needs
+from oomb.engine import calls, needs
 from oomb.errors import UnsupportedModelError
 from oomb.hf import SFTTrainer
 from oomb.model.causal import CausalModel
@@ -251,7 +251,7 @@ def test_sft_trainer_where_memory_is_scarce(
 
     stock = run(trl.SFTTrainer)
     monkeypatch.setattr(Tracer, "trace", noted)
-    for module in (needs, call):
+    for module in (needs, calls):
         monkeypatch.setattr(module, "free_memory", lambda _: 2**25)
     ours = run(SFTTrainer)
     assert traced

@@ -43,9 +43,14 @@ def test_a_model_that_fits() -> None:
     assert prediction.device_bytes < prediction.machine.device_bytes
     # keys and values and their fp32 gradients, of all but the last chunk
     pages = (2**17 - 4096) * 28 * 2 * 4 * 128 * (2 + 4)
+    alone = recommend("qwen2.5-7b", 2**17, config=oomb.Config(keep_outputs="none"), **H200)
+    of_pages = alone.prediction.device_pool_bytes + alone.prediction.host_pool_bytes
+    assert of_pages == pytest.approx(pages, rel=0.02)
     pools = prediction.device_pool_bytes + prediction.host_pool_bytes
-    assert pools - prediction.kept_output_bytes == pytest.approx(pages, rel=0.02)
-    assert prediction.host_pool_bytes < prediction.kept_output_bytes  # no page leaves the device
+    kept = prediction.kept_output_bytes + prediction.kept_mlp_output_bytes
+    in_transit = 0.01 * pools  # what moves is in both tiers, and they peak at times of their own
+    assert of_pages + kept <= pools <= of_pages + kept + in_transit
+    assert prediction.host_pool_bytes < kept  # no page leaves the device
     assert prediction.basis == "datasheet"
     assert prediction.seconds == pytest.approx(34.2, rel=0.1)  # as measured on an H200
     assert prediction.torch_peak_bytes < prediction.device_bytes

@@ -13,7 +13,7 @@ import oomb
 from engine.models import make
 from oomb.core import pools
 from oomb.core.recompute import Recompute
-from oomb.engine import call, needs
+from oomb.engine import calls, needs
 from oomb.engine.needs import counted_tokens
 from oomb.errors import UnsupportedModelError
 from oomb.model import causal
@@ -306,7 +306,7 @@ def test_short_texts_do_not_recompute_for_the_sake_of_a_chunk(
     tokens, batch = 200, 8
     activations = Tracer(model, "cpu", False).trace(Setting(tokens, batch, "none", True))
     free = 3 * activations.sweep_peak_bytes
-    for module in (call, needs, pools):
+    for module in (calls, needs, pools):
         monkeypatch.setattr(module, "free_memory", lambda _: free)
     with oomb.Engine(model, oomb.Config()) as engine:
         assert engine.plan(tokens, batch).fits
