@@ -35,6 +35,7 @@ def measured(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def line(planner: Planner, row: dict[str, Any]) -> str:
     kept = row.get("kept_output_share", 0.0)
+    of_mlps = row.get("kept_mlp_output_bytes", 0)
     config = oomb.Config(
         attention=oomb.TopKPages() if row["attention"] == "topk" else oomb.Dense(),
         kv_grad_dtype=row["kv_grad_dtype"],
@@ -43,7 +44,7 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
         page_size=row.get("page_size", 128),
         recompute=row.get("recompute", "auto"),
         device_memory=row["device_peak_bytes"],
-        keep_outputs=kept,
+        keep_outputs="auto" if of_mlps else kept,
     )
     choices = UNIFORM if row["selection"] == "uniform" else Choices()
     plan = planner.predict(row["tokens"], config, optimizer=None, choices=choices)

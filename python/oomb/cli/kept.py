@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-KEEP_HELP = "auto, all, none or a share: attention's outputs kept for the sweep."
+KEEP_HELP = "auto, all, none or a share: attention's outputs kept for the sweep; auto: MLPs' too."
 
 
 def share_or_word(text: str) -> float | str:

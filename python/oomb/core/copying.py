@@ -36,7 +36,7 @@ MACHINERY = {
 
 @dataclass(frozen=True)
 class Copying:
-    """Copies of kept outputs beside those of a call's pages.
+    """Copies of kept outputs, attention's and MLPs', beside those of a call's pages.
 
     An output that does not stay on the device is stored while its chunk is filled and loaded while
     it is swept. What the link carries of it while the same layer and chunk compute costs nothing:

@@ -18,6 +18,7 @@ from oomb.errors import OutOfMemoryError
 from oomb.units import bytes_text
 
 _ENOUGH = 0.8  # a pool of this share of what could be had is used again
+_AGAIN = {"none": 0.0, "pointwise": 0.05, "layer": 1.0}  # of a chunk's forward, in backward
 _OPTIONAL = 0.5  # of memory that nobody has given us: what ``auto`` may take beside the pages
 
 
@@ -163,19 +164,35 @@ def fit(
         return Fit(pages, demand.nothing_kept)
     keeping = demand.keeping
 
-    def kept(held: Held | None) -> Fit:
+    def kept(keeping: Keeping, held: Held | None) -> Fit:
         if keep_outputs == "auto":
             return _worthwhile(demand, keeping, room, pages, linear_flops, held)
         share = 1.0 if keep_outputs == "all" else float(keep_outputs)
         return _all_of(demand, keeping, keeping.share(share), room, pages, held)
 
+    loose: Fit | None = None
     if room.activations and not pages.host_slots:
         with suppress(OutOfMemoryError):
-            found = kept(None)  # in torch's memory they take none of the pools that are there
+            # In torch's memory they take none of the pools that are there.
+            found = kept(keeping.of_attention, None)
             loosened = found.outputs.loosened(room.activations)
             if loosened.loose and not found.caps.host_slots:
-                return Fit(pages, loosened)
-    return kept(held)
+                loose = Fit(pages, loosened)
+    if loose is not None and (keep_outputs != "auto" or not keeping.mlp_order):
+        return loose
+    among_pages = kept(keeping, held)
+    if loose is None:
+        return among_pages
+    of_mlps = keeping.mlp_flops(among_pages.outputs)
+    return loose if _spared(demand, loose.outputs, linear_flops) >= of_mlps else among_pages
+
+
+def _spared(demand: PageDemand, loose: KeptOutputs, linear_flops: float) -> float:
+    """FLOP of layers that are not computed again as outputs in torch's memory go."""
+    of_call = max((_AGAIN[level] for level in loose.levels), default=0.0)
+    shares = sum(of_call - _AGAIN[loose.levels[chunk]] for chunk in demand.swept)
+    tokens = demand.batch * demand.chunks.chunk_size / demand.ranks
+    return shares * linear_flops * tokens * len(demand.shapes) / demand.shapes[0].groups
 
 
 def _all_of(

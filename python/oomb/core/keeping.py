@@ -119,6 +119,19 @@ class Keeping:
         }
         return Keeping(none, *_ordered(found), *_ordered(of_mlps))
 
+    @property
+    def of_attention(self) -> Keeping:
+        """Its outputs alone."""
+        return replace(self, mlp_order=(), mlp_worth=())
+
+    def mlp_flops(self, outputs: KeptOutputs) -> float:
+        """Of products that the sweep leaves out where ``outputs`` are kept."""
+        return _PRODUCT_SPEED * sum(
+            worth * self.none.mlp_bytes[place[1]]
+            for place, worth in zip(self.mlp_order, self.mlp_worth, strict=True)
+            if outputs.kept_mlp is not None and outputs.kept_mlp[place]
+        )
+
     def first(self, number: int, of_mlps: int = 0) -> KeptOutputs:
         """The ``number`` most worthwhile ones of attention, and so many of MLPs."""
         kept, kept_mlp = np.zeros_like(self.none.kept), None

@@ -103,7 +103,7 @@ class KeptOutputs:
         chosen = tuple(next(of_chunk, levels[-1]) for of_chunk in fitting)
         if set(chosen) == {levels[-1]}:
             return self
-        return replace(self, levels=chosen, kept_mlp=None)  # what fewer of them would spare
+        return replace(self, levels=chosen)
 
     def chunks_at(self, swept: Sequence[int], recompute: Recompute) -> dict[Recompute, int]:
         """Swept chunks by what backward computes again of them.

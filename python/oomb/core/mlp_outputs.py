@@ -22,7 +22,7 @@ class PagedMlpOutputs:
 
     pages: CallPages
     paged: Mapping[int, int]
-    _kept: dict[tuple[int, int], torch.Size] = field(default_factory=dict)
+    _kept: dict[tuple[int, int], torch.Size | None] = field(default_factory=dict)
 
     def takes_part(self, layer: int) -> bool:
         """Whether the output of the chunk that is run is one that is kept."""
@@ -32,9 +32,12 @@ class PagedMlpOutputs:
     def keep(self, layer: int, y: torch.Tensor) -> None:
         """Of the fill; its first of a chunk and layer counts."""
         place = current_run().chunk, self.paged[layer]
-        outputs = self.pages.outputs
-        if place in self._kept or y.nbytes != outputs.mlp_bytes[place[1]] or not y.is_contiguous():
-            return  # a model's own way: the sweep computes it
+        if place in self._kept:
+            return
+        of_all = self.pages.outputs.mlp_bytes[place[1]]
+        if y.nbytes != of_all or not y.is_contiguous():  # a model's own way: the sweep computes it
+            self._kept[place] = None
+            return
         self._kept[place] = y.shape
         self.pages.keep_mlp(place[1], place[0], self._pieces(y))
 

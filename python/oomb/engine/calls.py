@@ -31,14 +31,14 @@ from oomb.core.stopwatch import Stopwatch
 from oomb.core.tiers import PageLayout, free_memory
 from oomb.core.weight_copies import WeightCopies
 from oomb.engine.call import Call
-from oomb.engine.mlp_outputs import mlp_outputs, paged_mlps
+from oomb.engine.mlp_outputs import alike, mlp_outputs, paged_mlps
 from oomb.engine.needs import activation_bytes, counted_tokens, needs_of, recompute_of, tower_of
 from oomb.engine.plan import Plan, plan_call
 from oomb.engine.ranks import spans_here, tokens_here
 from oomb.engine.surroundings import on_device, surroundings
 from oomb.model.causal import CausalModel
 from oomb.model.generators import kept_generators
-from oomb.model.last_product import kept_products, last_products
+from oomb.model.last_product import LastProduct, kept_products
 from oomb.model.layer_shape import LayerShape
 from oomb.model.mixers import state_bytes
 from oomb.model.probe import key_dtype
@@ -155,6 +155,9 @@ class Calls:
         placement = self.placement
         chunks, state = inputs.chunks(config), state_bytes(model.mixers)
         products = self._last_products() if swept is not None else []
+        mlps = self._mlps(products, inputs.batch, chunks.chunk_size)
+        if swept is not None:
+            mlps = alike(placement.collect(lambda: mlps))
         handed = 0 if swept is None else border_bytes(state, inputs.batch, chunks.number)
         demand = Demand.of(
             config,
@@ -163,7 +166,7 @@ class Calls:
             inputs,
             swept,
             every_output=every_output or model.routers is not None,
-            mlps=self._mlps(products, inputs.batch, chunks.chunk_size),
+            mlps=mlps,
             lists=lists,
             border_bytes=handed,
             chained=bool(model.mixers),
@@ -183,7 +186,7 @@ class Calls:
         attention = ChunkAttention(pages, placement, self._shapes[0].groups)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         routers, levels = model.routers, pages.outputs.levels or recompute
-        mlps = PagedMlpOutputs(pages, paged_mlps(model.paged, self._shapes[0].groups))
+        kept = PagedMlpOutputs(pages, paged_mlps(model.paged, self._shapes[0].groups))
         loop = ChunkLoop(
             model,
             inputs,
@@ -197,26 +200,32 @@ class Calls:
             borders,
             placement,
             None if routers is None else RouterLoss(routers, inputs, demand.chunks, placement),
-            kept_products(products, mlps),
+            kept_products(products, kept),
         )
         exchanges = Stopwatch()
         placement.measure_with(exchanges)
         here = (placement, self.weights, exchanges, weight_copies, recompute)
         return Call(model, config, inputs, loop, loss, attention, borders, *here)
 
-    def _last_products(self) -> list[nn.Linear | None]:
+    def _last_products(self) -> list[LastProduct | None]:
         """Of each layer, whose outputs the fill can keep; sharded weights are not here to see."""
         kind = self._model.device.type
         if self.weights.is_sharded or torch.is_autocast_enabled(kind):
             return []
-        return last_products(self._model.layers, self._grads)
+        return self._model.last_products(self._grads)
 
     def _mlps(
-        self, products: list[nn.Linear | None], batch: int, chunk_size: int
+        self, products: list[LastProduct | None], batch: int, chunk_size: int
     ) -> tuple[MlpOutput | None, ...]:
-        ranks, paged = self.placement.ranks, self._model.paged
-        given = {"batch": batch, "chunk_size": chunk_size, "ranks": ranks}
-        return mlp_outputs(products, paged, self._shapes, **given)
+        return mlp_outputs(
+            [None if product is None else product.shape for product in products],
+            self._model.paged,
+            self._shapes,
+            batch=batch,
+            chunk_size=chunk_size,
+            ranks=self.placement.ranks,
+            recurrent=bool(self._model.mixers),
+        )
 
     def layout(self, config: Config, *, alike: bool = False) -> PageLayout:
         """Pages as the caller's autocast state has them.

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from oomb import _C
 from oomb.model import remade
-from oomb.model.linear import is_watched, runs_as_is
+from oomb.model.linear import Known, is_watched, runs_as_is
 
 # PEFT's, whose forward adds an adapter's product and does nothing more.
 _LAYERS = ("Linear", "Linear4bit", "TorchaoLoraLinear")
@@ -64,7 +64,7 @@ def adapter_forwards(decoder: nn.Module, products: Products) -> dict[nn.Module, 
 
     kinds: tuple[type, ...] = (Linear,)
     return {
-        module: _AdaptedForward(module, products)
+        module: AdaptedForward(module, products)
         for module in decoder.modules()
         if type(module).__name__ in _LAYERS and _is_lora(module, kinds)
     }
@@ -112,14 +112,34 @@ class _Factors:
         return right, d_a.t(), d_b
 
 
-class _AdaptedForward:
+def runs_beside(module: nn.Module, products: Products) -> bool:
+    """Whether :func:`adapter_forwards` runs a layer and the adapter beside it as one function, of
+    inputs in bf16."""
+    if type(module).__name__ not in _LAYERS:
+        return False
+    base: Any = getattr(module, "base_layer", None)
+    forward = AdaptedForward(module, products)
+    if getattr(base, "stands_for_4_bits", False):
+        return forward.adapter is not None
+    if type(base) is nn.Linear and base.weight.dtype != torch.bfloat16:
+        return False
+    return forward.adapter is not None and forward.beside is not None
+
+
+class AdaptedForward:
     """A LoRA layer's forward during one call, in which adapters and settings keep their values."""
 
     def __init__(self, module: Any, products: Products) -> None:
         self._module, self._products, self._plain = module, products, module.forward
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = None if args or kwargs or x.dtype != torch.bfloat16 else self._adapter
+    def __call__(
+        self, x: torch.Tensor, *args: Any, known: Known = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """
+        Args:
+            known: the output; not asked where layer and adapter are not one function.
+        """
+        adapter = None if args or kwargs or x.dtype != torch.bfloat16 else self.adapter
         if adapter is None:
             return self._stock(x, *args, **kwargs)
         a, b, scale = adapter
@@ -132,8 +152,8 @@ class _AdaptedForward:
             together: torch.Tensor = (y + b(a(x)) * scale).to(y.dtype)
             return together
         factors = a.weight, b.weight, self._factors
-        if self._beside is not None:
-            return self._beside(x, base.weight, base.bias, *factors)
+        if self.beside is not None:
+            return self.beside(x, base.weight, base.bias, *factors, known)
         y = base(x)
         if y.dtype != x.dtype:
             return self._stock(x)
@@ -146,11 +166,11 @@ class _AdaptedForward:
 
     @cached_property
     def _factors(self) -> _Factors:
-        assert self._adapter is not None
-        return _Factors(*self._adapter, self._products)
+        assert self.adapter is not None
+        return _Factors(*self.adapter, self._products)
 
     @cached_property
-    def _beside(self) -> Callable[..., torch.Tensor] | None:
+    def beside(self) -> Callable[..., torch.Tensor] | None:
         """The layer and the adapter beside it in one function; None: the layer has its own way."""
         base: Any = self._module.base_layer
         if any(p.requires_grad for p in base.parameters()):
@@ -160,7 +180,7 @@ class _AdaptedForward:
         return _AdaptedPacked.apply if _is_packed(base) else None
 
     @cached_property
-    def _adapter(self) -> tuple[Any, Any, float] | None:
+    def adapter(self) -> tuple[Any, Any, float] | None:
         """The one that is active: layers A and B, and what their product is scaled by; None where
         the call is for the module's own forward."""
         m = self._module
@@ -250,11 +270,14 @@ class _AdaptedLinear(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         factors: _Factors,
+        known: Known,
     ) -> torch.Tensor:
         rows = _rows(x)
         left = factors.rows(rows)
         remade.keep(ctx, x, left, weight)
         ctx.factors = factors
+        if known is not None:
+            return known()
         y = F.linear(rows, weight, bias).addmm_(left, factors.b)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -276,18 +299,22 @@ class _AdaptedPacked(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         factors: _Factors,
+        known: Known,
     ) -> torch.Tensor:
         import bitsandbytes  # optional
 
         rows = _rows(x)
         left = factors.rows(rows)
-        with torch._C.DisableTorchFunctionSubclass():  # each step of a Params4bit would take one
-            codes = weight.detach().view(-1, 1)
-            # Before 0.50 it took codes in one row.
-            y = bitsandbytes.matmul_4bit(rows, codes.t(), weight.quant_state, bias=bias)  # type: ignore[attr-defined]
-            y.addmm_(left, factors.b)
         remade.keep(ctx, x, left)
-        ctx.factors, ctx.codes, ctx.state = factors, codes, weight.quant_state  # frozen
+        ctx.factors, ctx.state = factors, weight.quant_state  # frozen
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.codes = weight.detach().view(-1, 1)
+        if known is not None:
+            return known()
+        with torch._C.DisableTorchFunctionSubclass():  # each step of a Params4bit would take one
+            # Before 0.50 it took codes in one row.
+            y = bitsandbytes.matmul_4bit(rows, ctx.codes.t(), ctx.state, bias=bias)  # type: ignore[attr-defined]
+            y.addmm_(left, factors.b)
         unflattened: torch.Tensor = y.view(*x.shape[:-1], y.shape[-1])
         return unflattened
 
@@ -314,4 +341,4 @@ def _backward_beside(
     d_x = None
     if ctx.needs_input_grad[0]:
         d_x = (d_rows @ weight()).addmm_(right, ctx.factors.a).view(x.shape)
-    return d_x, None, None, d_a, d_b, None
+    return d_x, None, None, d_a, d_b, None, None

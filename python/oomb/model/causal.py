@@ -19,6 +19,7 @@ from oomb.model.fused import fused_forwards, replaced_forwards
 from oomb.model.head import Head
 from oomb.model.host_weights import HostWeights
 from oomb.model.interface import AttentionCall, Handler, attention_handler, placeholder_mask
+from oomb.model.last_product import LastProduct, last_products
 from oomb.model.latent import divided_expansions, watched_expansions
 from oomb.model.layer_shape import compute_capability
 from oomb.model.linear import WeightSums, summed_forwards
@@ -139,6 +140,10 @@ class CausalModel:
         if float8_forwards(self.causal, None):
             return True
         return self.is_fused or (bool(self._rotating) and self._rotation is not None)
+
+    def last_products(self, sums: WeightSums) -> list[LastProduct | None]:
+        """Of each layer, as of :func:`oomb.model.last_product.last_products`."""
+        return last_products(self.layers, sums.takes, self._products)
 
     def layer_of(self, module: nn.Module) -> int:
         """Index of the decoder layer that an attention module belongs to."""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from oomb.model import products, remade
 
 _OWN = (None, nn.Linear.forward)  # a layer's forward that nobody has replaced
+TakesSum = Callable[[torch.Tensor], bool]
 Rows = tuple[int, int]  # of a weight: first and last + 1
 Known = Callable[[], torch.Tensor] | None
 """Gives what a product would; None: it is computed."""
@@ -72,7 +73,7 @@ class _SummedLinear(torch.autograd.Function):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """The product with a weight that does not train."""
+    """The product with a weight that does not train, with autograd's own bits."""
 
     @staticmethod
     def forward(
@@ -83,13 +84,13 @@ class _FrozenLinear(torch.autograd.Function):
         known: Known,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        y = known() if known is not None else products.linear(x, weight, bias)
+        y = known() if known is not None else F.linear(x, weight, bias)
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return products.input_gradient(grads[0], weight), None, None, None
+        return grads[0] @ weight, None, None, None
 
 
 class _SummedForward:
@@ -152,17 +153,17 @@ def _known_of(
     return lambda x, known: frozen(x, module.weight, module.bias, known)
 
 
-def may_be_known(module: nn.Linear, sums: WeightSums | None) -> bool:
+def may_be_known(module: nn.Linear, takes: TakesSum) -> bool:
     """Whether nothing but weight and bias makes a layer's outputs, and backward can do without.
 
     Args:
-        sums: of the call; None: those of a plan, which take what trains.
+        takes: as of :class:`WeightSums`.
     """
     if not runs_as_is(module) or "forward" in vars(module):
         return False
     weight, bias = module.weight, module.bias
     if weight.requires_grad:
-        return sums is None or takes_product(weight, sums)
+        return not weight._backward_hooks and takes(weight)
     return bias is None or not bias.requires_grad
 
 

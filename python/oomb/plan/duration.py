@@ -101,7 +101,8 @@ def duration_of(
     sweeping = sweeps * sum(sweep) - spared_mlps + sweep_attention
     copies, spilled = 0.0, pools.dry_run is not None
     if pools.dry_run is not None:
-        copies = _waiting(call, rates, pools.dry_run, sum(fill), sum(sweep))
+        of_sweep = sum(sweep) - spared_mlps / max(1.0, sweeps)
+        copies = _waiting(call, rates, pools.dry_run, sum(fill), of_sweep)
     of_fill, of_sweep = host_seconds(call, trace, rates, again=again, spilled=spilled)
     starting = [fills * of_fill, len(call.swept) * of_sweep]
     if call.device_type == "cuda":  # while earlier kernels run

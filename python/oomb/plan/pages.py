@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from oomb.config import Config
 from oomb.core.keeping import MlpOutput
@@ -34,5 +35,10 @@ def mlps_of(
     sharded = machine.weights != "replicated" and machine.ranks > 1
     if sharded or autocast_state(machine.device_type)[0]:
         return ()
-    given = {"batch": batch, "chunk_size": config.chunk_size, "ranks": machine.ranks}
+    given: dict[str, Any] = {
+        "batch": batch,
+        "chunk_size": config.chunk_size,
+        "ranks": machine.ranks,
+    }
+    given["recurrent"] = tracer.state_bytes > 0
     return mlp_outputs(tracer.last_products, tracer.paged, shapes, **given)

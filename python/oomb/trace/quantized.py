@@ -97,6 +97,7 @@ class PackedLinear(nn.Linear):
         self.register_buffer("scales", beside, persistent=False)
         self.bias = linear.bias
         self.scaled, self.unpack = scaled, unpack
+        self.stands_for_4_bits = not scaled and unpack is None  # of bitsandbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = torch.Size((self.out_features, self.in_features))

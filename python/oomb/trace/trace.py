@@ -6,7 +6,7 @@ counted as it is. Only attention's kernels and the page pools are left out; they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,8 +96,8 @@ class Tracer:
         embeddings: those of them that embed tokens.
         trained_layers: of each layer those that are its own alone.
         largest_product: (in, out) sizes of the largest matrix of a layer.
-        last_products: of each layer, as of :func:`oomb.model.last_product.last_products`; and
-            ``paged``, as of :class:`CausalModel`.
+        last_products: shapes, as of :func:`oomb.model.last_product.last_products`; ``paged``: as of
+            :class:`CausalModel`.
         linear_flops: of a layer's matrix products per token, forward, at least.
         parameters: all, without values, and those of each decoder layer as ``layers``.
         tower: of a model that sees images.
@@ -112,7 +112,11 @@ class Tracer:
         with self._mode:
             unpack_as_shapes(self._bare, model)
         # Parameters without memory are of another type.
-        self._head_is_plain = CausalModel(model).head.plain_weight() is not None
+        given = CausalModel(model)
+        self._head_is_plain = given.head.plain_weight() is not None
+        adapters = ProductsOfShapes() if device_type == "cuda" else None
+        products = last_products(given.layers, _takes(device_type), adapters)
+        self.last_products = [None if one is None else one.shape for one in products]
         self._device_type = device_type
         self.tower = Tower(self._bare, self._mode, device_type)
         self._fused, self._capability = fused, capability
@@ -134,7 +138,6 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
-        self.last_products = last_products(causal.layers, None)
         self.trained_layers = own_parameters(causal.layers)
         self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
@@ -301,6 +304,12 @@ class Tracer:
                 sweep=sweep,
             )
         return trace, attention, peaks
+
+
+def _takes(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Weights whose products a device adds to their sums."""
+    own = (torch.float32, torch.float64)
+    return lambda weight: device_type == "cuda" or weight.dtype in own
 
 
 def _with_blocks(

@@ -16,9 +16,11 @@ from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.layout import READ_OUTPUT, Chunks, PagedLayers, call_order
 from oomb.core.tiers import PageLayout
 from oomb.engine.mlp_outputs import mlp_outputs
-from oomb.model import products
+from oomb.model import causal, products
+from oomb.model.adapters import Products
 from oomb.model.last_product import last_products
 from oomb.model.layer_shape import LayerShape
+from oomb.plan import Machine, Planner
 
 from .models import make
 from .reference import Result, assert_identical, chunked, random_ids
@@ -137,6 +139,18 @@ def test_products_that_do_not_train_are_kept_too(recompute: str) -> None:
     assert bytes_of(auto) > 0
 
 
+def test_large_products_that_do_not_train_have_the_bits_of_torchs_own() -> None:
+    """From a certain size on oneDNN is faster on some processors, and rounds otherwise."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "head_dim": 64}
+    model = make("llama", torch.float32, **sizes)
+    for layer in model.model.layers[:2]:
+        layer.mlp.requires_grad_(False)
+    settings = {"chunk_size": 128, "page_size": 32}
+    auto, none = kept_or_not(model, settings, random_ids(1, 512))
+    assert_identical(auto, none)
+    assert bytes_of(auto) > 0
+
+
 def test_adapters_elsewhere_leave_the_product_as_it_is() -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -144,6 +158,65 @@ def test_adapters_elsewhere_leave_the_product_as_it_is() -> None:
     auto, none = kept_or_not(of_attention, {}, random_ids(1, 16 * CHUNKS), 20)
     assert_identical(auto, none)
     assert bytes_of(auto) > 0
+
+
+def of_all_linear(model: Any, **settings: Any) -> Any:
+    """With adapters beside all linear layers, whose weights are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4, **settings))
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+ADAPTED: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
+    "by PEFT": (torch.float32, False, {}),
+    "by PEFT, in bf16": (torch.bfloat16, False, {}),
+    "beside": (torch.bfloat16, True, {}),
+    "beside, in fp32": (torch.float32, True, {}),
+    "DoRA": (torch.bfloat16, True, {"use_dora": True}),
+    "dropout": (torch.bfloat16, True, {"lora_dropout": 0.3}),
+}
+
+
+@pytest.mark.parametrize("slots", [None, 30])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
+def test_products_with_an_adapter_are_kept(
+    adapted: tuple[torch.dtype, bool, dict[str, Any]],
+    recompute: str,
+    slots: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The base's alone, or with the adapter's where both are one function."""
+    dtype, beside, settings = adapted
+    monkeypatch.setattr(causal, "device_multiplies_wide", lambda device: beside)
+    model = of_all_linear(make("llama", dtype, intermediate_size=INNER), **settings).train()
+    auto, none = kept_or_not(model, {"recompute": recompute}, random_ids(1, 16 * CHUNKS), slots)
+    assert_identical(auto, none)
+    assert bytes_of(auto) > 0
+
+
+def test_products_in_4_bits_are_kept_with_their_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(causal, "device_multiplies_wide", lambda device: True)
+    model = make("llama", torch.bfloat16, intermediate_size=INNER)
+    for layer in model.model.layers:
+        linear = layer.mlp.down_proj
+        packed = bnb.nn.Linear4bit(INNER, 48, bias=False, compute_dtype=torch.bfloat16)
+        packed.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=packed)
+        layer.mlp.down_proj = packed.to("cpu")
+    adapted = of_all_linear(model)
+    auto, none = kept_or_not(adapted, {}, random_ids(1, 16 * CHUNKS), 30)
+    assert_identical(auto, none)
+    assert bytes_of(auto) > 0
+    found = last_products(
+        adapted.base_model.model.model.layers, torch.is_floating_point, Products()
+    )
+    bases = [product.module.base_layer for product in found if product]
+    assert [type(base).__name__ for base in bases] == ["Linear4bit"] * LAYERS
 
 
 def test_weights_from_the_host_are_there_for_backward() -> None:
@@ -160,12 +233,6 @@ def test_sums_on_the_host_get_the_same_products() -> None:
     auto, none = kept_or_not(wide(), settings, random_ids(1, 16 * CHUNKS), 40)
     assert_identical(auto, none)
     assert bytes_of(auto) > 0
-
-
-def of_adapters(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(target_modules=["down_proj"], r=4))
 
 
 def watched(model: Any) -> Any:
@@ -186,7 +253,7 @@ def shared(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("changed", [of_adapters, watched, half_frozen, shared])
+@pytest.mark.parametrize("changed", [watched, half_frozen, shared])
 def test_of_products_that_are_more_than_a_product_nothing_is_kept(changed: Any) -> None:
     model = changed(wide(mlp_bias=True))
     auto, none = kept_or_not(model, {}, random_ids(1, 16 * CHUNKS))
@@ -211,14 +278,36 @@ def run_twice(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return type(mlp).forward(mlp, type(mlp).forward(mlp, x))  # type: ignore[no-any-return]
 
 
+def run_on_half_and_on_all(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """The first run has fewer rows than pieces were counted for, the second one all."""
+    half = x.shape[1] // 2
+    first = type(mlp).forward(mlp, x[:, half:])
+    whole = type(mlp).forward(mlp, x)
+    return torch.cat([whole[:, :half], (whole[:, half:] + first) / 2], dim=1)
+
+
+def run_under_its_own_autocast(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return type(mlp).forward(mlp, x).to(x.dtype)  # type: ignore[no-any-return]
+
+
 def run_in_parts(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Fewer rows than pieces were counted for, which are never written: the sweep computes."""
     return torch.cat([type(mlp).forward(mlp, part) for part in x.split(5, dim=1)], dim=1)
 
 
+FORWARDS = (
+    changed_in_place,
+    run_twice,
+    run_in_parts,
+    run_on_half_and_on_all,
+    run_under_its_own_autocast,
+)
+
+
 @pytest.mark.parametrize("slots", [None, 20])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-@pytest.mark.parametrize("forward", [changed_in_place, run_twice, run_in_parts])
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_models_may_do_with_the_output_what_they_like(
     forward: Any, recompute: str, slots: int | None
 ) -> None:
@@ -236,6 +325,31 @@ def test_dropout_in_front_of_the_product_is_drawn_as_before() -> None:
     auto, none = kept_or_not(model.train(), {}, random_ids(1, 16 * CHUNKS), 24)
     assert_identical(auto, none)
     assert bytes_of(auto) > 0
+
+
+def test_a_plan_without_the_engine_finds_the_same() -> None:
+    """Also where nothing can be kept: by bf16 on a CPU, or by a hook."""
+    ids = random_ids(1, 16 * CHUNKS)
+    for model in (wide(), make("llama", torch.bfloat16, intermediate_size=INNER), watched(wide())):
+        config = oomb.Config(**SETTINGS)
+        with oomb.Engine(model, config) as engine:
+            stats = engine.forward_backward(ids, ids).stats
+        planned = Planner(model, Machine.here()).predict(16 * CHUNKS, config, timed=False)
+        assert planned.kept_mlp_output_bytes == stats.kept_mlp_output_bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk_size", "less_again"),
+    [(3 * 2**15, 4096, True), (2**15, 2048, False)],
+    ids=["less is computed again", "outputs of MLPs are kept"],
+)
+def test_what_spares_more_gets_the_room(tokens: int, chunk_size: int, less_again: bool) -> None:
+    """Where layers are computed again, room may serve either."""
+    planner = Planner("qwen2.5-7b", Machine.described(gpu="h200", host_memory="125GiB"))
+    config = oomb.Config(recompute="layer", chunk_size=chunk_size, kv_grad_dtype="bfloat16")
+    chosen = planner.predict(tokens, config, timed=False)
+    assert (len(chosen.recomputed) > 1) == less_again
+    assert (chosen.kept_mlp_output_bytes > 0) != less_again
 
 
 def test_an_error_in_the_sweep_leaves_nothing_kept() -> None:
@@ -352,9 +466,14 @@ def test_pieces_of_a_layer_lie_side_by_side_and_are_read_once() -> None:
 
 
 def test_slices_of_two_sizes_keep_nothing() -> None:
-    found = last_products(wide().model.layers, None)
-    given: dict[str, Any] = {"batch": 2, "chunk_size": 16}
+    given: dict[str, Any] = {"batch": 2, "chunk_size": 16, "recurrent": False}
     paged, shapes = {0: 0, 1: 1, 2: 2}, [SHAPE] * LAYERS
+    found = [
+        None if product is None else product.shape
+        for product in last_products(wide().model.layers, torch.is_floating_point, None)
+    ]
     assert mlp_outputs(found, paged, shapes, **given, ranks=3) == (None,) * LAYERS
     of_two = mlp_outputs(found, paged, shapes, **given, ranks=2)
     assert of_two == (MlpOutput(INNER, 4, 2 * 8 * 48 * 4),) * LAYERS
+    given["recurrent"] = True
+    assert mlp_outputs(found, paged, shapes, **given, ranks=2) == (None,) * LAYERS

@@ -262,6 +262,32 @@ def test_all_take_what_the_poorest_rank_has(world: World, keep_outputs: str) -> 
         assert poor.step.stats.host_peak_bytes > 0
 
 
+def with_a_hook(rank: int, divides: bool) -> Result | None:
+    """An observer of products on the first rank, where nothing of them can be kept then."""
+    model, ids = small(intermediate_size=512), random_ids(1, 160)
+    if not in_group(2):
+        return None
+    if rank < 2:  # 2 and 3 are the second of their sequences
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_hook(lambda module, x, y: None)
+    heads = {"divide_pages": True} if divides else {}
+    with oomb.Engine(model, oomb.Config(**CONFIG, **heads), mesh=meshes[2]) as engine:
+        step = engine.forward_backward(ids, ids)
+    return Result(step.loss, take_gradients(model), step)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_ranks_keep_what_all_of_them_can(world: World, divides: bool) -> None:
+    world.start(with_a_hook, divides)
+    ids = random_ids(1, 160)
+    alone = chunked(small(intermediate_size=512), oomb.Config(**CONFIG), ids, ids)
+    assert alone.step is not None and alone.step.stats.kept_mlp_output_bytes > 0
+    for result in world.answers():
+        assert result.step is not None
+        assert_equal(result, alone)
+        assert result.step.stats.kept_mlp_output_bytes == 0
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 

@@ -395,8 +395,9 @@ def over_ranks(rank: int, name: str, ranks: int) -> tuple[Result, Result] | None
         engine.load_state_dict({**engine.state_dict(), "step": 0})
         step = engine.forward_backward(**given)
         assert (len(step.stats.recomputed) > 1) == (name == "less again as outputs go")
-        even = config.chunk_size % ranks == 0
-        assert (step.stats.kept_mlp_output_bytes > 0) == (case.sizes is WIDE and even)
+        if case.sizes is WIDE:
+            even = config.chunk_size % ranks == 0
+            assert (step.stats.kept_mlp_output_bytes > 0) == even
         return Result(step.loss, take_gradients(model), step)
 
     with oomb.Engine(model, config, mesh=mesh) as engine:
