@@ -145,17 +145,27 @@ class KeptOutputs:
         """Pieces of all that is kept."""
         return self._attention_slots + self.mlp_slots
 
-    @cached_property
+    @property
     def _attention_slots(self) -> int:
-        return int(sum(self.slots_of(layer) * n for layer, n in enumerate(self.kept.sum(axis=0))))
+        return sum(self._of_layers)
 
-    @cached_property
+    @property
     def mlp_slots(self) -> int:
         """Of them those of MLPs."""
+        return sum(self._mlps_of_layers)
+
+    @cached_property
+    def _of_layers(self) -> list[int]:
+        """Pieces of attention's outputs of each layer."""
+        return [self.slots_of(layer) * int(n) for layer, n in enumerate(self.kept.sum(axis=0))]
+
+    @cached_property
+    def _mlps_of_layers(self) -> list[int]:
+        """Pieces of MLPs' outputs of each layer."""
         if self.kept_mlp is None:
-            return 0
-        per_layer = self.kept_mlp.sum(axis=0)
-        return int(sum(self.mlp_slots_of(layer) * n for layer, n in enumerate(per_layer)))
+            return [0] * self.kept.shape[1]
+        chunks = self.kept_mlp.sum(axis=0)
+        return [self.mlp_slots_of(layer) * int(n) for layer, n in enumerate(chunks)]
 
     @property
     def num_bytes(self) -> int:
@@ -177,11 +187,8 @@ class KeptOutputs:
     @property
     def pieces_of_layer(self) -> int:
         """Most pieces that a layer has."""
-        chunks, layers = self.kept.shape
-        return max(
-            sum(self.slots_of_chunk(chunk, layer) for chunk in range(chunks))
-            for layer in range(layers)
-        )
+        both = zip(self._of_layers, self._mlps_of_layers, strict=True)
+        return max(of_attention + of_mlp for of_attention, of_mlp in both)
 
     def span(self, chunk: int, layer: int) -> tuple[int, int] | tuple[()] | None:
         """First piece and last + 1 of an output; empty: it has none; None: it is not kept."""
@@ -203,9 +210,9 @@ class KeptOutputs:
         """First piece and last + 1 of the MLP's output; None: it is not kept."""
         if self.kept_mlp is None or not self.kept_mlp[chunk, layer]:
             return None
-        before = self.slots_of(layer) * int(self.kept[:, layer].sum())
-        first = before + int(self._mlp_rank[chunk, layer]) * self.mlp_slots_of(layer)
-        return first, first + self.mlp_slots_of(layer)
+        slots = self.mlp_slots_of(layer)
+        first = self._of_layers[layer] + int(self._mlp_rank[chunk, layer]) * slots
+        return first, first + slots
 
     @cached_property
     def _mlp_rank(self) -> npt.NDArray[np.int64]:
