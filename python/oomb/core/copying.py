@@ -19,18 +19,22 @@ class Machinery:
         over_link: FLOP while a byte goes one way over the link to the host, at most. Where a device
             computes less in that time, its link hides more than is counted on.
         hidden: part of a chunk's computing behind which copies can hide.
+        listing: FLOP while the page lists of a chunk's layer come to the host, which has to know
+            them where pages or outputs move.
     """
 
     over_link: float
     hidden: float
+    listing: float
 
 
 # A GPU is taken to compute as fast beside its link as the fastest of ``oomb plan``'s list does
 # (B200: 1,600 TFLOP/s at 55 GB/s; an H200 has 11,000 FLOP per byte). A CPU copies with the cores
-# that compute.
+# that compute. Lists cost two H200s 0.25 ms a layer and chunk (docs/lab/2026-11-28.md), in which
+# attention computes 1.2e11 FLOP there, and as fast a GPU twice as many.
 MACHINERY = {
-    "cpu": Machinery(over_link=20.0, hidden=0.0),
-    "cuda": Machinery(over_link=30_000.0, hidden=0.5),
+    "cpu": Machinery(over_link=20.0, hidden=0.0, listing=0.0),
+    "cuda": Machinery(over_link=30_000.0, hidden=0.5, listing=2.5e11),
 }
 
 
@@ -56,6 +60,16 @@ class Copying:
     demand: PageDemand
     linear_flops: float
     missing: float
+
+    @property
+    def lists(self) -> float:
+        """FLOP while a call's page lists come to the host; 0: there are none, or pages spill, for
+        which they come anyway."""
+        sizes = self.demand.list_sizes
+        if sizes is None or self.missing > 0:
+            return 0.0
+        chunks, layers, _ = sizes.of_call
+        return self._machinery.listing * chunks * layers
 
     def least_worth(self, chunk: int, layer: int, flops: float, num_bytes: int) -> float:
         """FLOP that a byte of an output must save to be worth two trips over the link.
@@ -120,12 +134,17 @@ class Copying:
         return self.missing * seen * demand.batch * demand.layout.slot_bytes
 
 
-def linear_flops(layers: Sequence[nn.Module]) -> float:
-    """FLOP of a layer's matrix products per token, forward, at least: experts are not counted."""
+def linear_flops(layers: Sequence[nn.Module], *, trained: bool = False) -> float:
+    """FLOP of a layer's matrix products per token, forward, at least: experts are not counted.
+
+    Args:
+        trained: those of weights that are trained alone.
+    """
     values = sum(
         parameter.numel()
         for layer in layers
         for name, parameter in layer.named_parameters()
         if parameter.ndim == 2 and "expert" not in name
+        if parameter.requires_grad or not trained
     )
     return 2.0 * values / max(1, len(layers))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from oomb.core.copying import Copying
-from oomb.core.keeping import Keeping
+from oomb.core.keeping import PRODUCT_SPEED, Keeping
 from oomb.core.kept_outputs import KeptOutputs
 from oomb.core.page_demand import PageDemand
 from oomb.core.tiers import TIER_SHARE, Caps, Held
@@ -164,9 +164,9 @@ def fit(
         return Fit(pages, demand.nothing_kept)
     keeping = demand.keeping
 
-    def kept(keeping: Keeping, held: Held | None) -> Fit:
+    def kept(keeping: Keeping, held: Held | None, *, on_host: bool = True) -> Fit:
         if keep_outputs == "auto":
-            return _worthwhile(demand, keeping, room, pages, linear_flops, held)
+            return _worthwhile(demand, keeping, room, pages, linear_flops, held, on_host=on_host)
         share = 1.0 if keep_outputs == "all" else float(keep_outputs)
         return _all_of(demand, keeping, keeping.share(share), room, pages, held)
 
@@ -174,25 +174,28 @@ def fit(
     if room.activations and not pages.host_slots:
         with suppress(OutOfMemoryError):
             # In torch's memory they take none of the pools that are there.
-            found = kept(keeping.of_attention, None)
+            found = kept(keeping.of_attention, None, on_host=False)
             loosened = found.outputs.loosened(room.activations)
             if loosened.loose and not found.caps.host_slots:
                 loose = Fit(pages, loosened)
-    if loose is not None and (keep_outputs != "auto" or not keeping.mlp_order):
+    if loose is not None and keep_outputs != "auto":
         return loose
     among_pages = kept(keeping, held)
     if loose is None:
         return among_pages
-    of_mlps = keeping.mlp_flops(among_pages.outputs)
-    return loose if _spared(demand, loose.outputs, linear_flops) >= of_mlps else among_pages
+    spared = keeping.flops(loose.outputs) + _spared(demand, loose.outputs, linear_flops)
+    lists = Copying(demand, linear_flops, 0.0).lists if among_pages.caps.host_slots else 0.0
+    return loose if spared >= keeping.flops(among_pages.outputs) - lists else among_pages
 
 
 def _spared(demand: PageDemand, loose: KeptOutputs, linear_flops: float) -> float:
-    """FLOP of layers that are not computed again as outputs in torch's memory go."""
+    """Of layers that are not computed again as outputs in torch's memory go, as of
+    :meth:`Keeping.flops`."""
     of_call = max((_AGAIN[level] for level in loose.levels), default=0.0)
     shares = sum(of_call - _AGAIN[loose.levels[chunk]] for chunk in demand.swept)
     tokens = demand.batch * demand.chunks.chunk_size / demand.ranks
-    return shares * linear_flops * tokens * len(demand.shapes) / demand.shapes[0].groups
+    flops = shares * linear_flops * tokens * len(demand.shapes) / demand.shapes[0].groups
+    return flops / PRODUCT_SPEED
 
 
 def _all_of(
@@ -264,6 +267,8 @@ def _worthwhile(
     pages: Caps,
     linear_flops: float,
     held: Held | None,
+    *,
+    on_host: bool,
 ) -> Fit:
     """What saves more time than its copies take; where pages alone leave no room, nothing.
 
@@ -271,28 +276,35 @@ def _worthwhile(
 
         device  [ pages …………………………… ][ outputs ]  half of the rest, all of a cap
         host    [ pages that spill ][ outputs ]  likewise; none where pages spill nothing and the
-                                                 call is sparse, since its page lists would travel
-                                                 too, or the host's memory is the device's
+                                                 host's memory is the device's, or page lists would
+                                                 have to travel for what saves less
+
+    Args:
+        on_host: outputs may be there, where pages are not.
     """
     slot, needed = demand.layout.slot_bytes, demand.needed_slots
     spills = needed > pages.device_slots
-    on_device = on_host = 0
+    of_device = of_host = 0
     if not spills:
-        on_device = room.device_for_outputs(needed * slot) // slot
-    if spills or not (room.one_memory or demand.selection):
-        on_tier = (pages.device_slots + on_device) * slot
+        of_device = room.device_for_outputs(needed * slot) // slot
+    if spills or (on_host and not room.one_memory):
+        on_tier = (pages.device_slots + of_device) * slot
         spilled = needed - pages.device_slots + demand.transit_slots
-        on_host = room.host_for_outputs(on_tier, spilled * slot) // slot
+        of_host = room.host_for_outputs(on_tier, spilled * slot) // slot
     copying = Copying(demand, linear_flops, 1 - pages.device_slots / needed)
 
-    def within(on_device: int, on_host: int) -> Fit:
-        outputs = keeping.worthwhile(on_device, on_device + on_host, demand.device_type, copying)
-        device = pages.device_slots + min(on_device, outputs.slots)
+    def within(of_device: int, of_host: int) -> Fit:
+        outputs = keeping.worthwhile(of_device, of_device + of_host, demand.device_type, copying)
+        device = pages.device_slots + min(of_device, outputs.slots)
         host = needed + outputs.slots - device
         capacity = room.host(device * slot) // slot if host else 0
         return Fit(Caps(device, host and capacity, capacity), outputs)
 
-    wanted = within(on_device, on_host)
+    wanted = within(of_device, of_host)
+    if wanted.caps.host_slots and copying.lists:
+        here = within(of_device, 0)
+        if keeping.flops(wanted.outputs) - keeping.flops(here.outputs) <= copying.lists:
+            wanted, of_host = here, 0
     if wanted.outputs.slots == 0:
         return Fit(pages, wanted.outputs)
     if held is None or not (
@@ -301,8 +313,8 @@ def _worthwhile(
         return wanted
     # Pools that are nearly as large are kept: to make new ones costs more than a few outputs.
     least = within(
-        min(on_device, held.device_slots - pages.device_slots),
-        min(on_host, held.host_slots - (needed - pages.device_slots)),
+        min(of_device, held.device_slots - pages.device_slots),
+        min(of_host, held.host_slots - (needed - pages.device_slots)),
     )
     host = held.host_slots if least.caps.host_slots else 0
     return Fit(Caps(least.caps.device_slots, host, held.host_slots), least.outputs)

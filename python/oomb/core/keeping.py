@@ -17,7 +17,7 @@ from oomb.model.layer_shape import LayerShape
 # meanwhile.
 IN_DEVICE = {"cpu": 40.0, "cuda": 800.0}
 # A matrix product's FLOP are done in less time than attention's: 690 and 480 TFLOP/s on an H200.
-_PRODUCT_SPEED = 1.4
+PRODUCT_SPEED = 1.4
 
 Place = tuple[int, int]  # chunk and layer
 
@@ -53,7 +53,7 @@ class MlpOutput:
     @property
     def worth(self) -> float:
         """FLOP of attention that take as long as what a byte saves."""
-        return 2.0 * self.inputs / self.element_bytes / _PRODUCT_SPEED
+        return 2.0 * self.inputs / self.element_bytes / PRODUCT_SPEED
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,20 @@ class Keeping:
         """Its outputs alone."""
         return replace(self, mlp_order=(), mlp_worth=())
 
-    def mlp_flops(self, outputs: KeptOutputs) -> float:
-        """Of products that the sweep leaves out where ``outputs`` are kept."""
-        return _PRODUCT_SPEED * sum(
+    def flops(self, outputs: KeptOutputs) -> float:
+        """Of attention that take as long as what the sweep leaves out where these are kept."""
+        sizes = [o + lse for o, lse in zip(self.none.o_bytes, self.none.lse_bytes, strict=True)]
+        of_attention = sum(
+            worth * sizes[place[1]]
+            for place, worth in zip(self.order, self.worth, strict=True)
+            if outputs.kept[place]
+        )
+        of_mlps = sum(
             worth * self.none.mlp_bytes[place[1]]
             for place, worth in zip(self.mlp_order, self.mlp_worth, strict=True)
             if outputs.kept_mlp is not None and outputs.kept_mlp[place]
         )
+        return of_attention + of_mlps
 
     def first(self, number: int, of_mlps: int = 0) -> KeptOutputs:
         """The ``number`` most worthwhile ones of attention, and so many of MLPs."""

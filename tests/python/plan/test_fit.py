@@ -13,6 +13,7 @@ import oomb
 from engine.models import make
 from engine.recurrent_models import RECURRENT, make_recurrent
 from oomb.core import pools
+from oomb.core.copying import Copying
 from oomb.core.fit import Room, fit
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.page_demand import PageDemand
@@ -182,8 +183,8 @@ def test_auto_fits_wherever_none_does() -> None:
         spilled = needed > none.device_slots
         if spilled:
             assert caps.device_slots == none.device_slots, asked
-        if demand.selection is not None and not spilled:
-            assert caps.host_slots == 0, asked
+        if caps.host_slots and not spilled:
+            assert not room.one_memory, asked
         if outputs:
             fresh = (caps.device_slots - none.device_slots) * slot
             limit = room.device_free * 0.9 - room.beside
@@ -249,3 +250,80 @@ def test_half_of_what_nobody_gave_is_left(device: str) -> None:
         spilled = fit(demand, "auto", replace(none, host_free=4 * free), linear_flops=4.7e8)
         assert spilled.caps.device_slots == demand.needed_slots // 2
         assert spilled.outputs.slots > 0
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "budget", "uses_host"),
+    [(8192, 64, True), (4096, 64, True), (4096, 4, False), (1024, 64, False)],
+)
+def test_page_lists_travel_only_for_outputs_that_save_more(
+    chunk_size: int, budget: int, uses_host: bool
+) -> None:
+    """Pages fit a GPU and some outputs do not: on the host they cost each layer its list."""
+    num_tokens = 64 * chunk_size
+    demand = PageDemand(
+        chunks=Chunks(num_tokens - 1, chunk_size, 128),
+        reach=GradientReach(range(64), None),
+        shapes=[LayerShape(14, 2, 128, 0)] * 28,
+        layout=PageLayout.of(2, 128, 128, torch.bfloat16, "bfloat16"),
+        batch=1,
+        device_type="cuda",
+        selection=oomb.TopKPages(budget=budget),
+    )
+    pages = demand.needed_slots * demand.layout.slot_bytes
+    room = Room(one_memory=False, device_free=int(1.1 * pages / 0.9), host_free=8 * pages)
+    found = fit(demand, "auto", room, linear_flops=4.7e8)
+    assert (found.caps.host_slots > 0) == uses_host
+    assert found.outputs.slots > 0
+    dense = fit(replace(demand, selection=None), "auto", room, linear_flops=4.7e8)
+    assert dense.caps.host_slots > 0  # where nothing has to be listed
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_outputs_in_torchs_memory_are_compared_with_more_of_them_on_the_host(sparse: bool) -> None:
+    """Where the sweep recomputes layers, what a few outputs leave behind them spares most."""
+    demand = PageDemand(
+        chunks=Chunks(64 * 8192 - 1, 8192, 128),
+        reach=GradientReach(range(64), None),
+        shapes=[LayerShape(14, 2, 128, 0)] * 28,
+        layout=PageLayout.of(2, 128, 128, torch.bfloat16, "bfloat16"),
+        batch=1,
+        device_type="cuda",
+        selection=oomb.TopKPages(budget=64) if sparse else None,
+        ranks=2,
+    )
+    pages, gib = demand.needed_slots * demand.layout.slot_bytes, 2**30
+    room = Room(
+        one_memory=False,
+        device_free=int(3 * pages / 0.9),
+        host_free=200 * gib,
+        activations=(17 * gib, 11 * gib, 2 * gib),
+    )
+    found = fit(demand, "auto", room, linear_flops=4.7e8)
+    assert found.outputs.loose == sparse  # dense attention of such a past is worth more than layers
+    assert (found.caps.host_slots == 0) == sparse
+    poor = fit(demand, "auto", replace(room, host_free=0), linear_flops=4.7e8)
+    assert poor.outputs.loose
+    few = fit(
+        demand, "auto", room, linear_flops=4.7e4
+    )  # of which there is hardly anything to spare
+    assert not few.outputs.loose
+
+
+def test_lists_are_those_of_layers_and_chunks_that_choose() -> None:
+    def lists(shapes: list[LayerShape], budget: int) -> float:
+        demand = PageDemand(
+            chunks=Chunks(8 * 4096 - 1, 4096, 128),
+            reach=GradientReach(range(8), None),
+            shapes=shapes,
+            layout=PageLayout.of(4, 128, 128, torch.bfloat16, "bfloat16"),
+            batch=1,
+            device_type="cuda",
+            selection=oomb.TopKPages(budget=budget),
+        )
+        return Copying(demand, 4.7e8, 0.0).lists
+
+    whole, window = LayerShape(8, 4, 128, 0), LayerShape(8, 4, 128, 1024)
+    assert lists([whole] * 6, 16) > 0
+    assert lists([window, whole, window] * 6, 16) == lists([whole] * 6, 16)
+    assert lists([whole] * 6, 1024) == 0  # all of the past
