@@ -25,7 +25,7 @@ from support.record import write_record
 from torch.distributed.device_mesh import DeviceMesh
 
 import oomb
-from oomb.core.loop import ChunkLoop
+from oomb.core.layer_attention import LayerAttention
 from oomb.lengths import parse_length
 from oomb.model.interface import AttentionCall
 from oomb.parallel.job import is_first, ranks_of_job
@@ -41,26 +41,26 @@ class Peaks:
         self.most = 0
         self._groups = groups
         self._tokens, self._device = tokens, device
-        self._attend = ChunkLoop._attend
+        self._attend = LayerAttention.attend
 
     def __enter__(self) -> Peaks:
         peaks = self
 
-        def attend(loop: ChunkLoop, call: AttentionCall) -> torch.Tensor:
-            return peaks._measured(loop, call)
+        def attend(attention: LayerAttention, call: AttentionCall) -> torch.Tensor:
+            return peaks._measured(attention, call)
 
-        ChunkLoop._attend = attend  # type: ignore[method-assign,assignment]
+        LayerAttention.attend = attend  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        ChunkLoop._attend = self._attend  # type: ignore[method-assign]
+        LayerAttention.attend = self._attend  # type: ignore[method-assign]
 
-    def _measured(self, loop: ChunkLoop, call: AttentionCall) -> torch.Tensor:
+    def _measured(self, attention: LayerAttention, call: AttentionCall) -> torch.Tensor:
         if torch.is_grad_enabled() or call.q.shape[2] < self._tokens:
-            return self._attend(loop, call)
+            return self._attend(attention, call)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        o = self._attend(loop, call)
+        o = self._attend(attention, call)
         held = torch.cuda.max_memory_allocated(self._device) - before
         self.most = max(self.most, held - (o.nbytes if self._groups > 1 else 0))
         return o

@@ -28,6 +28,7 @@ from oomb.parallel.slices import TokenSlices
 
 MESSAGES = (2**12, 2**16, 2**20, 9 * 2**21, 2**25)  # bytes
 CHUNK, QUERIES, KEYS, HEAD_DIM = 8192, 28, 4, 128  # of Qwen2.5-7B
+HIDDEN, WIDE = 3584, 18944
 WARM, TIMES = 5, 40
 
 
@@ -74,6 +75,23 @@ def exchanges(ranks: Ranks) -> Iterator[tuple[str, Callable[[], object]]]:
     )
     yield "o to tokens", lambda: _to_tokens(ranks, slices, shares, (o,))
     yield "dq, dk, dv to tokens", lambda: _to_tokens(ranks, slices, shares, (o, dk, dv))
+    d_y, x = (
+        torch.randn(own, width, device=device, dtype=torch.bfloat16) for width in (WIDE, HIDDEN)
+    )
+    product = torch.empty(WIDE, HIDDEN, device=device)
+
+    def add() -> None:
+        torch.ops.aten.addmm.dtype_out(product, d_y.t(), x, torch.float32, out=product)
+
+    def beside(*, aside: bool) -> None:
+        ranks.meanwhile = add
+        _to_tokens(ranks, slices, shares, (o, dk, dv), aside=aside)
+        if not aside:
+            add()
+
+    yield "a product of up_proj", add
+    yield "dq, dk, dv, then the product", lambda: beside(aside=False)
+    yield "dq, dk, dv beside it", lambda: beside(aside=True)
 
 
 def main() -> None:
@@ -101,7 +119,7 @@ def main() -> None:
             )
             if is_first():
                 print(
-                    f"{name:22} {1e6 * gpu:7.1f} us, host {1e6 * host:6.1f}; "
+                    f"{name:28} {1e6 * gpu:7.1f} us, host {1e6 * host:6.1f}; "
                     f"NCCL {1e6 * gpu_nccl:7.1f} us, host {1e6 * host_nccl:6.1f}: "
                     f"{gpu_nccl / gpu:.2f} times as fast",
                     flush=True,

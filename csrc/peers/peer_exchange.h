@@ -33,7 +33,7 @@ struct Piece {
 struct Exchange {
   std::vector<Piece> sent = {}, received = {};  // at most kMostPieces each
   int64_t slot_bytes = 0;  // at least the largest message between any two ranks; the same on all
-  void* stream = nullptr;  // a cudaStream_t; the same for all exchanges
+  void* stream = nullptr;  // a cudaStream_t, in which all earlier exchanges come before this one
 };
 
 enum class Halt : int { kNone = 0, kAborted = 1, kTimedOut = 2 };

@@ -14,6 +14,7 @@ from oomb import _C
 from oomb.core.border_states import FillComplete
 from oomb.core.call_pages import CallPages, piece_of
 from oomb.core.chunk_run import ChunkRun
+from oomb.core.kept_outputs import ByTokens
 from oomb.core.latent_past import LatentPast
 from oomb.core.page_protocol import Launch, OnPages
 from oomb.core.past import Past, StoredPast
@@ -143,16 +144,22 @@ class ChunkAttention:
         scale: float,
         softcap: float,
         window: int,
+        by_tokens: ByTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o [B, Hq, C, D] and lse [B, Hq, C] of a chunk, after :meth:`begin`.
 
         What the fill has kept the sweep takes back, once, and computes nothing.
+
+        Args:
+            by_tokens: so the output is kept. The sweep gives q, k and v of own tokens then.
         """
         pages, outputs = self.pages, self.pages.outputs
-        kept = bool(outputs.kept[run.chunk, layer])
+        kept = self.keeps(run.chunk, layer)
         if kept and outputs.loose and run.phase == "sweep":
             return pages.loose.take(run.chunk, layer)
         batch, heads, tokens, _ = q.shape
+        if by_tokens is not None:
+            heads, tokens = by_tokens.heads, by_tokens.tokens
         state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = like_tokens_first(q)
         lse = torch.empty(batch, heads, tokens, dtype=state_dtype, device=q.device)
@@ -166,6 +173,8 @@ class ChunkAttention:
                 self._over_ranks(layer).forward(q, o, lse) as (queries, part_o, part_lse),
             ):
                 yield kernels(parts, queries, part_o, part_lse)
+            if by_tokens is not None:
+                whole[0] = by_tokens.send(o)
 
         def kernels(
             parts: int, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
@@ -196,11 +205,17 @@ class ChunkAttention:
 
             return kernel
 
-        piece = partial(piece_of, (o, lse), pages.layout.slot_bytes)
+        whole = [o, lse]
+        piece = partial(piece_of, whole, pages.layout.slot_bytes)
         pages.attend(run.phase, layer, run.chunk, launching, piece)
+        o = whole[0]
         if kept and outputs.loose:
             pages.loose.keep(run.chunk, layer, o, lse)
         return o, lse
+
+    def keeps(self, chunk: int, layer: int) -> bool:
+        """Whether the fill keeps an output for the sweep."""
+        return bool(self.pages.outputs.kept[chunk, layer])
 
     def backward(
         self,

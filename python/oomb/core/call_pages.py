@@ -271,7 +271,7 @@ def seed_of_chunk(seed: int, layer: int, chunk: int) -> int:
 
 
 def piece_of(
-    tensors: tuple[torch.Tensor, ...], slot_bytes: int, part: int, begin: int, end: int
+    tensors: Sequence[torch.Tensor], slot_bytes: int, part: int, begin: int, end: int
 ) -> tuple[int, int]:
     """Address and bytes of pieces [begin, end) of a tensor that is dense in memory."""
     tensor, offset = tensors[part], begin * slot_bytes

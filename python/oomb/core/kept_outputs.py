@@ -6,7 +6,7 @@ They are attention's, and those of the last product of a layer's MLP.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,22 @@ from oomb.core.layout import Chunks
 from oomb.core.recompute import Recompute, levels_up_to
 from oomb.core.tiers import PageLayout
 from oomb.model.layer_shape import LayerShape
+
+
+@dataclass(frozen=True)
+class ByTokens:
+    """How an output is kept where ranks divide heads: o [B, all heads, own tokens, D].
+
+    The sweep has it for the layer without an exchange. Its log-sum-exp stays as it was computed.
+
+    Attributes:
+        heads, tokens: held here, and of the chunk: those of the log-sum-exp.
+        send: o of these heads and tokens → that of all heads, of the tokens that run here.
+    """
+
+    heads: int
+    tokens: int
+    send: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)

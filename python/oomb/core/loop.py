@@ -6,29 +6,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from oomb.core.alternation import Alternation
 from oomb.core.attention import ChunkAttention, expect_finite
-from oomb.core.attention_operation import chunk_attention, with_sinks
 from oomb.core.border_states import BorderStates, Carry, FillComplete
 from oomb.core.chunk_run import ChunkRun, EndsWith, current_run, outer_run_afterwards
-from oomb.core.head_groups import GroupOutputs, calls_of_groups
 from oomb.core.images import ImageRows
 from oomb.core.inputs import CallInputs, document_places
+from oomb.core.later_products import LaterProducts
+from oomb.core.layer_attention import LayerAttention
 from oomb.core.layout import Chunks
 from oomb.core.loss import ChunkLoss, OnLogits
 from oomb.core.recompute import LayerRunner
 from oomb.core.router_loss import RouterLoss
 from oomb.model.causal import CausalModel
-from oomb.model.interface import AttentionCall
-from oomb.model.layer_shape import kernel_head_dim
-from oomb.model.linear import WeightSums
 from oomb.model.mixers import of_tokens
 from oomb.model.swap import Swaps
-from oomb.parallel.heads import HeadShares
 from oomb.parallel.placement import AllHere, Placement
 from oomb.parallel.slices import TokenSlices
 from oomb.results import Progress
@@ -44,6 +40,8 @@ class ChunkLoop:
     values are propagated back, and its graph is gone before the next one is built.
     """
 
+    _attends_by: ClassVar = LayerAttention
+
     def __init__(
         self,
         model: CausalModel,
@@ -54,7 +52,7 @@ class ChunkLoop:
         loss: ChunkLoss,
         rope_angles: str,
         on_progress: OnProgress | None,
-        sums: WeightSums | None,
+        sums: LaterProducts | None,
         borders: BorderStates | None = None,
         placement: Placement = AllHere(),  # noqa: B008  # a constant
         router_loss: RouterLoss | None = None,
@@ -72,11 +70,13 @@ class ChunkLoop:
         self._sums = sums
         self._borders = borders or BorderStates()
         self.images = ImageRows(inputs.images, chunks, placement, model.device)
+        self._layer_attention = self._attends_by(
+            model, chunks, attention, runner, self.images, placement
+        )
         self._carries: tuple[Carry, ...] = (attention, self._borders, self.images)
         self._router_loss, self._kept_products = router_loss, kept_products
         if router_loss is not None:
             self._carries += (router_loss,)
-        self._turns: Alternation | None = None
         self._began = time.perf_counter()
 
     def running(self) -> Swaps:
@@ -87,7 +87,7 @@ class ChunkLoop:
         swaps.also(outer_run_afterwards())
         swaps.also(self._attention.activated())
         session = self._model.session(
-            self._attend,
+            self._layer_attention.attend,
             self._runner,
             self._mix,
             largest_position=self._inputs.largest_position,
@@ -152,11 +152,11 @@ class ChunkLoop:
 
         with torch.no_grad():
             if self._attention.pages.paired:
-                self._turns = Alternation()
+                turns = self._layer_attention.turns = Alternation()
                 try:
-                    self._turns.run(lambda: run(0, 2), lambda: run(1, 2))
+                    turns.run(lambda: run(0, 2), lambda: run(1, 2))
                 finally:
-                    self._turns = None
+                    self._layer_attention.turns = None
             else:
                 run(0, 1)
         if self._router_loss is not None:
@@ -206,6 +206,8 @@ class ChunkLoop:
             roots += handed
             gradients += theirs
         torch.autograd.backward(roots, gradients)
+        if self._sums is not None:
+            self._sums.finish()
 
     def _run(self, chunk: int) -> torch.Tensor | None:
         """Hidden states of a chunk; None where the fill ended at the last layer."""
@@ -234,64 +236,6 @@ class ChunkLoop:
     def _slices(self, chunk: int) -> TokenSlices:
         return self._placement.slices(*self._chunks.span(chunk))
 
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
-        groups = self._attention.head_groups
-        layer = self._model.paged[self._model.layer_of(call.module)]
-        if groups == 1:
-            return self._attend_at_once(call, layer)
-        outputs, ends = GroupOutputs(call.q.shape[1]), False
-        for group, own in enumerate(calls_of_groups(call, groups)):
-            try:
-                outputs.put(group, self._attend_at_once(own, layer * groups + group))
-            except FillComplete:  # of this group; the others' pages are written too
-                ends = True
-        if ends:
-            raise FillComplete
-        return outputs.whole
-
-    def _attend_at_once(self, call: AttentionCall, layer: int) -> torch.Tensor:
-        """
-        Args:
-            layer: of the pages.
-        """
-        shares = self._placement.heads(call.q.shape[1], call.k.shape[1])
-        o = self._attend_here(call, layer, shares)
-        return self._to_tokens(_cut(o, call.v.shape[-1]), shares).to(call.q.dtype)
-
-    def _attend_here(self, call: AttentionCall, layer: int, shares: HeadShares) -> torch.Tensor:
-        """Output of the heads that are held here, of the whole chunk. In the fill nothing else is
-        left of them."""
-        window = self._model.window_of(call)
-        dtype = call.k.dtype  # the pages' own; a model may leave V in another
-        # Zeros behind the shorter head dim (latent attention has 192 beside 128) change no product.
-        widest = max(call.k.shape[-1], call.v.shape[-1])
-        own = tuple(_padded(x.to(dtype), widest) for x in (call.q, call.k, call.v))
-        width = kernel_head_dim(call, self._model.capability)
-        q, k, v = (_padded(x, width) for x in self._to_heads(own, shares))
-        vector = self._vector(layer, call, dtype, shares)
-        stored_k, stored_v = (k, v) if vector is None else vector.detach().chunk(2, -1)
-
-        def attend() -> tuple[torch.Tensor, torch.Tensor]:
-            # Where a fill ends nothing is passed on: this chunk may be here before the one it sees.
-            turns, run, attention = self._turns, current_run(), self._attention
-            while turns is not None and attention.pages.early(layer, run.chunk):
-                self._let_the_other_run(turns)
-            attention.begin(run, layer, q, stored_k, stored_v, shares)
-            if turns is not None:
-                self._let_the_other_run(turns)
-            o, lse = chunk_attention(
-                q, k, v, vector, call.scale, call.softcap, window, attention.id, layer
-            )
-            return o, lse
-
-        o, lse = self._runner.attention(attend, q, k, v)
-        later = self.images.seen_both_ways(call, q, k, v)
-        if later is not None:
-            o, lse = later(o, lse)
-        if call.sinks is not None:
-            o = with_sinks(o, lse, self._placement.of_heads(call.sinks, shares))
-        return o
-
     def _mix(
         self,
         index: int,
@@ -315,51 +259,6 @@ class ChunkLoop:
         output = self._borders.run(index, forward, args, keywords)
         return of_tokens(output, first - slices.begin, last - slices.begin)
 
-    def _to_heads(
-        self, own: tuple[torch.Tensor, ...], shares: HeadShares
-    ) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values of the heads that are held here, of the whole chunk."""
-        placement = self._placement
-        if placement.ranks == 1:
-            return own
-        slices = self._slices(current_run().chunk)
-        return self._runner.once(lambda: placement.to_heads(own, slices, shares), *own)
-
-    def _vector(
-        self, layer: int, call: AttentionCall, dtype: torch.dtype, shares: HeadShares
-    ) -> torch.Tensor | None:
-        """What pages hold in place of keys and values, of the whole chunk; None: these.
-
-        Each rank holds all of it. The gradient that its heads leave there is a part, and summed
-        over ranks on the way back.
-        """
-        placement = self._placement
-        if placement.ranks == 1:
-            return self._attention.vector(layer, call.latent, dtype)
-        heads = *shares.keys_of(placement.rank), shares.kv_heads
-        own = self._attention.vector(layer, call.latent, dtype, heads)
-        if own is None:
-            return None
-        slices, tokens_first = self._slices(current_run().chunk), own[:, 0]
-        (whole,) = self._runner.once(
-            lambda: (placement.to_whole(tokens_first, slices),), tokens_first
-        )
-        return whole[:, None]
-
-    def _to_tokens(self, o: torch.Tensor, shares: HeadShares) -> torch.Tensor:
-        """Attention's output of the tokens that are run here."""
-        placement = self._placement
-        if placement.ranks == 1:
-            return o
-        slices = self._slices(current_run().chunk)
-        return self._runner.once(lambda: (placement.to_tokens(o, slices, shares),), o)[0]
-
-    def _let_the_other_run(self, turns: Alternation) -> None:
-        """The other chunk computes while this one's lists and pages are on their way."""
-        random_state = self._runner.random_state()
-        turns.pass_on()
-        self._runner.restore_random_state(random_state)
-
     def _report(self, phase: str, chunk: int, num_chunks: int, tokens_done: int) -> None:
         self._placement.border()
         if self._on_progress is not None:
@@ -381,15 +280,3 @@ class ChunkLoop:
                     exposed_copy_seconds=counters.exposed_copy_seconds,
                 )
             )
-
-
-def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    missing = width - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def _cut(o: torch.Tensor, width: int) -> torch.Tensor:
-    """The first of each head's features, tokens first in memory."""
-    if o.shape[-1] == width:
-        return o
-    return o[..., :width].transpose(1, 2).contiguous().transpose(1, 2)

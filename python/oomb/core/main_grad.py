@@ -66,6 +66,7 @@ class MainGrads:
         self._additions: dict[nn.Parameter, int] = {}  # rounded ones, in this call
         self._shards: dict[nn.Parameter, torch.Tensor] = {}  # of sums that ranks have parts of
         self._met: set[nn.Parameter] = set()  # those that something reached before they were
+        self._early: set[nn.Parameter] = set()  # whose sums over ranks are there, or under way
         # Of users' parameters whose shards of sums are on the host: what ran in their place.
         self._plain: dict[nn.Parameter, tuple[nn.Parameter, Weights]] = {}
         self._left: list[Any] | None = None  # parameters that commit() has still to reach
@@ -107,6 +108,7 @@ class MainGrads:
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         grad, parameter.grad = parameter.grad, None
+        assert parameter not in self._early
         if grad is None:  # a linear layer has added it to the sum itself
             return
         if grad.layout != torch.strided:
@@ -196,6 +198,7 @@ class MainGrads:
         """
         if placement.ranks == 1:
             return
+        placement.finish_sums()
         plain = weights.plain(parameters)
         met = placement.collect(lambda: list(map(self._is_met, plain)))
         pairs = zip(plain, parameters, map(any, zip(*met, strict=True)), strict=True)
@@ -203,6 +206,7 @@ class MainGrads:
         whole = [p for p, _ in reached if not weights.is_shard(p)]
         shards = [(p, owner) for p, owner in reached if weights.is_shard(p)]
         here = [p for p in whole if self._host is None or p not in self._host]
+        here = [p for p in here if p not in self._early]
         placement.sum_([self._sum_of(p) for p in here])
         if self._host is not None:
             self._host.resume()
@@ -215,6 +219,19 @@ class MainGrads:
                 self._plain[owner] = p, weights
             else:
                 self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
+
+    def met(self, parameters: list[nn.Parameter]) -> list[bool]:
+        """Which of them have a whole sum on the device."""
+        return [p in self._sums for p in parameters]
+
+    def sum_early(self, placement: Placement, parameters: list[nn.Parameter]) -> None:
+        """Begin what :meth:`sum_over` does of parameters that nothing reaches any more.
+
+        Args:
+            parameters: that :meth:`met` holds of, on all ranks.
+        """
+        placement.sum_beside([self._sums[p] for p in parameters])
+        self._early.update(parameters)
 
     def _is_met(self, parameter: nn.Parameter) -> bool:
         on_host = self._host is not None and self._host.has(parameter)
@@ -321,7 +338,7 @@ class MainGrads:
         self._left = None
 
     def _drop(self) -> None:
-        self._sums, self._shards, self._met = {}, {}, set()
+        self._sums, self._shards, self._met, self._early = {}, {}, set(), set()
         self._plain = {}
         if self._host is not None:
             self._host.drop()

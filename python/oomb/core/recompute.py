@@ -25,6 +25,7 @@ class LayerRunner:
             attention's output.
         seed: of the call; None: layers draw nothing.
         gpus: from whose generators they may draw, beside the CPU's.
+        watch: told the number of each layer and what it is given, before it runs.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class LayerRunner:
         recompute: Recompute | tuple[Recompute, ...],
         seed: int | None,
         gpus: Sequence[torch.device] = (),
+        watch: Callable[[int, Any], object] | None = None,
     ) -> None:
+        self._watch = watch
         self._recompute = recompute
         self._seed = seed
         self._gpus = gpus
@@ -47,6 +50,8 @@ class LayerRunner:
         keywords: dict[str, Any],
     ) -> Any:
         current = current_run()
+        if self._watch is not None:
+            self._watch(layer, args[0] if args else None)
         seed = None if self._seed is None else _layer_seed(self._seed, current.chunk, layer)
 
         def run(*inputs: Any) -> Any:

@@ -14,9 +14,11 @@ from oomb.config import Config
 from oomb.core.attention import ChunkAttention
 from oomb.core.border_states import BorderStates, border_bytes
 from oomb.core.call_pages import seed_of_call
+from oomb.core.early_sums import EarlySums
 from oomb.core.inputs import CallInputs
 from oomb.core.keeping import MlpOutput
 from oomb.core.latent_groups import Expanded
+from oomb.core.later_products import LaterProducts
 from oomb.core.layout import Chunks, GradientReach
 from oomb.core.loop import ChunkLoop, OnProgress
 from oomb.core.loss import ChunkLoss, TokenLoss
@@ -74,6 +76,7 @@ class Calls:
         self._shapes = shapes
         self._pools = pools
         self._grads = grads
+        self._products: LaterProducts | None = None  # of the last call
         self._recompute: dict[tuple[int, int, Expanded | None], Recompute] = {}
         # Of the last call: a plan cannot look, where weights are sharded.
         self._key_dtype = key_dtype(model) if weights.is_sharded else torch.float32
@@ -128,6 +131,8 @@ class Calls:
         self.weights.gather(swaps.afterwards, self._on_layer_done if sums else None)
 
     def _on_layer_done(self, parameters: list[nn.Parameter]) -> None:
+        if self._products is not None:
+            self._products.finish()
         self._grads.scatter(self.weights, parameters)
 
     def begin(
@@ -150,7 +155,7 @@ class Calls:
             seed: of :meth:`dropout_seed`.
             every_output, lists: as of :class:`oomb.core.page_demand.Demand`.
         """
-        model, grads = self._model, None if swept is None else self._grads
+        model = self._model
         weight_copies = WeightCopies(model)
         placement = self.placement
         chunks, state = inputs.chunks(config), state_bytes(model.mixers)
@@ -186,17 +191,24 @@ class Calls:
         attention = ChunkAttention(pages, placement, self._shapes[0].groups)
         borders = BorderStates(model.mixers, inputs, demand.chunks, swept is not None)
         routers, levels = model.routers, pages.outputs.levels or recompute
+        self._products = watch = None
+        if swept is not None:
+            self._products = LaterProducts(self._grads)
+            swaps.also(self._products.beside(placement))
+            if placement.ranks > 1 and not self.weights.is_sharded:
+                adding = self._grads, self._products, placement
+                watch = EarlySums(*adding, model.layers, model.causal, swept[0]).watch
         kept = PagedMlpOutputs(pages, paged_mlps(model.paged, self._shapes[0].groups))
         loop = ChunkLoop(
             model,
             inputs,
             demand.chunks,
             attention,
-            LayerRunner(recompute=levels, seed=seed, gpus=model.rng_devices()),
+            LayerRunner(recompute=levels, seed=seed, gpus=model.rng_devices(), watch=watch),
             loss,
             config.rope_angles,
             on_progress,
-            grads,
+            self._products,
             borders,
             placement,
             None if routers is None else RouterLoss(routers, inputs, demand.chunks, placement),

@@ -12,7 +12,9 @@ copies, heads go from their tensors into messages, and from messages into tensor
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +24,7 @@ from oomb.parallel.in_order import added_in_order
 from oomb.parallel.slices import TokenSlices
 
 Tensors = tuple[torch.Tensor, ...]
+T = TypeVar("T")
 
 
 class ToHeads(torch.autograd.Function):
@@ -39,7 +42,7 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, None, *_to_tokens(ctx.ranks, ctx.slices, ctx.shares, grads)
+        return None, None, None, *_to_tokens(ctx.ranks, ctx.slices, ctx.shares, grads, aside=True)
 
 
 class ToTokens(torch.autograd.Function):
@@ -54,7 +57,42 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, None, *_to_heads(ctx.ranks, ctx.slices, ctx.shares, grads)
+        return None, None, None, *_to_heads(ctx.ranks, ctx.slices, ctx.shares, grads, aside=True)
+
+
+class KnownOutput(torch.autograd.Function):
+    """Attention's output [B, heads, own tokens, D] where it is known: nothing is sent for it.
+
+    Its backward needs heads of all tokens, of everything that attention's needs, and sends them
+    together; what comes back it sends as that of :class:`ToHeads` does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ranks: Ranks,
+        slices: TokenSlices,
+        shares: HeadShares,
+        backward: Callable[..., Tensors],
+        *tensors: torch.Tensor,
+    ) -> Tensors:
+        ctx.ranks, ctx.slices, ctx.shares, ctx.attention = ranks, slices, shares, backward
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)  # q, k, v, o, lse
+        o, lse = (x.detach() for x in tensors[3:])
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_o: torch.Tensor | None, _: Any) -> Any:
+        ranks, slices, shares = ctx.ranks, ctx.slices, ctx.shares
+        q, k, v, o, lse = ctx.saved_tensors
+        d_o = torch.zeros_like(o) if d_o is None else d_o
+        of_queries = replace(shares, kv_heads=shares.query_heads)
+        found = _sets_to_heads(ranks, slices, ((shares, (q, k, v)), (of_queries, (o, d_o))))
+        grads = ctx.attention(*found[:4], lse, found[4])
+        d_qkv = _to_tokens(ranks, slices, shares, grads, aside=True)
+        return None, None, None, None, *d_qkv, None, None
 
 
 class ToWhole(torch.autograd.Function):
@@ -98,33 +136,92 @@ class ToWhole(torch.autograd.Function):
         return None, None, result.transpose(0, 1)
 
 
-def _to_heads(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
+def _to_heads(
+    ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors, *, aside: bool = False
+) -> Tensors:
+    """
+    Args:
+        aside: the ranks have other work to do meanwhile.
+    """
+    if aside:
+        return _sets_to_heads(ranks, slices, ((shares, tensors),))
+    copied = _copied(ranks, lambda: _copied_to_heads(ranks, slices, shares, tensors))
+    return copied or _sent_to_heads(ranks, slices, shares, tensors)
+
+
+def _sets_to_heads(
+    ranks: Ranks, slices: TokenSlices, sets: Sequence[tuple[HeadShares, Tensors]]
+) -> Tensors:
+    """Several messages, one behind the other, while other work is done; what comes of all."""
+
+    def copy() -> list[Tensors] | None:
+        copied: list[Tensors] = []
+        for shares, tensors in sets:
+            received = _copied_to_heads(ranks, slices, shares, tensors)
+            if received is None:  # those that follow would come before it
+                break
+            copied.append(received)
+        return copied or None
+
+    found = _copied(ranks, copy, aside=True) or []
+    if not found:
+        _without_copies(ranks)
+    for shares, tensors in sets[len(found) :]:
+        found.append(_sent_to_heads(ranks, slices, shares, tensors))
+    return tuple(x for received in found for x in received)
+
+
+def _sent_to_heads(
+    ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors
+) -> Tensors:
     sizes = slices.sizes
-    own, total = sizes[slices.rank], sum(sizes)
-    batch, _, _, head_dim = tensors[0].shape
+    own, width = sizes[slices.rank], _heads(shares, tensors)[1]
+    received = ranks.all_to_all(
+        _messages(shares, own, tensors),
+        [own * width] * ranks.size,
+        [size * width for size in sizes],
+        max(sizes) * width,
+    )
+    return _of_heads(slices, shares, tensors, received)
+
+
+def _copied_to_heads(
+    ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors
+) -> Tensors | None:
+    """By copies between GPUs; None: nothing was done."""
+    if ranks.peers is None or shares.copies > 1:
+        return None
+    sizes, width = slices.sizes, _heads(shares, tensors)[1]
+    received = tensors[0].new_empty(sum(sizes) * width)
+    if not ranks.peers.to_heads(tensors, sizes, max(sizes) * width, received):
+        return None
+    ranks.expect_no_failure()
+    return _of_heads(slices, shares, tensors, received)
+
+
+def _heads(shares: HeadShares, tensors: Tensors) -> tuple[list[int], int]:
+    """Of each tensor the heads of a rank, and elements of a token in a message."""
     heads = [shares.queries, *[shares.keys] * (len(tensors) - 1)]
-    width = batch * sum(heads) * head_dim  # elements of a token in a message
-    largest = max(sizes) * width
-    peers, received = ranks.peers if shares.copies == 1 else None, None
-    if peers is not None:
-        received = tensors[0].new_empty(total * width)
-        with ranks.measured():
-            if peers.to_heads(tensors, sizes, largest, received):
-                ranks.expect_no_failure()
-            else:
-                received = None
-    if received is None:
-        received = ranks.all_to_all(
-            _messages(shares, own, tensors),
-            [own * width] * ranks.size,
-            [size * width for size in sizes],
-            largest,
-        )
-    whole = received.view(total, batch, sum(heads), head_dim)
+    batch, _, _, head_dim = tensors[0].shape
+    return heads, batch * sum(heads) * head_dim
+
+
+def _of_heads(
+    slices: TokenSlices, shares: HeadShares, tensors: Tensors, received: torch.Tensor
+) -> Tensors:
+    """Messages of all ranks as tensors of a rank's heads, of all tokens."""
+    heads, (batch, _, _, head_dim) = _heads(shares, tensors)[0], tensors[0].shape
+    whole = received.view(sum(slices.sizes), batch, sum(heads), head_dim)
     return tuple(part.permute(1, 2, 0, 3) for part in whole.split(heads, dim=2))
 
 
-def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors) -> Tensors:
+def _to_tokens(
+    ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: Tensors, *, aside: bool = False
+) -> Tensors:
+    """
+    Args:
+        aside: as of :func:`_to_heads`.
+    """
     sizes = slices.sizes
     own = sizes[slices.rank]
     batch, _, _, head_dim = tensors[0].shape
@@ -136,12 +233,19 @@ def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: T
     like = tensors[0].new_empty if own else tensors[0].new_zeros
     numbers = [shares.query_heads, *[shares.kv_heads] * (len(tensors) - 1)]
     results = [like(batch, last - first, n, head_dim).transpose(1, 2) for n in numbers]
-    peers = ranks.peers if shares.copies == 1 else None
-    if peers is not None:
-        with ranks.measured():
-            if peers.to_tokens(tensors, sizes, largest, results):
-                ranks.expect_no_failure()
-                return tuple(results)
+
+    def copy() -> Tensors | None:
+        peers = ranks.peers if shares.copies == 1 else None
+        if peers is None or not peers.to_tokens(tensors, sizes, largest, results):
+            return None
+        ranks.expect_no_failure()
+        return tuple(results)
+
+    copied = _copied(ranks, copy, aside=aside)
+    if copied is not None:
+        return copied
+    if aside:
+        _without_copies(ranks)
     rows = in_pieces([x.to(tensors[0].dtype).permute(2, 0, 1, 3) for x in tensors])
     received = ranks.all_to_all(
         torch.cat(rows, dim=2).view(-1).view(tensors[0].dtype),
@@ -153,6 +257,23 @@ def _to_tokens(ranks: Ranks, slices: TokenSlices, shares: HeadShares, tensors: T
     for result, x in zip(results, _whole_heads(shares, len(tensors) - 1, mine), strict=True):
         result.transpose(1, 2)[:, :own] = x
     return tuple(results)
+
+
+def _copied(ranks: Ranks, copy: Callable[[], T | None], *, aside: bool = False) -> T | None:
+    """What comes by copies between GPUs; None: nothing was done."""
+    if ranks.peers is None:
+        return None
+    if not aside or ranks.meanwhile is None:
+        with ranks.measured():
+            return copy()
+    found: T | None = ranks.peers.aside(copy, ranks.meanwhile, ranks.measured)
+    return found
+
+
+def _without_copies(ranks: Ranks) -> None:
+    """What waits for an exchange is done before one that nothing runs beside."""
+    if ranks.meanwhile is not None:
+        ranks.meanwhile()
 
 
 def _messages(shares: HeadShares, own: int, tensors: Tensors) -> torch.Tensor:

@@ -56,6 +56,7 @@ class Ranks:
         device: where the tensors are.
         peers: exchanges without a library, where tensors are on GPUs; None: not.
         stopwatch: measures exchanges of tensors; None: nobody does.
+        meanwhile: what can be done beside an exchange; None: nothing.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Ranks:
         self.rank = members.index(self._own)
         self.size = len(members)
         self.stopwatch: Any = None
+        self.meanwhile: Callable[[], object] | None = None
         self.device = device
         self._timeout = timeout
         key = tuple(members)

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from oomb.errors import Error
 from oomb.parallel.group import Ranks
-from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
+from oomb.parallel.heads_over_ranks import HeadsOverRanks
+from oomb.parallel.placement import AllHere, Placement
 from oomb.parallel.weights import Weights
 
 DIMENSION = "cp"

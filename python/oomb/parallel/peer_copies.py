@@ -11,10 +11,10 @@ rank fails. NCCL carries the messages where processes cannot reach each other's 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ _MOST_RANKS, _MOST_PIECES = 16, 32  # of which kernels are told
 
 Tensors = tuple[torch.Tensor, ...]
 Collect = Callable[[Callable[[], Any]], list[Any]]
+Measured = Callable[[], AbstractContextManager[None]]
+T = TypeVar("T")
 
 
 class PeerCopies:
@@ -52,6 +54,8 @@ class PeerCopies:
         self._collect = collect
         self._timeout = timeout
         self._exchange: Any = None
+        self._own_stream: torch.cuda.Stream | None = None
+        self._is_aside = self._is_apart = False
         self._refused = size > _MOST_RANKS
 
     def all_to_all(
@@ -80,10 +84,60 @@ class PeerCopies:
             received_bytes=[size * item for size in received_sizes],
             message_bytes=largest * item,
             same_to_all=same_to_all,
-            stream=torch.cuda.current_stream(self._device).cuda_stream,
+            stream=self._stream,
         )
         self.expect_in_time()
         return True
+
+    def aside(
+        self, start: Callable[[], T | None], meanwhile: Callable[[], object], measured: Measured
+    ) -> T | None:
+        """Exchanges that ``start`` asks for, and what it returns; the stream waits for them after
+        other work.
+
+            stream    … what is sent     meanwhile …                  ▸ what has come …
+            aside                        copies in   meeting   copies out
+
+        What is sent and what comes has to stay alive until then. None: ``start`` has asked for
+        nothing, and nothing else was done.
+
+        Args:
+            measured: around the wait.
+        """
+        stream, own = torch.cuda.current_stream(self._device), self._behind_current()
+        self._is_aside = True
+        try:
+            started = start()
+            self._is_aside = False
+            if started is not None:
+                meanwhile()
+            return started
+        finally:  # whatever fails: memory that is written is not given to others before
+            self._is_aside = False
+            with measured():
+                stream.wait_stream(own)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, all work of a GPU goes beside the stream, which waits for it at :meth:`join`, and
+        before another exchange of its own."""
+        self._is_apart = True
+        with torch.cuda.stream(self._behind_current()):
+            yield
+
+    def join(self) -> None:
+        """The stream waits for what went beside it."""
+        if self._is_apart and self._own_stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._own_stream)
+        self._is_apart = False
+
+    def _behind_current(self) -> torch.cuda.Stream:
+        """A stream of its own, behind what the current one was given so far."""
+        if self._own_stream is None:
+            # Blocks of its kernels go first, where those of a product leave room.
+            self._own_stream = torch.cuda.Stream(self._device, priority=-1)
+        self._own_stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._own_stream
 
     def gather(self, x: torch.Tensor, parts: torch.Tensor) -> bool:
         """A tensor of each rank, [ranks, …], of equal shapes; False: nothing was done."""
@@ -131,6 +185,17 @@ class PeerCopies:
         self.expect_in_time()
         return True
 
+    @property
+    def _stream(self) -> int:
+        """Of the next exchange, which comes behind all earlier ones."""
+        own, current = self._own_stream, torch.cuda.current_stream(self._device)
+        if self._is_aside and own is not None:
+            current = own
+        elif current != own:
+            self.join()
+        handle: int = current.cuda_stream
+        return handle
+
     def _takes(self, tensors: Tensors) -> bool:
         """Whether kernels can move their heads as they are; messages are the same if not."""
         few = self._size * len(tensors) <= _MOST_PIECES
@@ -143,7 +208,7 @@ class PeerCopies:
             "batch": x.shape[0],
             "row_bytes": x.shape[-1] * x.element_size(),
             "message_bytes": message * x.element_size(),
-            "stream": torch.cuda.current_stream(self._device).cuda_stream,
+            "stream": self._stream,
         }
 
     def expect_in_time(self) -> None:

@@ -7,32 +7,57 @@ import torch
 from oomb.plan.gpus import gpu_of_device
 from oomb.plan.machine import Machine
 from oomb.plan.pages import PageCall
+from oomb.plan.rates import Rates
 from oomb.plan.sharded_weights import ShardedWeightsUse
 from oomb.trace.trace import Trace
 
+# Of the products of weight gradients of a layer, those that wait for exchanges: two of seven.
+_BESIDE = 2 / 7
+
 
 def exchange_seconds(
-    call: PageCall, trace: Trace, machine: Machine, shards: ShardedWeightsUse | None = None
+    call: PageCall,
+    trace: Trace,
+    machine: Machine,
+    rates: Rates,
+    products: float,
+    shards: ShardedWeightsUse | None = None,
 ) -> float:
-    """Of a rank, if nothing overlaps them; 0 where nothing is known of what links the ranks.
+    """Of a rank; 0 where nothing is known of what links the ranks.
 
     Queries, keys, values, outputs and latents travel in the fill, and both ways in the sweep; at
-    the end the sums of gradients do. Shared weights are gathered, and their sums scattered,
-    besides. Where ranks divide pages, queries and parts of outputs travel among those of a head.
+    the end the sums of gradients do. Where an output was kept nothing travels forwards, and all
+    that attention's backward needs does later. Between GPUs of one host products hide what travels
+    backwards. Shared weights are gathered, and their sums scattered, besides. Where ranks divide
+    pages, queries and parts of outputs travel among those of a head.
+
+    Args:
+        products: FLOP of weight gradients of a layer's linear layers, per token.
     """
     ranks, gpu = machine.ranks, machine.gpu or gpu_of_device(machine.name)
     if ranks == 1 or gpu is None:
         return 0.0
     others = (ranks - 1) / ranks  # of what a rank has or gets, the part that travels
-    heads = sum(2 * (s.query_heads + s.kv_heads) * s.head_dim + s.latent for s in call.shapes)
-    of_token = heads * ranks * call.layout.dtype.itemsize
     begin, end = call.chunks.span(0)
     tokens = call.batch * (end - begin) / ranks
-    passes = call.filled + 2 * len(call.swept)
-    received = others * of_token * tokens * passes
-    received += others * 2 * trace.sum_bytes if shards is None else shards.received_bytes(call)
+    of_head = others * ranks * tokens * call.layout.dtype.itemsize
+    forward = backward = 0.0
+    for layer, shape in enumerate(call.shapes):
+        around = of_head * (
+            2 * (shape.query_heads + shape.kv_heads) * shape.head_dim + shape.latent
+        )
+        by_tokens = shape.copies == 1 and not shape.latent and call.outputs is not None
+        kept = int(call.outputs.kept[:, layer].sum()) if call.outputs and by_tokens else 0
+        forward += (call.filled + len(call.swept) - kept) * around
+        backward += (len(call.swept) + kept) * around
+    received = others * 2 * trace.sum_bytes if shards is None else shards.received_bytes(call)
     received += call.batch * (end - begin) * _parts_of_chunk_tokens(call)
-    return received / (gpu.peer_bytes_per_second or gpu.link_bytes_per_second)
+    rate = gpu.peer_bytes_per_second or gpu.link_bytes_per_second
+    hidden = 0.0
+    if gpu.peer_bytes_per_second and all(shape.copies == 1 for shape in call.shapes):
+        layers = len(call.shapes) / call.shapes[0].groups
+        hidden = _BESIDE * tokens * len(call.swept) * layers * products / rates.matrix
+    return (forward + received) / rate + max(0.0, backward / rate - hidden)
 
 
 def _parts_of_chunk_tokens(call: PageCall) -> float:

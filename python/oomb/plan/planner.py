@@ -193,7 +193,9 @@ class Planner:
                     pools,
                     rates,
                     again=chunks.get("layer", 0) / max(1, len(call.swept)),
-                    exchange=exchange_seconds(call, mean, self.machine, shards),
+                    exchange=exchange_seconds(
+                        call, mean, self.machine, rates, tracer.trained_flops, shards
+                    ),
                     images=images.seconds(rates),
                 )
                 duration = with_weights(duration, call, mean, rates, weights)

@@ -16,6 +16,7 @@ from oomb.core.attention import ChunkAttention, like_tokens_first
 from oomb.core.border_states import FillComplete
 from oomb.core.chunk_run import ChunkRun
 from oomb.core.latent_groups import expanded, gathered, half_of, propagated
+from oomb.core.layer_attention import LayerAttention
 from oomb.core.loop import ChunkLoop
 from oomb.core.loss import ChunkLoss, slice_rows
 from oomb.core.main_grad import MainGrads
@@ -26,7 +27,8 @@ from oomb.model.latent import Latent, latent_width
 from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
-from oomb.parallel.placement import AllHere, HeadsOverRanks, Placement
+from oomb.parallel.heads_over_ranks import HeadsOverRanks
+from oomb.parallel.placement import AllHere, Placement
 from oomb.trace.meter import Meter
 from oomb.trace.setting import Setting
 
@@ -125,7 +127,7 @@ class TracedRanks:
     """The ranks of a sequence, as their first one sees them: messages come empty."""
 
     rank = 0
-    peers = None
+    peers = meanwhile = None
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -171,12 +173,12 @@ class TracedRunner(LayerRunner):
         self.peak_bytes, self._meter.peak_bytes = self._meter.peak_bytes, self._meter.live_bytes
 
 
-class TracedLoop(ChunkLoop):
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
+class TracedLayerAttention(LayerAttention):
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         attention = self._attention
         assert isinstance(attention, TracedAttention)
         attention.see(self._model.layer_of(call.module), call)
-        return super()._attend(call)
+        return super().attend(call)
 
     def _attend_at_once(self, call: AttentionCall, layer: int) -> torch.Tensor:
         attention = self._attention
@@ -186,6 +188,10 @@ class TracedLoop(ChunkLoop):
         result = super()._attend_at_once(call, layer)
         del carried
         return result
+
+
+class TracedLoop(ChunkLoop):
+    _attends_by = TracedLayerAttention
 
 
 class TracedAttention(ChunkAttention):
@@ -226,6 +232,9 @@ class TracedAttention(ChunkAttention):
                 return earlier
         self._stored[layer] = weakref.ref(call.k), weakref.ref(call.v)
         return None
+
+    def keeps(self, chunk: int, layer: int) -> bool:
+        return False
 
     def holds_latents(self, layer: int) -> bool:
         return self._expanded is not None and self._shape(layer).latent > 0

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomb.core.copying import linear_flops
 from oomb.core.host_sums import own_parameters
 from oomb.core.inputs import CallInputs
+from oomb.core.later_products import LaterProducts
 from oomb.core.layout import Chunks
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
@@ -99,6 +100,7 @@ class Tracer:
         last_products: shapes, as of :func:`oomb.model.last_product.last_products`; ``paged``: as of
             :class:`CausalModel`.
         linear_flops: of a layer's matrix products per token, forward, at least.
+        trained_flops: of those whose weights are trained.
         parameters: all, without values, and those of each decoder layer as ``layers``.
         tower: of a model that sees images.
         movable_bytes: of each layer, frozen weights that the host could keep.
@@ -138,6 +140,7 @@ class Tracer:
         self.vocab_size, self.hidden_size = causal.vocab_size, int(config.hidden_size)
         self.largest_product = _largest_product(causal.layers[0])
         self.linear_flops = linear_flops(list(causal.layers))
+        self.trained_flops = linear_flops(list(causal.layers), trained=True)
         self.trained_layers = own_parameters(causal.layers)
         self.movable_bytes = tuple(block_bytes(movable_weights(causal.layers)))
         self.shapes: list[LayerShape] = []
@@ -257,6 +260,7 @@ class Tracer:
             sums=grads,
         )
         loss.device_type = self._device_type
+        products = LaterProducts(grads)
         loop = TracedLoop(
             causal,
             inputs,
@@ -266,7 +270,7 @@ class Tracer:
             loss,
             "model",
             None,
-            grads,
+            products,
             placement=placement,
         )
         with entered(
@@ -276,6 +280,7 @@ class Tracer:
             autocast_of_device(self._device_type),
             self._mode,
             grads.collecting(parameters),
+            products.beside(placement),
             meter,
             loop.running(),
         ):
@@ -284,6 +289,9 @@ class Tracer:
                     loop.fill(1)
                 fill_peak = meter.peak_bytes
                 if sweeps:
+                    if placement.ranks > 1:  # which products wait shows in a call's first chunk
+                        loop.sweep([0], 1.0)
+                        runner.peak_bytes = 0
                     grads.begin(parameters)
                     with meter.stretch() as sweep:
                         loop.sweep([0], 1.0)

@@ -122,6 +122,45 @@ def heads_arrive() -> None:
     ranks.close()
 
 
+def heads_arrive_beside_other_work() -> None:
+    """What is sent is made just before, slowly; others are late; and memory is used again."""
+    ranks = Ranks(list(range(RANKS)), DEVICE)
+    slow, done = random.Random(RANK), [0]
+
+    def meanwhile() -> None:
+        done[0] += 1
+        if slow.random() < 0.5:
+            torch.cuda._sleep(slow.randrange(LONGEST_CYCLES))
+
+    ranks.meanwhile = meanwhile
+    shares = HeadShares(4 * RANKS, 2 * RANKS, RANKS)
+    slices = TokenSlices(0, 1024, RANKS, RANK)
+    (first, last), numbers = slices.run, (shares.query_heads, shares.kv_heads)
+    for number in range(ROUNDS):
+        whole = [every(i + number, 1, n, 1024, 128, torch.bfloat16) for i, n in enumerate(numbers)]
+        torch.cuda.synchronize()
+        if slow.random() < 0.5:
+            torch.cuda._sleep(slow.randrange(LONGEST_CYCLES))
+        given = tuple(tokens_first(x[:, :, first:last]) for x in whole)
+        held = _to_heads(ranks, slices, shares, given, aside=True)
+        for x in given:  # the next who asks for memory gets this
+            x.fill_(-1)
+        del given
+        scribble = [torch.full_like(x, -2) for x in held]
+        wrong = [x.chunk(RANKS, dim=1)[RANK] != y for x, y in zip(whole, held, strict=True)]
+        back = _to_tokens(ranks, slices, shares, held, aside=True)
+        del held, scribble
+        wrong += [
+            x[:, :, first:last] != y[:, :, : last - first] for x, y in zip(whole, back, strict=True)
+        ]
+        assert not any(bool(x.any()) for x in wrong), number
+        if number % 3 == 0:  # in between exchanges that the stream waits for
+            assert ranks.sum(torch.ones(3, device=DEVICE))[0] == RANKS
+    assert done[0] == 2 * ROUNDS
+    assert ranks.peers is not None and ranks.peers._exchange is not None
+    ranks.close()
+
+
 def every(place: int, batch: int, heads: int, tokens: int, width: int, dtype: Any) -> torch.Tensor:
     """Numbers that a dtype holds, and neighbours of each kind differ in."""
     shape = (batch, heads, tokens, width)
@@ -208,6 +247,7 @@ def main() -> None:
     for test in (
         all_arrives,
         heads_arrive,
+        heads_arrive_beside_other_work,
         who_does_not_wait_has_nothing,
         a_failure_frees_who_waits,
         nobody_waits_for_ever,

@@ -15,7 +15,7 @@ from engine.latent_models import make_latent
 from engine.models import make
 from engine.reference import Result, assert_identical, random_ids, take_gradients
 from oomb.core.head_groups import GroupOutputs, calls_of_groups
-from oomb.core.loop import ChunkLoop
+from oomb.core.layer_attention import LayerAttention
 from oomb.engine.ranks import shapes_here
 from oomb.model.interface import AttentionCall
 from oomb.model.layer_shape import LayerShape
@@ -116,13 +116,13 @@ def memory_of_exchanges(rank: int, groups: int, recompute: str) -> tuple[int, in
     model, ids = tiny(num_hidden_layers=1, head_dim=64), random_ids(1, 2049)
     settings = {**PLAIN, "chunk_size": 1024, "page_size": 64, "recompute": recompute}
     config = oomb.Config(**settings, keep_outputs="none", head_groups=groups)
-    largest, peaks, attend = 0, list[int](), ChunkLoop._attend
+    largest, peaks, attend = 0, list[int](), LayerAttention.attend
 
-    def measured(loop: ChunkLoop, call: AttentionCall) -> torch.Tensor:
+    def measured(attention: LayerAttention, call: AttentionCall) -> torch.Tensor:
         if torch.is_grad_enabled() or call.q.shape[2] < 512:
-            return attend(loop, call)  # type: ignore[no-any-return]
+            return attend(attention, call)  # type: ignore[no-any-return]
         found: list[torch.Tensor] = []
-        held = peak_allocated(lambda: found.append(attend(loop, call)))
+        held = peak_allocated(lambda: found.append(attend(attention, call)))
         peaks.append(held - (found[0].nbytes if groups > 1 else 0))
         return found[0]
 
@@ -139,7 +139,7 @@ def memory_of_exchanges(rank: int, groups: int, recompute: str) -> tuple[int, in
             return exchange(send, sizes, received, most)
 
         patch.setattr(group, "all_to_all", counted)
-        patch.setattr(ChunkLoop, "_attend", measured)
+        patch.setattr(LayerAttention, "attend", measured)
         for _ in range(
             4
         ):  # a late rank makes another hold what it sent for longer: the least counts

@@ -50,6 +50,11 @@ STEPS = {
     "two GPUs that write to each other, exact 128K": ("peer-copies-h200-2026-11-26", 0),
     "two GPUs that write to each other, sparse 256K": ("peer-copies-h200-2026-11-26", 1),
     "two GPUs that write to each other, sparse 1M": ("peer-copies-h200-2026-11-26", 2),
+    "two GPUs, products beside exchanges, exact 128K": ("two-gpus-beside-h200-2026-11-28", 1),
+    "two GPUs, products beside exchanges, exact 256K": ("two-gpus-beside-h200-2026-11-28", 4),
+    "two GPUs, products beside exchanges, sparse 1M": ("two-gpus-beside-h200-2026-11-28", 6),
+    "exact 256K, all kept": ("one-gpu-again-h200-2026-11-28", 3),
+    "sparse 1M, nine tenths kept": ("one-gpu-again-h200-2026-11-28", 5),
 }
 MACHINE = Machine.described(gpu="h200", host_memory="128GiB")
 

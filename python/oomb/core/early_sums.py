@@ -1,0 +1,90 @@
+"""Gradient sums over ranks that begin while the sweep's last chunk is still propagated back.
+
+Nothing adds to a layer's sums once that chunk has come past the layer; nor to the head's:
+
+    compute     last chunk swept: [ head, layer 5 ][ layer 4       ][ layer 3 ] … [ embedding ]
+    exchanges                                      [ sums of these ][ of 4    ] …        ▸ the rest
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from oomb.core.chunk_run import current_run
+from oomb.core.later_products import LaterProducts
+from oomb.core.main_grad import MainGrads
+from oomb.parallel.placement import Placement
+
+
+class EarlySums:
+    """Sums of whole layers of a call.
+
+    Args:
+        products: that may wait.
+        layers: of the decoder.
+        causal: the model around them.
+        last: chunk that is swept last.
+    """
+
+    def __init__(
+        self,
+        grads: MainGrads,
+        products: LaterProducts,
+        placement: Placement,
+        layers: Sequence[nn.Module],
+        causal: nn.Module,
+        last: int,
+    ) -> None:
+        self._grads = grads
+        self._products = products
+        self._placement = placement
+        self._layers = layers
+        self._causal = causal
+        self._last = last
+        self._of_layer: list[list[nn.Parameter]] | None = None
+
+    def watch(self, layer: int, given: object) -> None:
+        """A layer is about to run on hidden states. Once their gradient is there it is done."""
+        run = current_run()
+        if run.phase != "sweep" or run.chunk != self._last:
+            return
+        if not isinstance(given, torch.Tensor) or given.grad_fn is None:
+            return
+        if self._of_layer is None:
+            self._of_layer = self._met_by_all()
+        if self._of_layer[layer]:
+            given.register_hook(partial(self._begin, self._of_layer[layer]))
+
+    def _met_by_all(self) -> list[list[nn.Parameter]]:
+        """Of each layer what earlier chunks have reached on every rank: nothing, if there are
+        none."""
+        own = own_parameters(self._layers, self._causal)
+        met = self._placement.collect(lambda: [self._grads.met(of_layer) for of_layer in own])
+        return [
+            [p for p, *on_ranks in zip(of_layer, *of_ranks, strict=True) if all(on_ranks)]
+            for of_layer, *of_ranks in zip(own, *met, strict=True)
+        ]
+
+    def _begin(self, parameters: list[nn.Parameter], _: torch.Tensor) -> None:
+        self._products.finish()
+        self._grads.sum_early(self._placement, parameters)
+
+
+def own_parameters(layers: Sequence[nn.Module], causal: nn.Module) -> list[list[nn.Parameter]]:
+    """Trained parameters that nothing but one layer has, or the last one and the head together."""
+    groups = [[layer] for layer in layers]
+    head = getattr(causal, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Module):
+        groups[-1].append(head)
+    inside = [list(dict.fromkeys(p for m in group for p in m.parameters())) for group in groups]
+    modules = {module for group in groups for part in group for module in part.modules()}
+    users = Counter(p for of_layer in inside for p in of_layer)
+    for module in causal.modules():
+        if module not in modules:
+            users.update(dict.fromkeys(module.parameters(recurse=False), 1))
+    return [[p for p in of_layer if p.requires_grad and users[p] == 1] for of_layer in inside]
