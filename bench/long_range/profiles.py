@@ -206,7 +206,7 @@ PROFILES = {
                   methods=(UNTRAINED, "exact", "SpaCO 1/2", "64 pages, bounds", "ordinary",
                            "SpaCO 1/4", "32 pages, bounds", "16 pages, bounds", "bf16 gradients",
                            "1 back", "4 back", "64 pages, softmax", "64 pages",
-                           "64 pages, bounds, sink, recent"),
+                           "64 pages, bounds, sink, recent", "32 pages", "16 pages"),
                   tried=("64 pages, bounds",), audited=_AUDITED),
         ),
         number=32,
@@ -293,7 +293,8 @@ PROFILES = {
         levels=(
             *_SHORT_WAY,
             Level(stage=_stage(16_384, 4, 2e-4, 20), methods=("exact", "64 pages, bounds")),
-            Level(stage=_stage(65_536, 1, 1e-4, 24), methods=("exact", "64 pages, bounds")),
+            Level(stage=_stage(65_536, 1, 1e-4, 24), asked=(262_144,),
+                  methods=("exact", "64 pages, bounds"), tried=("64 pages, bounds",)),
             Level(stage=_stage(131_072, 1, 1e-4, 50), asked=(131_072, 262_144),
                   methods=("64 pages, bounds", "exact", "SpaCO 1/2"),
                   tried=("64 pages, bounds",)),

@@ -38,7 +38,8 @@ class Stats:
             several ranks those of this one's tokens; ``host_memory`` does not cap it.
         reserved_ratio: torch's reserved over its allocated memory on the GPU, at their peaks since
             these were last reset; beyond 1 is lost in fragments. 1 on a CPU.
-        exchange_seconds: time that this rank spent in exchanges with others, waiting included.
+        exchange_seconds: time that this rank waited for exchanges with others, and for these ranks;
+            what ran beside exchanges hid the rest.
         gathered_weight_bytes: bytes of sharded weights received from the other ranks.
         scattered_sum_bytes: bytes received of sums of gradients that became shards.
         hit_rate: share of pages that were on the device, or on their way, when asked for.

@@ -21,8 +21,8 @@ _MAP_NOTE = (
     "keys; blue was read. The diagonal is the chunk's own pages, always read.</p>"
 )
 _RANKS_NOTE = (
-    '<p class="note">Nothing runs beside exchanges: their seconds are waited for, those for a '
-    "slower rank included.</p>"
+    '<p class="note">Seconds in exchanges are those that a rank waited, for a slower rank '
+    "included; what ran beside exchanges hid the rest.</p>"
 )
 
 
