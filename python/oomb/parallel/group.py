@@ -21,7 +21,7 @@ from oomb.held_signals import with_signals_held
 from oomb.parallel.arrival import connected, refusal, refuse
 from oomb.parallel.failure import Alarm, Failure, RankLostError
 from oomb.parallel.leaving import let_go
-from oomb.parallel.own_groups import gloo, nccl, options_of, own_connection
+from oomb.parallel.own_groups import gloo, on_gpus, options_of, own_connection
 from oomb.parallel.peer_copies import PeerCopies
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
@@ -47,13 +47,12 @@ class Ranks:
 
     Args:
         members: ranks of the job, in the order of the sequence.
-        device: where the tensors are.
+        device: where the tensors are; like ``members`` an attribute.
         timeout: of one collective.
 
     Attributes:
         rank: this one's place among them.
         size: their number.
-        device: where the tensors are.
         peers: exchanges without a library, where tensors are on GPUs; None: not.
         stopwatch: measures exchanges of tensors; None: nobody does.
         meanwhile: what can be done beside an exchange; None: nothing.
@@ -177,16 +176,17 @@ class Ranks:
         if lost is not None:  # it would be waited for until the store gives up
             raise lost.error()
         store, name = c10d._get_default_store(), self._name_of(self._generation)
-        connect = partial(gloo, name, self.rank, self.size, self._timeout)
-        notes = connected(connect, store, name, self._own, self.members, self._timeout)
+        of_notes = partial(gloo, name, self.rank, self.size, self._timeout)
+        notes = connected(of_notes, store, name, self._own, self.members, self._timeout)
+        self._notes = self._tensors = notes
         if self.device.type == "cuda":
-            on_gpus = partial(nccl, rank=self.rank, members=self.members, timeout=self._timeout)
-            self._tensors = on_gpus(f"{name}/tensors")
-            self._weights = on_gpus(f"{name}/weights")  # connects where it is used
+            connect = partial(on_gpus, name, self.rank, self.members, self._timeout)
+            try:
+                self._tensors, self._weights = self.together(connect)
+            except BaseException:  # of any rank
+                self._disconnect(failed=True)
+                raise
             self.peers = PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
-        else:
-            self._tensors = notes
-        self._notes = notes  # last, so that an error above leaves nothing that looks connected
 
     def _name_of(self, generation: int) -> str:
         return f"{self._name}/{generation}"

@@ -35,8 +35,15 @@ def gloo(name: str, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
-def nccl(name: str, rank: int, members: list[int], timeout: timedelta) -> Any:
-    """A group on GPUs, which connects where it is first used."""
+def on_gpus(name: str, rank: int, members: list[int], timeout: timedelta) -> tuple[Any, Any]:
+    """Groups for tensors and for weights, which connect where they are first used."""
+    tensors, weights = (
+        _nccl(f"{name}/{use}", rank, members, timeout) for use in ("tensors", "weights")
+    )
+    return tensors, weights
+
+
+def _nccl(name: str, rank: int, members: list[int], timeout: timedelta) -> Any:
     store = c10d.PrefixStore(name, c10d._get_default_store())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 import oomb
-from oomb.parallel import own_groups
+from oomb.parallel import group, own_groups
 from oomb.parallel.failure import RankLostError
 from oomb.parallel.group import Ranks
 
@@ -85,3 +86,56 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
         *answers, last = world.run(ends)
         assert isinstance(last, Died)
         assert all("rank 2 has ended" in text for text in answers)
+
+
+def failing_on_its_gpu(rank: int) -> list[tuple[str, float]]:
+    """A rank whose GPU does not connect: at first, and in a call after one that failed. Nothing is
+    sent through NCCL's groups here, so something else stands for them."""
+    fails, gpu, found = [True], torch.device("cuda", 0), list[tuple[str, float]]()
+
+    def connect(name: str, place: int, members: list[int], timeout: timedelta) -> Any:
+        if rank == 1 and fails[0]:
+            raise dist.DistBackendError("NCCL error: unhandled system error")
+        unused = SimpleNamespace(abort=lambda: None)
+        return unused, unused
+
+    def met(connecting: Any) -> None:
+        began = time.monotonic()
+        with pytest.raises(dist.DistBackendError if rank == 1 else oomb.Error) as error:
+            connecting()
+        found.append((str(error.value), time.monotonic() - began))
+
+    def give_up() -> None:
+        with ranks.call():
+            ranks.collect(lambda: None)
+            if rank == 2:
+                raise ValueError("gives up")
+            ranks.collect(lambda: None)
+
+    def call() -> None:
+        with ranks.call():
+            ranks.collect(lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "on_gpus", connect)
+        met(lambda: Ranks(list(range(RANKS)), gpu, timedelta(seconds=LONG)))
+        fails[0] = False
+        ranks = Ranks(list(range(RANKS)), gpu, timedelta(seconds=LONG))
+        with pytest.raises(ValueError, match="gives up"):
+            give_up()
+        fails[0] = True
+        met(call)
+        fails[0] = False
+        with ranks.call():
+            assert ranks.collect(lambda: rank) == list(range(RANKS))
+    return found
+
+
+def test_a_gpu_that_does_not_connect_is_named_by_all() -> None:
+    with World(RANKS) as world:
+        found = world.run(failing_on_its_gpu)
+    for answers in zip(*found, strict=True):
+        of_rank_0, own, of_rank_2 = (text for text, _ in answers)
+        assert own == "NCCL error: unhandled system error"
+        assert of_rank_0 == of_rank_2 == f"[rank 1] DistBackendError: {own}"
+        assert max(seconds for _, seconds in answers) < LONG / 12
