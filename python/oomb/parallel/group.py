@@ -318,16 +318,16 @@ class Ranks:
             self._wait(work, on_gpu=on_gpu)
         return None
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[ranks, …]: the tensor of each rank."""
+    def all_gather(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """[ranks, …]: the tensor of each rank; of that shape what it comes into."""
         x = x.contiguous()
+        parts = x.new_empty(self.size, *x.shape) if into is None else into
         with self.measured():
-            if self.peers is not None:
-                parts = x.new_empty(self.size, *x.shape)
-                if self.peers.gather(x, parts):
-                    self.expect_no_failure()
-                    return parts
-            return self._all_gather(self._tensors, x)
+            if self.peers is not None and self.peers.gather(x, parts):
+                self.expect_no_failure()
+                return parts
+            self._all_gather(self._tensors, x, parts)
+        return parts
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, added in their order; the same bits on each."""
@@ -337,8 +337,8 @@ class Ranks:
             total += part
         return total
 
-    def _all_gather(self, group: Any, x: torch.Tensor) -> torch.Tensor:
-        parts = x.new_empty(self.size, *x.shape)
+    def _all_gather(self, group: Any, x: torch.Tensor, parts: Any = None) -> Any:
+        parts = x.new_empty(self.size, *x.shape) if parts is None else parts
         on_gpu = x.device.type == "cuda"
         options = options_of(c10d.AllgatherOptions(), on_gpu)  # type: ignore[attr-defined]
         work = group._allgather_base(parts.view(-1), x.contiguous().view(-1), options)

@@ -19,22 +19,31 @@ def sum_in_rank_order(ranks: Ranks, tensors: list[torch.Tensor]) -> None:
         rank 0   [ a0 | b0 ]  all-to-all   [ a0 a1 ] → a0 + a1   all-gather   [ a | b ]
         rank 1   [ a1 | b1 ]               [ b0 b1 ] → b0 + b1                [ a | b ]
 
-    As many bytes travel as in a ring's all-reduce, in buckets.
+    As many bytes travel as in a ring's all-reduce, in buckets. Parts of a tensor that ranks divide
+    evenly are sent from where they are, and come there.
     """
     for bucket in _buckets(tensors):
-        flat = bucket[0] if len(bucket) == 1 else torch.cat(bucket)
-        total = _sum(ranks, flat)
-        for part, room in zip(total.split([x.numel() for x in bucket]), bucket, strict=True):
+        if len(bucket) == 1:
+            _sum_(ranks, bucket[0])
+            continue
+        flat = torch.cat(bucket)
+        _sum_(ranks, flat)
+        for part, room in zip(flat.split([x.numel() for x in bucket]), bucket, strict=True):
             room.copy_(part)
 
 
-def _sum(ranks: Ranks, flat: torch.Tensor) -> torch.Tensor:
+def _sum_(ranks: Ranks, flat: torch.Tensor) -> None:
     share = -(-flat.numel() // ranks.size)
-    send = flat.new_zeros(share * ranks.size)
-    send[: flat.numel()] = flat
+    even = flat.numel() == share * ranks.size
+    send = flat if even else flat.new_zeros(share * ranks.size)
+    if not even:
+        send[: flat.numel()] = flat
     sizes = [share] * ranks.size
     parts = ranks.all_to_all(send, sizes, sizes, share).view(ranks.size, share)
-    return ranks.all_gather(added_in_order(parts).to(flat.dtype)).view(-1)[: flat.numel()]
+    own = added_in_order(parts).to(flat.dtype)
+    ranks.all_gather(own, into=send.view(ranks.size, share))
+    if not even:
+        flat.copy_(send[: flat.numel()])
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
