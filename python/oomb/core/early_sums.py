@@ -3,7 +3,7 @@
 Nothing adds to a layer's sums once that chunk has come past the layer; nor to the head's:
 
     compute     last chunk swept: [ head, layer 5 ][ layer 4       ][ layer 3 ] … [ embedding ]
-    exchanges                                      [ sums of these ][ of 4    ] …        ▸ the rest
+    exchanges                                      [ sums of these ][ of 4    ] …     ▸ the rest
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ class EarlySums:
         run = current_run()
         if run.phase != "sweep" or run.chunk != self._last:
             return
-        if not isinstance(given, torch.Tensor) or given.grad_fn is None:
-            return
         if self._of_layer is None:
             self._of_layer = self._met_by_all()
+        # The first layer's are summed at the end, with those of what comes before it: whether its
+        # input has a gradient depends on what a rank is given (images, of those whose embedding is
+        # frozen). That of the others does not.
+        if layer == 0 or not isinstance(given, torch.Tensor) or given.grad_fn is None:
+            return
         if self._of_layer[layer]:
             given.register_hook(partial(self._begin, self._of_layer[layer]))
 
@@ -64,7 +67,7 @@ class EarlySums:
         """Of each layer what earlier chunks have reached on every rank: nothing, if there are
         none."""
         own = own_parameters(self._layers, self._causal)
-        met = self._placement.collect(lambda: [self._grads.met(of_layer) for of_layer in own])
+        met = self._placement.collect(lambda: [self._grads.has_sums(of_layer) for of_layer in own])
         return [
             [p for p, *on_ranks in zip(of_layer, *of_ranks, strict=True) if all(on_ranks)]
             for of_layer, *of_ranks in zip(own, *met, strict=True)

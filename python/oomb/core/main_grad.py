@@ -107,8 +107,8 @@ class MainGrads:
 
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        grad, parameter.grad = parameter.grad, None
         assert parameter not in self._early
+        grad, parameter.grad = parameter.grad, None
         if grad is None:  # a linear layer has added it to the sum itself
             return
         if grad.layout != torch.strided:
@@ -167,6 +167,7 @@ class MainGrads:
 
     def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's sum so far; zeros at first."""
+        assert parameter not in self._early
         total = self.get(parameter)
         if total is None and self._host is not None and self._host.has_whole(parameter):
             return self._host.new(parameter).zero_()
@@ -220,7 +221,7 @@ class MainGrads:
             else:
                 self._sums[owner] = weights.shard_like(p, self._shards.pop(p))
 
-    def met(self, parameters: list[nn.Parameter]) -> list[bool]:
+    def has_sums(self, parameters: list[nn.Parameter]) -> list[bool]:
         """Which of them have a whole sum on the device."""
         return [p in self._sums for p in parameters]
 
@@ -228,7 +229,7 @@ class MainGrads:
         """Begin what :meth:`sum_over` does of parameters that nothing reaches any more.
 
         Args:
-            parameters: that :meth:`met` holds of, on all ranks.
+            parameters: that :meth:`has_sums` holds of, on all ranks.
         """
         placement.sum_beside([self._sums[p] for p in parameters])
         self._early.update(parameters)

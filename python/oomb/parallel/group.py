@@ -183,8 +183,9 @@ class Ranks:
             connect = partial(on_gpus, name, self.rank, self.members, self._timeout)
             try:
                 self._tensors, self._weights = self.together(connect)
-            except BaseException:  # of any rank
-                self._disconnect(failed=True)
+            except BaseException:
+                if self._notes is not None:  # else that has been done
+                    self._disconnect(failed=True)
                 raise
             self.peers = PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
 
@@ -323,10 +324,9 @@ class Ranks:
         x = x.contiguous()
         parts = x.new_empty(self.size, *x.shape) if into is None else into
         with self.measured():
-            if self.peers is not None and self.peers.gather(x, parts):
-                self.expect_no_failure()
-                return parts
-            self._all_gather(self._tensors, x, parts)
+            if self.peers is None or not self.peers.gather(x, parts):
+                return self._all_gather(self._tensors, x, parts)
+            self.expect_no_failure()
         return parts
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -337,13 +337,13 @@ class Ranks:
             total += part
         return total
 
-    def _all_gather(self, group: Any, x: torch.Tensor, parts: Any = None) -> Any:
-        parts = x.new_empty(self.size, *x.shape) if parts is None else parts
+    def _all_gather(self, group: Any, x: torch.Tensor, parts: Any = None) -> torch.Tensor:
+        into: torch.Tensor = x.new_empty(self.size, *x.shape) if parts is None else parts
         on_gpu = x.device.type == "cuda"
         options = options_of(c10d.AllgatherOptions(), on_gpu)  # type: ignore[attr-defined]
-        work = group._allgather_base(parts.view(-1), x.contiguous().view(-1), options)
+        work = group._allgather_base(into.view(-1), x.contiguous().view(-1), options)
         self._wait(work, on_gpu=on_gpu)
-        return parts
+        return into
 
     def measured(self) -> Any:
         """Inside, an exchange of tensors takes place."""

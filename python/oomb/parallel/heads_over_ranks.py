@@ -138,7 +138,7 @@ class HeadsOverRanks:
 
     def sum_beside(self, tensors: list[torch.Tensor]) -> None:
         peers, stopwatch = self.group.peers, self.group.stopwatch
-        if peers is None:
+        if peers is None or not peers.is_connected:
             self.sum_(tensors)
             return
         self.group.stopwatch = None  # nobody waits

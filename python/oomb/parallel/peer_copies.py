@@ -44,6 +44,7 @@ class PeerCopies:
 
     _reached: ClassVar[list[Any]] = []
     _unused: ClassVar[list[Any]] = []
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(
         self, device: torch.device, rank: int, size: int, collect: Collect, timeout: timedelta
@@ -117,6 +118,11 @@ class PeerCopies:
             with measured():
                 stream.wait_stream(own)
 
+    @property
+    def is_connected(self) -> bool:
+        """Copies reach the other ranks."""
+        return self._exchange is not None
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Inside, all work of a GPU goes beside the stream, which waits for it at :meth:`join`, and
@@ -135,7 +141,9 @@ class PeerCopies:
         """A stream of its own, behind what the current one was given so far."""
         if self._own_stream is None:
             # Blocks of its kernels go first, where those of a product leave room.
-            self._own_stream = torch.cuda.Stream(self._device, priority=-1)
+            if self._device not in self._streams:
+                self._streams[self._device] = torch.cuda.Stream(self._device, priority=-1)
+            self._own_stream = self._streams[self._device]
         self._own_stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._own_stream
 

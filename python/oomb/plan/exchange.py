@@ -25,11 +25,12 @@ def exchange_seconds(
 ) -> float:
     """Of a rank; 0 where nothing is known of what links the ranks.
 
-    Queries, keys, values, outputs and latents travel in the fill, and both ways in the sweep; at
-    the end the sums of gradients do. Where an output was kept nothing travels forwards, and all
-    that attention's backward needs does later. Between GPUs of one host products hide what travels
-    backwards. Shared weights are gathered, and their sums scattered, besides. Where ranks divide
-    pages, queries and parts of outputs travel among those of a head.
+    Queries, keys, values, outputs and latents travel in the fill, and both ways in the sweep; sums
+    of gradients do once, which is counted as if nothing ran beside them. Where an output was kept
+    nothing travels forwards, and all that attention's backward needs does later. Between GPUs of
+    one host products hide what of heads travels backwards. Shared weights are gathered, and their
+    sums scattered, besides. Where ranks divide pages, queries and parts of outputs travel among
+    those of a head.
 
     Args:
         products: FLOP of weight gradients of a layer's linear layers, per token.
@@ -43,13 +44,12 @@ def exchange_seconds(
     of_head = others * ranks * tokens * call.layout.dtype.itemsize
     forward = backward = 0.0
     for layer, shape in enumerate(call.shapes):
-        around = of_head * (
-            2 * (shape.query_heads + shape.kv_heads) * shape.head_dim + shape.latent
-        )
+        around = of_head * 2 * (shape.query_heads + shape.kv_heads) * shape.head_dim
         by_tokens = shape.copies == 1 and not shape.latent and call.outputs is not None
         kept = int(call.outputs.kept[:, layer].sum()) if call.outputs and by_tokens else 0
         forward += (call.filled + len(call.swept) - kept) * around
         backward += (len(call.swept) + kept) * around
+        forward += (call.filled + 2 * len(call.swept)) * of_head * shape.latent
     received = others * 2 * trace.sum_bytes if shards is None else shards.received_bytes(call)
     received += call.batch * (end - begin) * _parts_of_chunk_tokens(call)
     rate = gpu.peer_bytes_per_second or gpu.link_bytes_per_second

@@ -32,7 +32,7 @@ class Case:
     places: tuple[list[int], ...] = PLACES["around borders"]
     tokens: int = 70
     heads: tuple[int, int] = (4, 2)  # of queries and keys
-    trained: str = "all"  # or "decoder", or "tower"
+    trained: str = "all"  # or "decoder", or "tower", or "all but embeddings"
     config: dict[str, Any] = field(default_factory=dict)
     spills: bool = False
 
@@ -54,6 +54,10 @@ CASES = {
     "tower alone": Case("qwen3-vl", trained="tower"),
     "both ways, tower alone": Case("gemma4", trained="tower"),
     "on one rank alone": Case("qwen3-vl", ([0], [16])),
+    "on one rank alone, frozen embedding": Case(
+        "qwen3-vl", ([0], [16]), trained="all but embeddings"
+    ),
+    "tower alone, on one rank alone": Case("qwen3-vl", ([0], [16]), trained="tower"),
     "tail of one token": Case("qwen3-vl", ([11, 31],), tokens=66),
     "one token, an image's": Case("qwen3-vl", ([59],), tokens=66),
 }
@@ -73,7 +77,9 @@ def model_of(case: Case) -> Any:
     queries, keys = case.heads
     sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
     model = make_with_images(case.family, **sizes)
-    if case.trained != "all":
+    if case.trained == "all but embeddings":
+        model.get_input_embeddings().requires_grad_(False)
+    elif case.trained != "all":
         for name, parameter in model.named_parameters():
             of_tower = "vis" in name or "projector" in name
             wanted = parameter.requires_grad and of_tower == (case.trained == "tower")
