@@ -23,7 +23,7 @@ from .reference import assert_equal, chunked, ordinary, random_ids
 from .test_documents import document_ids, one_by_one
 
 CONFIG = {"chunk_size": 16, "page_size": 8}
-USERS = ("oomb.model.probe", "oomb.core.loop", "oomb.trace.stand_ins")
+USERS = ("oomb.model.probe", "oomb.core.layer_attention", "oomb.trace.stand_ins")
 
 
 @pytest.fixture(autouse=True)

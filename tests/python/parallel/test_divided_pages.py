@@ -261,7 +261,8 @@ def test_exchanges_are_planned(world: World) -> None:
         call = demand(config, 64, 4, (0, 0))
         call = replace(call, batch=1, lengths=None, outputs=call.keeping.share(1.0))
         trace = Trace(fill_peak_bytes=0, sweep_peak_bytes=0, sum_bytes=0, fill=Work(), sweep=Work())
-        seconds = exchange_seconds(call, trace, machine)  # type: ignore[arg-type]
+        rates: Any = SimpleNamespace(matrix=1.0)
+        seconds = exchange_seconds(call, trace, machine, rates, products=0.0)  # type: ignore[arg-type]
         planned.append(seconds * machine.gpu.peer_bytes_per_second)
     assert planned[1] - planned[0] == pytest.approx(sent[1] - sent[0], rel=1e-9)
 
