@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from oomb.core.chunk_run import current_run
+from oomb.core.host_sums import own_parameters
 from oomb.core.later_products import LaterProducts
 from oomb.core.main_grad import MainGrads
 from oomb.parallel.placement import Placement
@@ -66,7 +68,7 @@ class EarlySums:
     def _met_by_all(self) -> list[list[nn.Parameter]]:
         """Of each layer what earlier chunks have reached on every rank: nothing, if there are
         none."""
-        own = own_parameters(self._layers, self._causal)
+        own = parameters_done_with(self._layers, self._causal)
         met = self._placement.collect(lambda: [self._grads.has_sums(of_layer) for of_layer in own])
         return [
             [p for p, *on_ranks in zip(of_layer, *of_ranks, strict=True) if all(on_ranks)]
@@ -78,16 +80,16 @@ class EarlySums:
         self._grads.sum_early(self._placement, parameters)
 
 
-def own_parameters(layers: Sequence[nn.Module], causal: nn.Module) -> list[list[nn.Parameter]]:
-    """Trained parameters that nothing but one layer has, or the last one and the head together."""
-    groups = [[layer] for layer in layers]
-    head = getattr(causal, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Module):
-        groups[-1].append(head)
-    inside = [list(dict.fromkeys(p for m in group for p in m.parameters())) for group in groups]
-    modules = {module for group in groups for part in group for module in part.modules()}
-    users = Counter(p for of_layer in inside for p in of_layer)
-    for module in causal.modules():
-        if module not in modules:
-            users.update(dict.fromkeys(module.parameters(recurse=False), 1))
-    return [[p for p in of_layer if p.requires_grad and users[p] == 1] for of_layer in inside]
+def parameters_done_with(layers: Sequence[nn.Module], causal: Any) -> list[list[nn.Parameter]]:
+    """Trained parameters that a backward is done with where it has come past a layer, and that
+    nothing else has: the layer's own, of the last one the head's too."""
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in causal.modules() if module not in inside]
+    users = Counter(p for module in outside for p in module.parameters(recurse=False))
+    own = [[p for p in of_layer if not users[p]] for of_layer in own_parameters(layers)]
+    head = causal.get_output_embeddings()
+    if head is not None:
+        of_layers = {p for layer in layers for p in layer.parameters()}
+        trained = [p for p in head.parameters() if p.requires_grad and p not in of_layers]
+        own[-1] += [p for p in trained if users[p] == 1]
+    return own

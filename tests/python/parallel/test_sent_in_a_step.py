@@ -11,7 +11,7 @@ import oomb
 from engine.models import make
 from engine.reference import Result, assert_identical, random_ids, take_gradients
 from oomb.core import chunk_run
-from oomb.core.early_sums import EarlySums, own_parameters
+from oomb.core.early_sums import EarlySums, parameters_done_with
 from oomb.core.main_grad import MainGrads
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads_over_ranks import HeadsOverRanks
@@ -213,14 +213,25 @@ class Shared(torch.nn.Module):
 
 def test_what_others_use_too_is_no_layers_own() -> None:
     linears = [torch.nn.Linear(2, 2) for _ in range(3)]
-    head = torch.nn.Linear(2, 2)
+    head, tied = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+    embedding = torch.nn.Embedding(2, 2)
+    embedding.weight = tied.weight
     between = torch.nn.Linear(2, 2)
     between.bias.requires_grad_(False)
     layers = torch.nn.ModuleList(
         [Shared(linears[0], head.weight), Shared(linears[1], linears[2].weight), between]
     )
     layers.append(Shared(torch.nn.Identity(), linears[2].weight))
-    model = torch.nn.ModuleDict({"layers": layers, "head": head})
-    found = [{id(p) for p in own} for own in own_parameters(layers, model)]
-    expected = [linears[0].weight, linears[0].bias], [linears[1].weight, linears[1].bias]
-    assert found == [*({id(p) for p in own} for own in expected), {id(between.weight)}, set()]
+    model = torch.nn.Module()
+    model.layers, model.head, model.tied, model.embedding = layers, head, tied, embedding
+    found = []
+    for of_head in (None, head, tied):
+        model.get_output_embeddings = lambda of_head=of_head: of_head
+        found.append([{id(p) for p in own} for own in parameters_done_with(layers, model)])
+    own = [
+        {id(linears[0].weight), id(linears[0].bias)},
+        {id(linears[1].weight), id(linears[1].bias)},
+        {id(between.weight)},
+    ]
+    # The first layer has the head's weight too, and the embedding that of the other head.
+    assert found == [[*own, set()], [*own, {id(head.bias)}], [*own, set()]]
