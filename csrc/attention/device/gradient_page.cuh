@@ -24,9 +24,10 @@ class RoundingNoise {
   RoundingNoise() = default;
 
   //   kind 0 dK, 1 dV
-  __device__ RoundingNoise(uint64_t seed, int64_t batch, int64_t page, int kind) {
-    const uint64_t place = static_cast<uint64_t>(batch) << 48 ^ static_cast<uint64_t>(page) << 1 ^
-                           static_cast<uint64_t>(kind);
+  //   part which of several additions to the page in one launch
+  __device__ RoundingNoise(uint64_t seed, int64_t batch, int64_t page, int kind, int part = 0) {
+    const uint64_t place = static_cast<uint64_t>(batch) << 48 ^ static_cast<uint64_t>(part) << 32 ^
+                           static_cast<uint64_t>(page) << 1 ^ static_cast<uint64_t>(kind);
     noise_ = CounterNoise(spread(spread(place) ^ seed));
   }
 
@@ -44,9 +45,11 @@ struct GradientPage {
   RoundingNoise noise;
 
   __device__ GradientPage(const GradientPages& grads, int64_t table_stride, int64_t batch,
-                          int64_t page, int kind)
+                          int64_t page, int kind, int part = 0)
       : dtype(grads.dtype) {
-    if (dtype == DType::kBFloat16) noise = RoundingNoise(grads.rounding_seed, batch, page, kind);
+    if (dtype == DType::kBFloat16) {
+      noise = RoundingNoise(grads.rounding_seed, batch, page, kind, part);
+    }
     if (grads.dkv_table == nullptr) return;
     const int64_t unit = grads.dkv_table[(batch * table_stride + page) * 2 + kind];
     if (unit >= 0) data = static_cast<char*>(grads.dkv_pool) + unit * grads.dkv_unit_bytes;

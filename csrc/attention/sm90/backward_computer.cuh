@@ -245,9 +245,12 @@ struct Computer {
       if (unit.own) {
         rows.template write_own<kKeys>(params.dk, params.dk_strides, dk, scale);
         rows.template write_own<kKeys>(params.dv, params.dv_strides, dv, 1.0f);
-      } else if (any) {
-        rows.add_page(0, dk, scale);
-        rows.add_page(1, dv, 1.0f);
+      } else {
+        const PageTurn turn(args, unit, half);
+        if (any) {
+          rows.add_page(0, dk, scale);
+          rows.add_page(1, dv, 1.0f);
+        }
       }
     }
     if constexpr (kSums) {

@@ -20,6 +20,11 @@ constexpr int64_t kAlignment = 256;
 // and dQ of one kv head's group, 8 bytes an element.
 constexpr int64_t kStripeBytes = int64_t{32} << 20;
 
+// Of a past unit in deterministic mode, where it is cut into stripes. At the end of a launch
+// multiprocessors wait for the last units of others, on average for half of one; but those at work
+// on a head trail each other by two or three steps, all 132 by as many as a stripe must have.
+constexpr int64_t kFewestSteps = 384;
+
 // Hands out pieces of one allocation; with a null base it only adds up.
 class Arena {
  public:
@@ -41,6 +46,12 @@ class Arena {
 
 bool has_past(const BackwardParams& params) {
   return params.past.page_end > params.past.page_begin && params.past.num_tokens > 0;
+}
+
+// Of a unit that all query blocks see.
+int64_t num_steps(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  return ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
 }
 
 int num_multiprocessors() {
@@ -72,8 +83,7 @@ int64_t heads_together(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (!adds_in_order(params)) return 1;
   const int64_t heads = shape.batch * shape.kv_heads;
-  const int64_t steps = ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
-  int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), steps));
+  int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), num_steps(params)));
   while (heads % together != 0) ++together;
   return together;
 }
@@ -97,8 +107,12 @@ Tiling plan_tiling(const BackwardParams& params) {
   int64_t stripe_blocks = std::max<int64_t>(blocks, 1);
   if (past.selection != nullptr) {
     tiling.own_descends = true;
-  } else if (!params.deterministic && (stripes == 1 || params.grads.dtype == DType::kFloat32)) {
-    // Pages in bf16 would be rounded once per stripe.
+  } else if (params.deterministic) {
+    const int64_t shorter = std::max<int64_t>(num_steps(params) / kFewestSteps, 1);
+    stripe_blocks = ceil_div(stripe_blocks, shorter);
+    tiling.pages_in_turn = stripe_blocks < blocks;
+  } else if (stripes == 1 || params.grads.dtype == DType::kFloat32) {
+    // Pages in bf16 would be rounded once per stripe, of which there are many.
     stripe_blocks = ceil_div(stripe_blocks, stripes);
     tiling.own_descends = true;
     tiling.sums_stay = true;
@@ -124,6 +138,10 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.query_tiles = arena.take<QueryTile>(shape.batch * tiles);
   workspace.zeroed_offset = arena.used();
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
+  if (tiling.pages_in_turn) {
+    workspace.page_turns =
+        arena.take<int32_t>(shape.batch * shape.kv_heads * tiling.past_tiles * 8);
+  }
   workspace.next_unit = arena.take<int32_t>(1);
   workspace.num_units = arena.take<int32_t>(1);
   workspace.empty_rows = arena.take<int32_t>(shape.batch * tiles);

@@ -25,6 +25,10 @@
 //   block 1   unit 1           | tile 0 | tile 1 | tile 2 | ...
 //   block 2   unit 2                    | tile 0 | tile 1 | ...
 //
+// Long walks of past tiles are cut into stripes of queries, each a unit: those of the first stripe
+// of a head come before those of the second. A gradient page is then added to once per stripe, in
+// their order.
+//
 // Where no order binds dQ, units are arranged so that what blocks side by side read and add to lies
 // in the L2:
 //   dense   a head's queries come in stripes that fit; within one, every past tile is a unit, and
@@ -80,6 +84,7 @@ struct BackwardWorkspace {
   float* dq = nullptr;               // [B Hq, C, D], null where dq_acc is given
   QueryTile* query_tiles = nullptr;  // [B, Tc]
   int32_t* counters = nullptr;       // [B Hq, Tc, 2]: parts added to each half of a dQ tile
+  int32_t* page_turns = nullptr;     // [B Hkv, j, 8]: query blocks that a warp has added to pages
   int32_t* next_unit = nullptr;      // the units handed out so far
   int32_t* num_units = nullptr;
   int32_t* empty_rows = nullptr;  // [B, Tc], becomes QueryTile::empty_rows
@@ -109,8 +114,9 @@ struct Tiling {
   int32_t past_tiles = 0;
   int32_t stripes = 1;  // of query blocks; a past key tile is one unit per stripe
   int32_t stripe_blocks = 0;
-  bool own_descends = false;  // own tiles walk the query blocks from the last one
-  bool sums_stay = false;     // dQ keeps its priority in the L2
+  bool pages_in_turn = false;  // stripes add to a gradient page in their order
+  bool own_descends = false;   // own tiles walk the query blocks from the last one
+  bool sums_stay = false;      // dQ keeps its priority in the L2
 };
 
 Tiling plan_tiling(const BackwardParams& params);

@@ -84,6 +84,37 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const BackwardKernel
   }
 }
 
+// While one lives, a warp adds to its rows of a gradient page. Where a past tile has several
+// stripes whose order binds, it waits for its turn first: until all query blocks before the unit's
+// have been added.
+class PageTurn {
+ public:
+  //   warpgroup 0 or 1, of those that add to the unit's pages
+  __device__ PageTurn(const BackwardKernelArgs& args, const Unit& unit, int warpgroup)
+      : end_(unit.block_end) {
+    if (!args.tiling.pages_in_turn) return;
+    const int head = unit.batch * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head;
+    const int tile = head * args.tiling.past_tiles + unit.tile - args.tiling.tile_begin;
+    added_ = args.workspace.page_turns + (tile * 2 + warpgroup) * 4 + Place().warp;
+    if (Place().lane == 0) {
+      while (load_acquire(added_) != unit.block_begin) {
+      }
+    }
+    __syncwarp();
+  }
+  PageTurn(const PageTurn&) = delete;
+  PageTurn& operator=(const PageTurn&) = delete;
+  __device__ ~PageTurn() {
+    if (added_ == nullptr) return;
+    __syncwarp();
+    if (Place().lane == 0) store_release(added_, end_);
+  }
+
+ private:
+  const int end_;
+  int32_t* added_ = nullptr;
+};
+
 // 64 rows of dK or dV that a warpgroup holds: those of the unit's tile from `first` on.
 template <int kDim>
 struct GradientRows {
@@ -120,7 +151,7 @@ struct GradientRows {
     const int page = (unit.key_begin + first) / page_size;
     if (first >= unit.row_end || first + 64 <= unit.row_begin) return;
     const device::GradientPage target(params.grads, params.past.table_stride, unit.batch, page,
-                                      kind);
+                                      kind, unit.block_begin);
     if (target.data == nullptr) return;
     if (target.dtype == DType::kFloat32) {
       add_floats(target, values, scale);

@@ -158,8 +158,9 @@ struct WideComputer {
         rows.template write_own<kWideKeys>(kValues ? params.dv : params.dk,
                                            kValues ? params.dv_strides : params.dk_strides, sum,
                                            scale);
-      } else if (any) {
-        rows.add_page(kValues ? 1 : 0, sum, scale);
+      } else {
+        const PageTurn turn(args, unit, kValues ? 1 : 0);
+        if (any) rows.add_page(kValues ? 1 : 0, sum, scale);
       }
     }
   }

@@ -335,6 +335,33 @@ def test_bits(
         check_bits(case, tuple(pages * tile for tile in tiles))
 
 
+@pytest.mark.parametrize("limits", [{}, dict(documents=True, padding=True, window=700)], ids=str)
+@pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
+@dims_and_pages
+def test_stripes_of_long_walks(
+    implementation: str,
+    head_dim: int,
+    page_size: int,
+    dkv_dtype: torch.dtype,
+    limits: dict[str, Any],
+) -> None:
+    """63 query tiles of 20 heads are three stripes on Hopper, which add to a page at the same time:
+    fewer units than run at once."""
+    case = Case(
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_heads=1,
+        group=20,
+        chunk=4000,
+        past=11 * 128 + 5,
+        dkv_dtype=dkv_dtype,
+        **limits,
+    )
+    check(case)
+    pages = 128 // page_size if implementation == "sm90" else 1
+    check_bits(case, (3 * pages, 4 * pages))
+
+
 def test_waves_in_any_order() -> None:
     """All but dQ, whose sum is the same up to rounding."""
     problem = Problem(Case(chunk=330, past=1400, lists="shared", budget=6, deterministic=False))
