@@ -53,6 +53,9 @@ STEPS = {
     "two GPUs, products beside exchanges, exact 128K": ("two-gpus-beside-h200-2026-11-28", 1),
     "two GPUs, products beside exchanges, exact 256K": ("two-gpus-beside-h200-2026-11-28", 4),
     "two GPUs, products beside exchanges, sparse 1M": ("two-gpus-beside-h200-2026-11-28", 6),
+    "two GPUs, stripes, exact 128K": ("stripes-h200-2026-11-29", 9),
+    "two GPUs, stripes, exact 256K": ("stripes-h200-2026-11-29", 11),
+    "exact 128K, all kept, another host": ("stripes-h200-2026-11-29", 1),
     "exact 256K, all kept": ("one-gpu-again-h200-2026-11-28", 3),
     "sparse 1M, nine tenths kept": ("one-gpu-again-h200-2026-11-28", 5),
 }
