@@ -1,7 +1,7 @@
 #pragma once
 
-// Adding to gradient pages. One thread owns an element within a launch, so that a plain
-// read-modify-write is enough.
+// Adding to gradient pages. One thread owns an element within a launch, or several do in turn, so
+// that a plain read-modify-write is enough.
 
 #include <cuda_bf16.h>
 

@@ -20,9 +20,9 @@ constexpr int64_t kAlignment = 256;
 // and dQ of one kv head's group, 8 bytes an element.
 constexpr int64_t kStripeBytes = int64_t{32} << 20;
 
-// Of a past unit in deterministic mode, where it is cut into stripes. At the end of a launch
-// multiprocessors wait for the last units of others, on average for half of one; but those at work
-// on a head trail each other by two or three steps, all 132 by as many as a stripe must have.
+// Of a stripe of a past unit in deterministic mode. At the end of a launch multiprocessors wait for
+// the last units of others, on average for half of one; but those at work on a head trail each
+// other by two or three steps, all 132 by as many as a stripe must have.
 constexpr int64_t kFewestSteps = 384;
 
 // Hands out pieces of one allocation; with a null base it only adds up.
@@ -48,12 +48,6 @@ bool has_past(const BackwardParams& params) {
   return params.past.page_end > params.past.page_begin && params.past.num_tokens > 0;
 }
 
-// Of a unit that all query blocks see.
-int64_t num_steps(const BackwardParams& params) {
-  const Shape& shape = params.shape;
-  return ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
-}
-
 int num_multiprocessors() {
   int device = 0;
   int count = 0;
@@ -74,6 +68,21 @@ void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
   args.pool = has_past(params) ? make_pool_map(params.past, shape, past_rows) : args.k;
 }
 
+// Query blocks of a stripe in deterministic mode: as few as all stripes have steps enough with. One
+// stripe where documents or a window begin: those that see nothing would wait for their turn.
+int64_t long_stripes(const BackwardParams& params, const Tiling& tiling) {
+  const Shape& shape = params.shape;
+  const int64_t blocks = std::max<int64_t>(ceil_div(shape.chunk, tiling.block_rows), 1);
+  if (params.visibility.first_key != nullptr || params.visibility.window > 0) return blocks;
+  const int64_t steps = tiling.block_rows / kQueryRows * (shape.query_heads / shape.kv_heads);
+  const int64_t fewest = ceil_div(kFewestSteps, steps);
+  for (int64_t stripes = blocks / fewest; stripes > 1; --stripes) {
+    const int64_t each = ceil_div(blocks, stripes);
+    if (blocks - (stripes - 1) * each >= fewest) return each;
+  }
+  return blocks;
+}
+
 }  // namespace
 
 // The fewer heads at once, the better their queries and dQ fit the L2. But blocks that must wait
@@ -83,7 +92,8 @@ int64_t heads_together(const BackwardParams& params) {
   const Shape& shape = params.shape;
   if (!adds_in_order(params)) return 1;
   const int64_t heads = shape.batch * shape.kv_heads;
-  int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), num_steps(params)));
+  const int64_t steps = ceil_div(shape.chunk, kQueryRows) * (shape.query_heads / shape.kv_heads);
+  int64_t together = std::min(heads, ceil_div(2 * num_multiprocessors(), steps));
   while (heads % together != 0) ++together;
   return together;
 }
@@ -108,8 +118,7 @@ Tiling plan_tiling(const BackwardParams& params) {
   if (past.selection != nullptr) {
     tiling.own_descends = true;
   } else if (params.deterministic) {
-    const int64_t shorter = std::max<int64_t>(num_steps(params) / kFewestSteps, 1);
-    stripe_blocks = ceil_div(stripe_blocks, shorter);
+    stripe_blocks = long_stripes(params, tiling);
     tiling.pages_in_turn = stripe_blocks < blocks;
   } else if (stripes == 1 || params.grads.dtype == DType::kFloat32) {
     // Pages in bf16 would be rounded once per stripe, of which there are many.

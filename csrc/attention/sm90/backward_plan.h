@@ -12,7 +12,7 @@
 // thread block has two units at work.
 //
 // At head dim 256 a key tile has 64 rows: a page of 64 or half a page of 128. dQ comes from a
-// kernel of its own (backward_query.cuh) in every mode, so there is nothing to put in order.
+// kernel of its own (backward_query.cuh) in every mode, so it has no order here.
 //
 // dQ and determinism. Each query tile has a counter. A unit adds its part when the counter has
 // reached its rank, and then raises it, so the order of the sum is fixed:

@@ -34,7 +34,8 @@ struct Planner {
     for (uint32_t count = 0;; ++count) {
       Unit& unit = shared.units[count & 1];
       // Waits until the computers have left the unit before this one. A unit is taken meanwhile,
-      // but not where others may wait for what it adds to dQ.
+      // but not where others may wait for what it adds to dQ. For its pages they can wait that
+      // long.
       if constexpr (kSums) barrier_wait(&shared.k_empty, (count & 1) ^ 1);
       const int32_t word = take_unit();
       if constexpr (!kSums) barrier_wait(&shared.k_empty, (count & 1) ^ 1);
