@@ -260,10 +260,4 @@ void Tiers::poll() {
   settle(stores_, Lane::kStore, Residency::kStoring, &DeviceSlotUse::store);
 }
 
-std::array<int64_t, kNumResidencies> Tiers::count_states() const {
-  std::array<int64_t, kNumResidencies> counts{};
-  for (const PageRecord& record : records_) ++counts[static_cast<size_t>(record.state)];
-  return counts;
-}
-
 }  // namespace oomb::paging

@@ -121,7 +121,6 @@ class Tiers {
   int64_t ahead_slots() const { return ahead_slots_; }
   int64_t in_flight_loads() const { return static_cast<int64_t>(loads_.size()); }
   int64_t in_flight_stores() const { return static_cast<int64_t>(stores_.size()); }
-  std::array<int64_t, kNumResidencies> count_states() const;
   const TrafficStatistics& traffic() const { return traffic_; }
   BlockTables& tables() { return tables_; }
   const TransitionLog& log() const { return log_; }

@@ -86,7 +86,7 @@ def audit(
     own = config if config is not None else Config()
     _check(attention, backward, kv_grad_dtype, draws, sample_blocks, tolerance)
     _check_tokens(input_ids, labels)
-    told = on_call if on_call is not None else _ignore
+    told = on_call if on_call is not None else lambda _: None
     causal = CausalModel(model)
     groups = Groups(model, causal.layers)
     if kv_grad_dtype is not None:
@@ -304,7 +304,3 @@ def _tokens_run(labels: torch.Tensor) -> int:
     if predicting.numel() == 0:
         raise ValueError("labels: expected at least one token to predict, got none")
     return int(predicting.max()) + 1
-
-
-def _ignore(_: str) -> None:
-    pass

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oomb.checkpoint.manifest import CheckpointError
+from oomb.neighbours import neighbours_within
 
 # A dict with one such key stands for what JSON has no word for.
 _TENSOR, _TUPLE, _PAIRS, _PARTS, _DTYPE = "$tensor", "$tuple", "$pairs", "$parts", "$dtype"
@@ -60,16 +61,7 @@ def load_state(folder: Path, name: str, *, copy: bool = True) -> Any:
 
 def pieces(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, as many at a time as fit; at least one."""
-    names: list[str] = []
-    total = 0
-    for name, tensor in tensors.items():
-        if names and total + tensor.nbytes > shard_bytes:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += tensor.nbytes
-    if names:
-        yield names
+    return neighbours_within(shard_bytes, tensors, lambda name: tensors[name].nbytes)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

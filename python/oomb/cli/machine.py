@@ -7,6 +7,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from oomb.units import bytes_text
+
 UNLIMITED = -1
 
 
@@ -80,8 +82,4 @@ def format_bytes(count: int | None) -> str:
         return "unknown"
     if count == UNLIMITED:
         return "unlimited"
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+    return bytes_text(count)

@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 
 from oomb import _C
-from oomb.core.border_states import FillComplete
+from oomb.core.border_states import Carry, FillComplete
 from oomb.core.call_pages import CallPages, piece_of
 from oomb.core.chunk_run import ChunkRun
 from oomb.core.kept_outputs import ByTokens
 from oomb.core.latent_past import LatentPast
 from oomb.core.page_protocol import Launch, OnPages
-from oomb.core.past import Past, StoredPast
+from oomb.core.past import Past
 from oomb.core.stopwatch import Stopwatch
 from oomb.errors import Error
 from oomb.model.latent import Expansion, Latent
@@ -25,10 +25,10 @@ from oomb.model.swap import Swaps
 from oomb.ops.launch import workspace_on
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.partial_attention import WHOLE, PartialAttention, WholeAttention
-from oomb.parallel.placement import AllHere, Placement
+from oomb.parallel.placement import Placement
 
 
-class ChunkAttention:
+class ChunkAttention(Carry):
     """Attention of chunks; one object per call of the engine.
 
     Args:
@@ -45,7 +45,7 @@ class ChunkAttention:
     def __init__(
         self,
         pages: CallPages,
-        placement: Placement = AllHere(),  # noqa: B008  # a constant
+        placement: Placement = Placement(),  # noqa: B008  # a constant
         head_groups: int = 1,
     ) -> None:
         self.pages = pages
@@ -69,10 +69,6 @@ class ChunkAttention:
         yield
         if choice is not None:
             choice.lists.finish(run.chunk)
-
-    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """None: attention's backward takes what later chunks left on its keys and values."""
-        return [], []
 
     def vector(
         self,
@@ -305,9 +301,9 @@ class ChunkAttention:
         shares = self._shares.get(layer)
         return WHOLE if shares is None else PartialAttention(self._placement, shares)
 
-    def _past(self, chunk: int, layer: int, k: torch.Tensor) -> Past:
+    def _past(self, chunk: int, layer: int, k: torch.Tensor) -> Past | LatentPast:
         if not self.holds_latents(layer):
-            return StoredPast(self.pages, layer, chunk)
+            return Past(self.pages, layer, chunk)
         return LatentPast(self.pages, layer, chunk, self._expansions[layer], k)
 
     def _writing(self, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> OnPages:

@@ -33,17 +33,7 @@ def chunk_attention(
 
 
 @chunk_attention.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    vector: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    call: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return like_tokens_first(q), q.new_empty(q.shape[:3], dtype=dtype)
 

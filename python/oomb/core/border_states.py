@@ -41,6 +41,7 @@ class Carry(Protocol):
 
     def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What the sweep propagates back beside the chunk's loss, and the gradients of these."""
+        return [], []
 
 
 class FillComplete(Exception):  # no error: the fill has all it needs
@@ -51,7 +52,7 @@ _Piece = tuple[int, int, bool]  # first token and last + 1 in the chunk; are the
 _ALIGNMENT = 256  # bytes
 
 
-class BorderStates:
+class BorderStates(Carry):
     """The states of one call.
 
     Args:

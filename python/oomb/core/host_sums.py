@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -38,15 +37,18 @@ WHOLE_SUMS = "sharded_weights='zero1', whose sums are whole until a call ends (t
 _ALIGNMENT = 256  # bytes, of a sum in its layer's block
 
 
-class SumCopies(Protocol):
-    """Copies between blocks of layers on the host and places on the device."""
+class SumCopies:
+    """Copies between blocks of layers on the host and places on the device; on a CPU, where one is
+    done when it has begun."""
 
     def load(self, place: int, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin a copy to the device, behind what compute was given so far and behind the stores
         from the place and to the layer's block."""
+        target.copy_(source)
 
     def store(self, place: int, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin a copy to the host, behind what compute was given so far."""
+        target.copy_(source)
 
     def wait(self, place: int) -> None:
         """Let compute go on when the place's copies are done."""
@@ -55,23 +57,7 @@ class SumCopies(Protocol):
         """Return when all is copied."""
 
 
-class SumCopiesAtOnce:
-    """On a CPU: a copy is done when it has begun."""
-
-    def load(self, place: int, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def store(self, place: int, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def wait(self, place: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class SumCopiesBeside:
+class SumCopiesBeside(SumCopies):
     """On a GPU: a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -166,7 +152,7 @@ class HostSums:
             )
         self._blocks = [host_block(size, device) for size in sizes]
         on_gpu = device.type == "cuda"
-        self.copies: SumCopies = SumCopiesBeside(device) if on_gpu else SumCopiesAtOnce()
+        self.copies: SumCopies = SumCopiesBeside(device) if on_gpu else SumCopies()
         self._on_device: list[torch.Tensor] = []
         self._begun: set[nn.Parameter] = set()  # those that have a sum in this call
         self._there: list[int | None] = [None] * PLACES  # of each place, the layer that it has

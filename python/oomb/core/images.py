@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from oomb.config import AllChunks, Config, PageRule
+from oomb.core.border_states import Carry
 from oomb.core.chunk_run import ChunkRun, current_run
 from oomb.core.image_blocks import Block, blocks_of, with_later_keys
 from oomb.core.inputs import CallInputs, expect
@@ -31,7 +32,7 @@ from oomb.model.swap import Swaps, swapping
 from oomb.parallel.placement import Placement
 
 
-class ImageRows:
+class ImageRows(Carry):
     """The images of one call; None: it has none, and nothing is done.
 
     Attributes:
@@ -91,10 +92,6 @@ class ImageRows:
         for leaf, gradient in zip(self._leaves.pop(run.chunk, []), self._gradients, strict=False):
             if leaf.grad is not None:
                 gradient[begin:end].copy_(leaf.grad)
-
-    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """None: features come in, nothing goes out."""
-        return [], []
 
     def positions(self, begin: int, end: int) -> torch.Tensor | None:
         """Of tokens [begin, end), where they are not those of text."""

@@ -15,6 +15,7 @@ from oomb.config import Config
 from oomb.core.layout import Chunks
 from oomb.model.images import IMAGE_ARGUMENTS as IMAGE_ARGUMENTS
 from oomb.model.images import Images
+from oomb.ops.arguments import check_range
 
 
 def expect(ok: bool, argument: str, expected: str, got: object) -> None:
@@ -51,18 +52,6 @@ def check_tensor(argument: str, value: object, device: torch.device) -> None:
     assert isinstance(value, torch.Tensor)
     fits = value.device == device
     expect(fits, argument, f"the model's device {device}", value.device)
-
-
-def check_range(argument: str, values: torch.Tensor, low: int, high: int) -> None:
-    """All in [low, high)."""
-    if values.numel():
-        least, most = (int(x) for x in torch.aminmax(values))
-        expect(
-            low <= least and most < high,
-            argument,
-            f"values in [{low}, {high})",
-            f"{least} … {most}",
-        )
 
 
 def document_starts(

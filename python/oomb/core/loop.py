@@ -25,7 +25,7 @@ from oomb.core.router_loss import RouterLoss
 from oomb.model.causal import CausalModel
 from oomb.model.mixers import of_tokens
 from oomb.model.swap import Swaps
-from oomb.parallel.placement import AllHere, Placement
+from oomb.parallel.placement import Placement
 from oomb.parallel.slices import TokenSlices
 from oomb.results import Progress
 
@@ -54,7 +54,7 @@ class ChunkLoop:
         on_progress: OnProgress | None,
         sums: LaterProducts | None,
         borders: BorderStates | None = None,
-        placement: Placement = AllHere(),  # noqa: B008  # a constant
+        placement: Placement = Placement(),  # noqa: B008  # a constant
         router_loss: RouterLoss | None = None,
         kept_products: Swaps | None = None,
     ) -> None:
@@ -119,10 +119,6 @@ class ChunkLoop:
                 self._loss.of_chunk_with_logits(hidden, begin, on_logits)
 
         return self._forward_only(self._chunks.number, consume)
-
-    def hidden_states(self, consume: Callable[[torch.Tensor], object]) -> None:
-        """Hand each chunk's hidden states [B, C, hidden_size] to ``consume``, in order."""
-        self._forward_only(self._chunks.number, lambda _, hidden: consume(hidden))
 
     def _forward_only(
         self, num_chunks: int, consume: Callable[[int, torch.Tensor], object] | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from oomb.model import products
 from oomb.model.embedding import sum_by_row
 from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
+from oomb.neighbours import neighbours_within
 from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 
@@ -251,7 +252,7 @@ class MainGrads:
         Args:
             parameters: the same on all ranks, as they are in a call.
         """
-        for same in _of_bytes(parameters, _SCATTERED_BYTES):
+        for same in neighbours_within(_SCATTERED_BYTES, parameters, lambda p: p.nbytes):
             self._met.update(p for p in same if p in self._sums)
             parts = weights.scatter(same, [self._sum_of(p) for p in same])
             for parameter, part in zip(same, parts, strict=True):
@@ -343,21 +344,6 @@ class MainGrads:
         self._plain = {}
         if self._host is not None:
             self._host.drop()
-
-
-def _of_bytes(parameters: list[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours whose values are together at most so many bytes, or one that has more."""
-    part: list[nn.Parameter] = []
-    filled = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if part and filled + size > most:
-            yield part
-            part, filled = [], 0
-        part.append(parameter)
-        filled += size
-    if part:
-        yield part
 
 
 def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from oomb.core.chunk_run import current_run
+from oomb.model.generators import draw_from, generator_states
 from oomb.model.remade import remaking
 
 Recompute = Literal["none", "pointwise", "layer"]  # as of Config, from the least
@@ -116,15 +117,12 @@ class LayerRunner:
         """Of every generator a layer may draw from; None where nothing is drawn."""
         if self._seed is None:
             return None
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+        return generator_states(self._gpus)
 
     def restore_random_state(self, state: list[torch.Tensor] | None) -> None:
         """Go on as if nobody else had drawn since :meth:`random_state`."""
-        if state is None:
-            return
-        torch.set_rng_state(state[0])
-        for gpu, of_gpu in zip(self._gpus, state[1:], strict=True):
-            torch.cuda.set_rng_state(of_gpu, gpu)
+        if state is not None:
+            draw_from(state, self._gpus)
 
 
 class _Kept:

@@ -44,11 +44,6 @@ def tracer_of(model: CausalModel) -> Tracer:
     return kept[0][1]
 
 
-def forget() -> None:
-    """Trace every model anew."""
-    _kept.clear()
-
-
 def _state(model: CausalModel) -> State:
     """What a trace can depend on and a user can change; never the model itself."""
     causal = model.causal

@@ -60,6 +60,7 @@ class ResumableTrainer(DueEvaluationTrainer):
     optimizer: Any
     lr_scheduler: Any
     ref_model: Any = None  # of TRL's trainers
+    engine: Any  # of subclasses
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -174,7 +175,7 @@ class ResumableTrainer(DueEvaluationTrainer):
         del self._resumed["optimizer"]
         if changed.values and self.job.is_first:
             _log.warning(f"resumed with {changed}")
-        self._load_engine_state(self._resumed["engine"])
+        self.engine.load_state_dict(self._resumed["engine"])
         self._evaluation_is_due = self._resumed.get("evaluation_is_due", False)
         self._load_reference(Path(checkpoint))
 
@@ -282,7 +283,7 @@ class ResumableTrainer(DueEvaluationTrainer):
         self._finished = FinishedStep(
             random=random,
             epoch_random=of_epoch,
-            engine=self._engine_state(),
+            engine=self.engine.state_dict(),
             tokens_seen=self.state.num_input_tokens_seen,
             total_flos=self.state.total_flos,
             current_flos=self.current_flos,
@@ -381,13 +382,6 @@ class ResumableTrainer(DueEvaluationTrainer):
         (folder / ARGUMENTS_FILE).write_text(arguments_as_json(self.args))
 
     # For subclasses -------------------------------------------------------------------------------
-
-    def _engine_state(self) -> dict[str, Any]:
-        """What the engine needs to go on from here."""
-        raise NotImplementedError
-
-    def _load_engine_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     def _checkpoint_saved(self, path: Path, seconds: float, num_bytes: int) -> None:
         """A checkpoint is complete."""

@@ -279,12 +279,6 @@ class EngineTrainerMixin(EvaluatingTrainer):
                 self.observer.on_end({"reason": reason, "seconds": seconds})
         return output
 
-    def _engine_state(self) -> dict[str, Any]:
-        return self.engine.state_dict()
-
-    def _load_engine_state(self, state: dict[str, Any]) -> None:
-        self.engine.load_state_dict(state)
-
     def _checkpoint_saved(self, path: Path, seconds: float, num_bytes: int) -> None:
         if self.observer is not None:
             step = self.state.global_step

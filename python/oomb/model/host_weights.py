@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,11 +40,12 @@ def place_of(layer: int, layers: int) -> int:
     return 2 if layer == apart and layers > 2 else layer % 2
 
 
-class Copies(Protocol):
-    """Copies from the host to places on the device."""
+class Copies:
+    """Copies from the host to places on the device; on a CPU, where one is done when it begins."""
 
     def load(self, place: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin a copy, behind all that compute has been given so far."""
+        target.copy_(source)
 
     def wait(self, place: int) -> None:
         """Let compute go on when the place's last copy is done."""
@@ -53,20 +54,7 @@ class Copies(Protocol):
         """Let compute go on when all copies are done."""
 
 
-class CopiesAtOnce:
-    """On a CPU: a copy is done when it has begun."""
-
-    def load(self, place: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def wait(self, place: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class CopiesBeside:
+class CopiesBeside(Copies):
     """On a GPU: in a stream of their own, beside compute's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -147,7 +135,7 @@ class HostWeights:
                 layers, movable, sizes, self._places, strict=True
             )
         ]
-        self.copies: Copies = CopiesBeside(device) if device.type == "cuda" else CopiesAtOnce()
+        self.copies: Copies = CopiesBeside(device) if device.type == "cuda" else Copies()
         self._active = self._closed = False
         self._there: list[int | None] = [None] * PLACES  # of each place, the layer it has
         self._inside: Counter[int] = Counter()  # forwards of each layer that are running

@@ -16,7 +16,7 @@ import torch
 
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
-from oomb.model.generators import kept_generators
+from oomb.model.generators import draw_from, generator_states, kept_generators
 from oomb.model.interface import named_attention, probed_masks
 from oomb.model.modes import kept_modes
 from oomb.model.swap import Swaps, swapping
@@ -101,7 +101,7 @@ def images_of(
         ValueError: of the model's own: features and placeholders do not match.
     """
     given = dict(arguments, attention_mask=attention_mask, position_ids=position_ids)
-    states = _random_states(model) if any(model.modes) else None
+    states = generator_states(model.rng_devices()) if any(model.modes) else None
     with torch.no_grad():
         taken = taken_by_decoder(model, input_ids, given)
     embeds, of_decoder = taken.embeds, taken.keywords
@@ -133,7 +133,7 @@ def images_of(
         with Swaps() as swaps:
             if states is not None:
                 swaps.also(kept_generators(model.rng_devices()))
-                _draw_from(model, states)
+                draw_from(states, model.rng_devices())  # a tower's dropout, as of the features
             propagate_features(model, input_ids, given, shown, gradients)
 
     return Images(**{**vars(images), "propagate": propagate})
@@ -286,15 +286,3 @@ def trains_images(model: CausalModel) -> bool:
     head = model.causal.get_output_embeddings()
     apart |= set() if head is None else {id(p) for p in head.parameters()}
     return any(p.requires_grad and id(p) not in apart for p in model.causal.parameters())
-
-
-def _random_states(model: CausalModel) -> list[torch.Tensor]:
-    gpus = [torch.cuda.get_rng_state(gpu) for gpu in model.rng_devices()]
-    return [torch.get_rng_state(), *gpus]
-
-
-def _draw_from(model: CausalModel, states: list[torch.Tensor]) -> None:
-    """Dropout in a tower draws what it drew for the features."""
-    torch.set_rng_state(states[0])
-    for gpu, state in zip(model.rng_devices(), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, gpu)

@@ -219,21 +219,14 @@ def observed_attention(swaps: Swaps, observer: Callable[[AttentionCall], None]) 
 
 
 @swapping
-def recorded_masks(swaps: Swaps) -> None:
-    """Make each mask a [1, 1, 1, 1] tensor that says what a row sees.
-
-    That is its window, 0 where unlimited; -n for blocks of n tokens; :data:`UNKNOWN` otherwise.
-    """
-    swaps.also(probed_masks(_window_of_mask))
-
-
-@swapping
 def probed_masks(swaps: Swaps, probe: Callable[..., torch.Tensor]) -> None:
     """Make each mask what ``probe`` gives for its ``mask_function``."""
     swaps.replace(_THIS, "_mask_probe", probe)
 
 
-def _window_of_mask(*_: Any, mask_function: Callable[..., Any], **keywords: Any) -> torch.Tensor:
+def window_of_mask(*_: Any, mask_function: Callable[..., Any], **keywords: Any) -> torch.Tensor:
+    """A mask [1, 1, 1, 1] for :func:`probed_masks` that says what a row sees: its window, 0 where
+    unlimited; -n for blocks of n tokens; :data:`UNKNOWN` otherwise."""
     first = {row: _first_seen(mask_function, row) for row in (2**20, 2**20 + 1, 2**20 + 4097)}
     windows = {row - key + 1 for row, key in first.items()}
     seen = UNKNOWN

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from oomb.model.causal import CausalModel, LayerRunner
+from oomb.model.fused import replaced_forwards
 from oomb.model.generators import kept_generators
 from oomb.model.interface import AttentionCall, Handler
 from oomb.model.mixers import Mixer, MixerRunner, States, joined
@@ -90,7 +90,7 @@ def observe_own(
     with (
         watched_attention(attended),
         watched_code(model.decoder, attended),
-        _replaced_forwards(forwards),
+        replaced_forwards(forwards),
     ):
         reseed(model, -1)
         output = model.causal(input_ids=ids, position_ids=positions, use_cache=False)
@@ -260,12 +260,6 @@ def undisturbed(swaps: Swaps, model: CausalModel) -> None:
     swaps.afterwards(restore)
     swaps.also(kept_generators(model.rng_devices()))
     torch.set_grad_enabled(False)
-
-
-@swapping
-def _replaced_forwards(swaps: Swaps, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
-    for module, forward in forwards.items():
-        swaps.replace(module, "forward", forward)
 
 
 def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:

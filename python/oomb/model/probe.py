@@ -17,7 +17,7 @@ from transformers import Cache
 from oomb.errors import UnsupportedModelError
 from oomb.model.causal import CausalModel
 from oomb.model.faults import models_own
-from oomb.model.interface import UNKNOWN, AttentionCall, recorded_masks
+from oomb.model.interface import UNKNOWN, AttentionCall, probed_masks, window_of_mask
 from oomb.model.latent import latent_width
 from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.model.mixers import Mixer, StateName, cache_argument
@@ -120,7 +120,7 @@ def _shapes(model: CausalModel, cache: _AskedCache | None) -> dict[int, LayerSha
     )
     own = models_own(model.decoder, "fails where attention is the engine's")
     name = _decoder_cache_argument(model)
-    with torch.no_grad(), recorded_masks(), session, own:
+    with torch.no_grad(), probed_masks(window_of_mask), session, own:
         model.decoder(input_ids=ids, position_ids=positions, use_cache=False, **{name: cache})
     return shapes
 

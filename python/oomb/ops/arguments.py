@@ -88,7 +88,9 @@ def check_slots(argument: str, slots: torch.Tensor, num_slots: int, least: int) 
     check_range(argument, slots, least, num_slots, "slots")
 
 
-def check_range(argument: str, values: torch.Tensor, low: int, high: int, what: str) -> None:
+def check_range(
+    argument: str, values: torch.Tensor, low: int, high: int, what: str = "values"
+) -> None:
     """Values that all lie in [low, high). Synchronises with a GPU."""
     if values.numel():
         least, most = (int(x) for x in torch.aminmax(values))

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from oomb.core.tiers import free_memory
 from oomb.errors import OutOfMemoryError
 from oomb.model.host_memory import host_block
-from oomb.optim.lanes import Lanes, LanesAtOnce, LanesBeside
+from oomb.neighbours import neighbours_within
+from oomb.optim.lanes import Lanes, LanesBeside
 from oomb.units import bytes_text
 
 _SMALL = 4096  # values; smaller tensors (a step's number, a table) stay where they are
@@ -80,7 +81,7 @@ class HostStates(torch.optim.Optimizer):
             raise ValueError(f"optimizer: expected parameters on one device, got {names}")
         self._device = devices.pop() if devices else torch.device("cpu")
         on_gpu = self._device.type == "cuda"
-        self._lanes: Lanes = LanesBeside(self._device) if on_gpu else LanesAtOnce()
+        self._lanes: Lanes = LanesBeside(self._device) if on_gpu else Lanes()
         for name in ("pre", "post"):  # around all parts; the optimizer's own are around each
             for of in ("step", "state_dict", "load_state_dict"):
                 setattr(self, f"_optimizer_{of}_{name}_hooks", OrderedDict())
@@ -306,16 +307,7 @@ def expect_movable_states(optimizer: torch.optim.Optimizer) -> None:
 
 def parts_of(parameters: Iterable[T]) -> Iterator[list[T]]:
     """Parameters that step together: neighbours of 256 MiB at most, or one that is larger."""
-    part: list[T] = []
-    filled = 0
-    for parameter in parameters:
-        if part and filled + parameter.nbytes > _PART_BYTES:
-            yield part
-            part, filled = [], 0
-        part.append(parameter)
-        filled += parameter.nbytes
-    if part:
-        yield part
+    return neighbours_within(_PART_BYTES, parameters, lambda parameter: parameter.nbytes)
 
 
 def _plain(value: torch.Tensor) -> list[torch.Tensor]:

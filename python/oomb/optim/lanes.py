@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Lanes(Protocol):
-    """Copies between the tiers beside what is computed."""
+class Lanes:
+    """Copies between the tiers beside what is computed; on a CPU, where one is done when it has
+    begun."""
 
     def load(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Begin to copy to the device; what :meth:`wait` takes comes back with the copies."""
+        return [source.clone() for source in sources], None
 
     def store(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
         """Begin to copy to the host, behind all that compute has been given so far."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     def wait(self, batch: Any) -> None:
         """Let compute go on when a batch is done."""
@@ -23,24 +27,7 @@ class Lanes(Protocol):
         """Return when all is copied."""
 
 
-class LanesAtOnce:
-    """On a CPU: a copy is done when it has begun."""
-
-    def load(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        return [source.clone() for source in sources], None
-
-    def store(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def wait(self, batch: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class LanesBeside:
+class LanesBeside(Lanes):
     """On a GPU: a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:

@@ -14,13 +14,13 @@ from oomb.parallel.exchange import KnownOutput, ToHeads, ToTokens, ToWhole
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.list_parts import of_all_heads
-from oomb.parallel.placement import Attended, Lists, T
+from oomb.parallel.placement import Attended, Lists, Placement, T
 from oomb.parallel.slices import TokenSlices
 from oomb.parallel.sums import sum_in_rank_order
 
 
 @dataclass(frozen=True)
-class HeadsOverRanks:
+class HeadsOverRanks(Placement):
     """A rank runs a slice of each chunk's tokens and holds the past of its share of the heads.
 
     Args:

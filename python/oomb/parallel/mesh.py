@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from oomb.errors import Error
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads_over_ranks import HeadsOverRanks
-from oomb.parallel.placement import AllHere, Placement
+from oomb.parallel.placement import Placement
 from oomb.parallel.weights import Weights
 
 DIMENSION = "cp"
@@ -48,7 +48,7 @@ def placement_of(mesh: Any) -> Placement:
         ValueError: it is no such mesh, or this rank is not in it; says what to give instead.
     """
     if mesh is None:
-        return AllHere()
+        return Placement()
     if not hasattr(mesh, "mesh_dim_names"):
         raise ValueError(
             "mesh: expected a torch.distributed.device_mesh.DeviceMesh with a dimension 'cp', got "
@@ -75,5 +75,5 @@ def placement_of(mesh: Any) -> Placement:
             f"mesh: expected one that holds this rank {dist.get_rank()}, got ranks {members}"
         )
     if len(members) == 1:
-        return AllHere()
+        return Placement()
     return HeadsOverRanks(Ranks(members, torch.device(mesh.device_type)))

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 
+from oomb.neighbours import neighbours_within
 from oomb.parallel.group import Ranks
 from oomb.parallel.in_order import added_in_order
 
@@ -49,15 +50,5 @@ def _sum_(ranks: Ranks, flat: torch.Tensor) -> None:
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Flat views of neighbours of one dtype, together at most a bucket; large ones in parts."""
     for _, same in groupby(tensors, key=lambda x: x.dtype):
-        bucket: list[torch.Tensor] = []
-        filled = 0
-        for x in same:
-            for part in x.view(-1).split(_BUCKET_BYTES // x.element_size()):
-                size = part.numel() * part.element_size()
-                if bucket and filled + size > _BUCKET_BYTES:
-                    yield bucket
-                    bucket, filled = [], 0
-                bucket.append(part)
-                filled += size
-        if bucket:
-            yield bucket
+        parts = (part for x in same for part in x.view(-1).split(_BUCKET_BYTES // x.element_size()))
+        yield from neighbours_within(_BUCKET_BYTES, parts, lambda part: part.nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,24 +27,6 @@ _LOGIT_BYTES = 3 * 4  # per logit beyond the model's own: log-softmax and two gr
 _TILE = {"cpu": 64, "cuda": 16384}  # tokens of an MLP tile: large enough for full-rate products
 
 
-class Rival(Protocol):
-    """One way to train."""
-
-    name: str
-
-    def least_device_bytes(self, tokens: int) -> int:
-        """What a step certainly takes beyond the parameters."""
-
-    def host_bytes(self, tokens: int) -> int:
-        """Host memory of a step."""
-
-    def prepared(self, tokens: int) -> Any:
-        """Context in which steps of so many tokens run; what it allocates is not timed."""
-
-    def step(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Loss of [1, tokens] int64; adds its gradient to ``param.grad``."""
-
-
 class Ordinary:
     """Gradient checkpointing and SDPA, as transformers has them; logits of all tokens."""
 
@@ -54,16 +36,19 @@ class Ordinary:
         self._model, self._shape = model, shape
 
     def least_device_bytes(self, tokens: int) -> int:
+        """What a step certainly takes beyond the parameters."""
         size, layers = _element_bytes(self._model), len(_decoder(self._model).layers)
         logits = self._shape.vocabulary * (size + _LOGIT_BYTES)
         at_the_loss = tokens * (layers * self._shape.hidden * size + logits)
         return max(at_the_loss, _gradient_bytes(self._model))
 
     def host_bytes(self, tokens: int) -> int:
+        """Host memory of a step."""
         return 0
 
     @contextmanager
     def prepared(self, tokens: int) -> Iterator[None]:
+        """Context in which steps of so many tokens run; what it allocates is not timed."""
         model = self._model
         was_training = model.training
         model.train()  # transformers checkpoints nothing in eval mode
@@ -75,6 +60,7 @@ class Ordinary:
             model.train(was_training)
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Loss of [1, tokens] int64; adds its gradient to ``param.grad``."""
         loss: torch.Tensor = self._model(
             input_ids=input_ids, labels=input_ids, use_cache=False
         ).loss
@@ -238,6 +224,7 @@ class TunedKept(Tuned):
         return self._kept.again(index)
 
 
+Rival = Ordinary | Tuned
 RIVALS = (Ordinary, Tuned, TunedKept)
 
 

@@ -20,15 +20,10 @@ _BLOCK, _SCALES_BLOCK = 64, 256
 _TABLE, _SCALES_TABLE, _MEAN = 16 * 4, 256 * 4, 4
 
 
-def scale_bytes(values: int, double: bool) -> int:
-    """What a weight of ``values`` values in 4 bits takes beside them.
-
-    Args:
-        double: scales are quantised too (``bnb_4bit_use_double_quant``).
-    """
+def scale_bytes(values: int) -> int:
+    """What a weight of ``values`` values in 4 bits takes beside them: its scales are quantised too
+    (``bnb_4bit_use_double_quant``)."""
     scales = -(-values // _BLOCK)
-    if not double:
-        return 4 * scales + _TABLE
     return scales + 4 * -(-scales // _SCALES_BLOCK) + _TABLE + _SCALES_TABLE + _MEAN
 
 
@@ -156,4 +151,4 @@ def _packed(linear: nn.Linear, quantization: str) -> PackedLinear:
     if quantization == "int8":
         beside = row_scale_bytes(linear.out_features)
         return PackedLinear(linear, values, beside, True, device)
-    return PackedLinear(linear, (values + 1) // 2, scale_bytes(values, True), False, device)
+    return PackedLinear(linear, (values + 1) // 2, scale_bytes(values), False, device)

@@ -28,7 +28,7 @@ from oomb.model.layer_shape import LayerShape, kernel_head_dim
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
 from oomb.parallel.heads_over_ranks import HeadsOverRanks
-from oomb.parallel.placement import AllHere, Placement
+from oomb.parallel.placement import Placement
 from oomb.trace.meter import Meter
 from oomb.trace.setting import Setting
 
@@ -143,7 +143,7 @@ class TracedRanks:
 
 def traced_placement(ranks: int) -> Placement:
     """Of a sequence that so many ranks share."""
-    return AllHere() if ranks == 1 else HeadsOverRanks(cast(Ranks, TracedRanks(ranks)))
+    return Placement() if ranks == 1 else HeadsOverRanks(cast(Ranks, TracedRanks(ranks)))
 
 
 class TracedRunner(LayerRunner):

@@ -228,7 +228,7 @@ def seen(first: Any) -> int:
     def mask(_: Any, __: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= row) & (key >= first(row))
 
-    return int(interface._window_of_mask(mask_function=mask))
+    return int(interface.window_of_mask(mask_function=mask))
 
 
 def test_what_a_mask_shows() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import oomb
 from oomb.core import host_sums, rounded_sums
-from oomb.core.host_sums import HostSums, SumCopies, SumCopiesAtOnce
+from oomb.core.host_sums import HostSums, SumCopies
 from oomb.core.main_grad import MainGrads
 from oomb.model.host_memory import host_block
 from oomb.parallel.weights import Weights
@@ -26,7 +26,7 @@ IDS = random_ids(2, 75)
 Copy = Callable[[], None]
 
 
-class CopiesWithNonsense(SumCopiesAtOnce):
+class CopiesWithNonsense(SumCopies):
     """Done at once; what else the place had is nonsense."""
 
     def load(self, place: int, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:

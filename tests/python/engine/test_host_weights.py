@@ -13,7 +13,7 @@ from torch import nn
 
 import oomb
 from oomb.errors import Error, UnsupportedModelError
-from oomb.model.host_weights import PLACES, Copies, CopiesAtOnce, HostWeights, place_of
+from oomb.model.host_weights import PLACES, Copies, HostWeights, place_of
 
 from .models import make
 from .recurrent_models import make_recurrent
@@ -42,7 +42,7 @@ class CopiesInTheEnd:
         self._begun.clear()
 
 
-class CopiesWithNonsense(CopiesAtOnce):
+class CopiesWithNonsense(Copies):
     """Done at once; what else the place had is nonsense."""
 
     def load(self, place: int, target: torch.Tensor, source: torch.Tensor) -> None:

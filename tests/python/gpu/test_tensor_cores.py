@@ -345,8 +345,8 @@ def test_stripes_of_long_walks(
     dkv_dtype: torch.dtype,
     limits: dict[str, Any],
 ) -> None:
-    """63 query tiles of 20 heads are three stripes on Hopper. In waves without the chunk itself, and
-    at head dim 256, they come to a page at the same time: about as many units as run at once."""
+    """63 query tiles of 20 heads are three stripes on Hopper. In waves without the chunk itself and
+    at head dim 256 they come to a page at the same time: about as many units as run at once."""
     case = Case(
         head_dim=head_dim,
         page_size=page_size,

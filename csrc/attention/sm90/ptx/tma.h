@@ -19,10 +19,6 @@ enum class CacheHint : uint64_t {
   kEvictLast = 0x14F0000000000000,
 };
 
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load_2d(void* shared, const CUtensorMap& map, uint64_t* barrier,
                                             int32_t x, int32_t y,
                                             CacheHint hint = CacheHint::kNormal) {
@@ -44,34 +40,8 @@ __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap& map
       : "memory");
 }
 
-// Stores read shared memory asynchronously: fence_async_shared and a barrier come before,
+// What reads shared memory asynchronously: fence_async_shared and a barrier come before,
 // bulk_commit after, and bulk_wait_read before the shared memory is written again.
-__device__ __forceinline__ void tma_store_2d(const CUtensorMap& map, const void* shared, int32_t x,
-                                             int32_t y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-      "r"(shared_address(shared)), "r"(x), "r"(y)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_store_4d(const CUtensorMap& map, const void* shared, int32_t x,
-                                             int32_t y, int32_t z, int32_t w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-          &map),
-      "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// global[i] += shared[i], done by the L2. Addresses and bytes are multiples of 16.
-__device__ __forceinline__ void bulk_reduce_add_f32(float* global, const void* shared,
-                                                    uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared_address(shared)), "r"(bytes)
-      : "memory");
-}
-
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
