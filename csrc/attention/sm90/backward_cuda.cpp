@@ -75,7 +75,7 @@ int64_t long_stripes(const BackwardParams& params, const Tiling& tiling) {
   const int64_t blocks = std::max<int64_t>(ceil_div(shape.chunk, tiling.block_rows), 1);
   if (params.visibility.first_key != nullptr || params.visibility.window > 0) return blocks;
   const int64_t steps = tiling.block_rows / kQueryRows * (shape.query_heads / shape.kv_heads);
-  const int64_t fewest = ceil_div(kFewestSteps, steps);
+  const int64_t fewest = ceil_div(kFewestSteps, std::max<int64_t>(steps, 1));  // no queries: 0
   for (int64_t stripes = blocks / fewest; stripes > 1; --stripes) {
     const int64_t each = ceil_div(blocks, stripes);
     if (blocks - (stripes - 1) * each >= fewest) return each;

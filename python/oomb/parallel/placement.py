@@ -24,6 +24,8 @@ class Placement:
         ranks: their number.
     """
 
+    __slots__ = ()  # a constant: nobody assigns to it
+
     rank: int = 0
     ranks: int = 1
 

@@ -34,7 +34,7 @@ class CopiesWithNonsense(SumCopies):
         target.copy_(source)
 
 
-class CopiesInTheEnd:
+class CopiesInTheEnd(SumCopies):
     """Done when they must be; until then a place has nonsense."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from .tiers import slot_bytes
 IDS = random_ids(2, 75)
 
 
-class CopiesInTheEnd:
+class CopiesInTheEnd(Copies):
     """Done when they must be: before them a place has nonsense."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import oomb
 from oomb.optim import HostStates, host_states
+from oomb.optim.lanes import Lanes
 
 SIZES = [(80, 64), (3,), (64, 128), (5000,), (), (70, 70)]
 
@@ -85,7 +86,7 @@ def _steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], ste
         optimizer.step()
 
 
-class Late:
+class Late(Lanes):
     """Lanes whose copies are made as late as can be: loads where they are awaited, stores likewise.
 
     What compute has put in their place until then is what such a store would find.
