@@ -68,11 +68,11 @@ void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
   args.pool = has_past(params) ? make_pool_map(params.past, shape, past_rows) : args.k;
 }
 
-// Query blocks of a stripe in deterministic mode: as few as all stripes have steps enough with. One
-// stripe where documents or a window begin: those that see nothing would wait for their turn.
-int64_t long_stripes(const BackwardParams& params, const Tiling& tiling) {
+// Of `blocks` query blocks those of a stripe in deterministic mode: as few as all stripes have
+// steps enough with. One stripe where documents or a window begin: those that see nothing would
+// wait for their turn.
+int64_t long_stripe(const BackwardParams& params, const Tiling& tiling, int64_t blocks) {
   const Shape& shape = params.shape;
-  const int64_t blocks = std::max<int64_t>(ceil_div(shape.chunk, tiling.block_rows), 1);
   if (params.visibility.first_key != nullptr || params.visibility.window > 0) return blocks;
   const int64_t steps = tiling.block_rows / kQueryRows * (shape.query_heads / shape.kv_heads);
   const int64_t fewest = ceil_div(kFewestSteps, std::max<int64_t>(steps, 1));  // no queries: 0
@@ -118,7 +118,7 @@ Tiling plan_tiling(const BackwardParams& params) {
   if (past.selection != nullptr) {
     tiling.own_descends = true;
   } else if (params.deterministic) {
-    stripe_blocks = long_stripes(params, tiling);
+    stripe_blocks = long_stripe(params, tiling, stripe_blocks);
     tiling.pages_in_turn = stripe_blocks < blocks;
   } else if (stripes == 1 || params.grads.dtype == DType::kFloat32) {
     // Pages in bf16 would be rounded once per stripe, of which there are many.
