@@ -1,8 +1,10 @@
-"""Shared fixtures: seeds, and skipping of GPU tests where there is no GPU."""
+"""What all tests share: a seed, no GPU tests without a GPU, some of the many cases of a test."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter, defaultdict
+from statistics import mean
 
 import pytest
 import torch
@@ -14,13 +16,43 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _leave_to_the_release(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no GPU")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _leave_to_the_release(items: list[pytest.Item]) -> None:
+    """Mark cases of tests that are ``sampled`` beyond as many; of quick and of slow ones each."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("release"):
+            is_slow = item.get_closest_marker("slow") is not None
+            tests[item.nodeid.partition("[")[0], is_slow].append(item)
+    for cases in tests.values():
+        (count,) = cases[0].get_closest_marker("sampled").args
+        for item in _all_but(count, cases):
+            item.add_marker("slow")
+            item.add_marker("release")
+
+
+def _all_but(count: int, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """All but ``count``, in which the words of the cases' names occur about equally often."""
+    left, seen = list(cases), Counter()
+    for _ in range(min(count, len(cases))):
+        rarest = min(left, key=lambda item: mean(seen[word] for word in _words(item)))
+        seen.update(_words(rarest))
+        left.remove(rarest)
+    return left
+
+
+def _words(item: pytest.Item) -> list[str]:
+    return item.name.partition("[")[2].rstrip("]").split("-")
 
 
 @pytest.fixture(autouse=True)

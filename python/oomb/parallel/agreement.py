@@ -36,27 +36,30 @@ def model_text(model: nn.Module) -> dict[str, str]:
 
 
 def expect_own_device(
-    collect: Callable[[Callable[[], tuple[str, str]]], list[tuple[str, str]]],
+    collect: Callable[[Callable[[], tuple[str, str, str]]], list[tuple[str, str, str]]],
     members: list[int],
     mesh: torch.device,
     device: torch.device,
 ) -> None:
-    """Raise unless a model is where the mesh is, and each rank's has a GPU of its own.
+    """Raise unless a model is where the mesh is, and each rank has a GPU of its own, all alike.
+
+    GPUs of another compute capability have other kernels, which may cut attention otherwise.
 
     Args:
         collect: what work returns on each rank, which all do.
         members: ranks of the job.
     """
 
-    def place_of_gpu() -> tuple[str, str]:
+    def place_of_gpu() -> tuple[str, str, str]:
         if mesh.type != device.type:
             raise ValueError(
                 f"mesh: expected a mesh of the model's device type {device.type!r}, got "
                 f"{mesh.type!r}"
             )
-        is_gpu = device.type == "cuda"
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-        return socket.gethostname(), gpu
+        if device.type != "cuda":
+            return socket.gethostname(), "", ""
+        gpu = torch.cuda.get_device_properties(device)
+        return socket.gethostname(), str(gpu.uuid), f"{gpu.major}.{gpu.minor}"
 
     places = collect(place_of_gpu)
     if device.type != "cuda":
@@ -68,6 +71,11 @@ def expect_own_device(
                 f"mesh: expected a GPU for each rank, got ranks {other} and {members[rank]} with "
                 f"one GPU of {place[0]}: start as many processes as there are GPUs, and load the "
                 "model with device_map={'': LOCAL_RANK}"
+            )
+        if place[-1] != places[0][-1]:
+            raise ValueError(
+                "mesh: expected GPUs of one compute capability, got "
+                f"{places[0][-1]} on rank {members[0]} and {place[-1]} on rank {members[rank]}"
             )
 
 

@@ -30,6 +30,7 @@ def results(kind: str, number: int, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_kill_9_at_20_moments(tmp_path: Path) -> None:
     found = results("kill", 20, tmp_path)
     for result in found:
@@ -50,7 +51,8 @@ def test_kill_9_at_20_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [6, pytest.param(20, marks=pytest.mark.release)])
+@pytest.mark.parametrize("number", [6, 20])
+@pytest.mark.release
 def test_sigterm_at_some_chunks(number: int, tmp_path: Path) -> None:
     for result in results("stop", number, tmp_path):
         assert result["code"] == 0, result
@@ -63,6 +65,7 @@ def test_sigterm_at_some_chunks(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.sampled(1)
 def test_a_script_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
     """A script that knows nothing of signals: an example, stopped from outside and resumed."""
     from oomb.checkpoint import CheckpointStore

@@ -44,6 +44,7 @@ SAMPLED = oomb.Config(chunk_size=32, page_size=16, backward=oomb.SampledChunks(k
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_from_a_step(settings: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer(tmp_path / "run", **settings)
     whole.train()
@@ -265,6 +266,7 @@ def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
         ({"optim": "sgd"}, {}, "optim: expected 'sgd', as .*, which needs amsgrad, betas"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_a_resumed_run_cannot_change(
     before: dict[str, Any], after: dict[str, Any], name: str, tmp_path: Path
 ) -> None:

@@ -140,15 +140,14 @@ def without_vanishing(result: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sampled(24)
 def test_random_combination(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "begin",
-    [40, *(pytest.param(begin, marks=pytest.mark.release) for begin in range(140, 540, 100))],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("begin", range(40, 540, 100))
 def test_500_random_combinations(begin: int) -> None:
     for seed in range(begin, begin + 100):
         try:

@@ -126,6 +126,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     ("name", "copies"), [*((name, "late") for name in MODELS), ("five layers", "early")]
 )
+@pytest.mark.sampled(5)
 def test_models(name: str, copies: str) -> None:
     expected = run(MODELS[name], recompute="none")
     assert_same_bits(run(MODELS[name], copies, recompute="none"), expected)
@@ -142,6 +143,7 @@ def test_models(name: str, copies: str) -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
+@pytest.mark.sampled(3)
 def test_settings(settings: dict[str, Any]) -> None:
     expected = run(MODELS["five layers"], **settings)
     assert_same_bits(run(MODELS["five layers"], "late", **settings), expected)

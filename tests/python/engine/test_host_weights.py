@@ -91,6 +91,7 @@ def assert_same_bits(ours: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "phi3", "gpt-oss", "cohere-norm"])
+@pytest.mark.sampled(2)
 def test_architectures(name: str) -> None:
     expected = run(partly_frozen(name), config(recompute="none"))
     for recompute in ("none", "layer"):
@@ -113,6 +114,7 @@ def test_recurrent_layers(name: str) -> None:
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("layers", [2, 4, 5])
 @pytest.mark.parametrize("attention", [oomb.Dense(), oomb.TopKPages(budget=2)])
+@pytest.mark.sampled(5)
 def test_pages_that_travel(attention: Any, layers: int, copies: str) -> None:
     """With lists, two chunks take turns in the fill, each in a layer of its own."""
 

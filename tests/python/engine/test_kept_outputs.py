@@ -25,10 +25,7 @@ from .tiers import slot_bytes, with_slots
 
 LAYERS, CHUNKS = 3, 8
 PARTS = 2
-SLOW_PARTS = [
-    pytest.param(1, marks=pytest.mark.slow),
-    pytest.param(2, marks=[pytest.mark.slow, pytest.mark.release]),
-]
+SLOW_PARTS = [pytest.param(part, marks=[pytest.mark.slow, pytest.mark.release]) for part in (1, 2)]
 SETTINGS: dict[str, Any] = {"chunk_size": 16, "page_size": 8}
 DENSE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, window=0)
 WINDOWED = LayerShape(query_heads=6, kv_heads=2, head_dim=8, window=12)

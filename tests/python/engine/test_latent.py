@@ -45,6 +45,7 @@ def all_in_float64() -> Iterator[None]:
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 @pytest.mark.parametrize("name", LATENT)
+@pytest.mark.sampled(8)
 def test_equals_one_backward(name: str, recompute: str) -> None:
     model = make_latent(name)
     assert set(widths(model)) == {LATENT[name][2]}

@@ -43,6 +43,7 @@ def spilled(model: PreTrainedModel, slots: int = 10) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("tokens", [49, 50, 51, 52])
+@pytest.mark.sampled(10)
 def test_gradients_are_those_of_one_ordinary_backward(name: str, tokens: int) -> None:
     """Tails of none to three tokens, as the last of the text is not run; a batch."""
     model, ids = make(name), random_ids(2, tokens)
@@ -78,6 +79,7 @@ WAYS: dict[str, tuple[oomb.Dense | oomb.PageRule, str, dict[str, Any], bool]] = 
 
 @pytest.mark.parametrize("name", ["gemma4-31b", "gemma4-e2b"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(8)
 def test_in_every_way_of_training(way: str, name: str) -> None:
     rule, inputs, settings, spills = WAYS[way]
     model = make(name)

@@ -75,6 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(4)
 def test_the_bits_are_those_of_nothing_kept(case: str) -> None:
     name, attention, backward = CASES[case]
     model, ids = make(name, torch.float32), random_ids(2, TOKENS - 5)
@@ -211,6 +212,7 @@ def test_activations_are_counted_where_they_may_decide(
 
 @pytest.mark.parametrize("tokens", [[TOKENS] * 3, [TOKENS, TOKENS - 80, TOKENS]])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.sampled(2)
 def test_later_calls_keep_as_much(heads: tuple[int, int], tokens: list[int]) -> None:
     """Pools that are kept from call to call hold pages alone: outputs need none of them."""
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}

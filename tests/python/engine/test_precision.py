@@ -176,6 +176,7 @@ def test_bfloat16(name: str, tokens: int, kv_grad_dtype: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 @pytest.mark.parametrize("tokens", [75, 200])
 @pytest.mark.parametrize("name", ["llama", "qwen3-tied", "mistral"])
+@pytest.mark.sampled(6)
 def test_autocast_over_fp32_weights(name: str, tokens: int, recompute: str) -> None:
     model = make(name, torch.float32)
     ids = random_ids(2, tokens)

@@ -60,6 +60,7 @@ def test_refuses_what_is_not(build: Callable[[float], PreTrainedModel], text: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "text"), WRONG.items(), ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.sampled(4)
 def test_refuses_what_is_not_at_any_strength(
     build: Callable[[float], PreTrainedModel], text: str
 ) -> None:

@@ -126,6 +126,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
+@pytest.mark.sampled(8)
 def test_every_tier_size_has_the_same_bits(case: Case) -> None:
     moved = 0
     step = max(1, (case.wanted - case.smallest) // 12)
@@ -141,6 +142,7 @@ def test_every_tier_size_has_the_same_bits(case: Case) -> None:
     assert moved > len(sizes) // 2
 
 
+@pytest.mark.sampled(8)
 def test_shuffled_slots_have_the_same_bits(case: Case) -> None:
     for seed, slots in enumerate((None, case.smallest, case.wanted // 4, case.wanted // 2) * 2):
         slots = None if slots is None else max(slots, case.smallest)
@@ -166,6 +168,7 @@ def delayed(case: Case, seeds: range) -> None:
         assert_identical(result, case.expected)
 
 
+@pytest.mark.sampled(8)
 def test_delayed_copies_have_the_same_bits(case: Case) -> None:
     delayed(case, range(3))
 
@@ -175,6 +178,7 @@ def test_delayed_copies_have_the_same_bits(case: Case) -> None:
     "seeds", [range(50), pytest.param(range(50, 200), marks=pytest.mark.release)], ids=len
 )
 @pytest.mark.parametrize("name", ["dense", "sparse"])
+@pytest.mark.sampled(1)
 def test_200_delays_of_copies_have_the_same_bits(name: str, seeds: range) -> None:
     delayed(Case(name), seeds)
 
@@ -213,6 +217,7 @@ def test_leaving_out_a_wait_is_noticed(wait: str) -> None:
     "name",
     ["llama", "qwen2-tied", "qwen3", "mistral", "phi3", "gpt-oss", "granite", "cohere", "gemma2"],
 )
+@pytest.mark.sampled(14)
 def test_is_exact_with_any_tier(name: str, share: float) -> None:
     model = make(name)
     ids = random_ids(2, 75)

@@ -289,6 +289,7 @@ def test_as_near_as_ordinary_training_and_the_same_bits_with_the_host_tier(name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(2)
 def test_the_same_on_a_cpu_with_small_heads(name: str) -> None:
     """So that what the test above needs is there wherever it does not run."""
     check(name, "cpu", tiny=True)

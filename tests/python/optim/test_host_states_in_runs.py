@@ -53,6 +53,7 @@ def _trainer(folder: Path, states: str, optimizer: str, **settings: Any) -> Trai
         pytest.param("adamw_torch_4bit", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(2)
 def test_same_bits_and_resumed(optimizer: str, tmp_path: Path) -> None:
     whole = _trainer(tmp_path / "device", "device", optimizer)
     whole.train()

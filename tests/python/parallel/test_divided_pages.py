@@ -205,6 +205,7 @@ def test_lists_are_parted_and_joined(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [None, 40])
+@pytest.mark.sampled(1)
 def test_plan_under_a_page_rule(world: World, slots: int | None) -> None:
     """Pools to the byte where nothing moves; with two tiers what moves is drawn, not known."""
     rule = oomb.TopKPages(budget=4)
@@ -221,6 +222,7 @@ def test_plan_under_a_page_rule(world: World, slots: int | None) -> None:
 
 
 @pytest.mark.parametrize("slots", [None, 14])
+@pytest.mark.sampled(1)
 def test_plan_is_of_the_rank_that_has_most(world: World, slots: int | None) -> None:
     world.start(pools_of, slots)
     machine = Machine.here("cpu").of_rank(4, 4, "replicated")

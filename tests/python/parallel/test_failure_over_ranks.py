@@ -207,6 +207,7 @@ def test_errors_anywhere(pair: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(4, 12), (8, 6)])
+@pytest.mark.sampled(1)
 def test_errors_among_more_ranks(ranks: int, count: int) -> None:
     with World(ranks) as world:
         for place in places(count, list(TEXTS), seed=4, ranks=ranks):

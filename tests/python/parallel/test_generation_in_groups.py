@@ -191,6 +191,7 @@ def assert_same(found: Found, expected: Found, kept: tuple[str, ...] = ()) -> No
         pytest.param("rloo", 8, "zero2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_pairs_as_the_stock_trainer_in_one_process(
     world: World, tmp_path: Path, name: str, of_prompt: int, policy: str
 ) -> None:
@@ -210,6 +211,7 @@ def run_of(rank: int, name: str, folder: Path, groups: int, others: dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.sampled(1)
 def test_groups_as_the_stock_trainer_of_processes(world: World, tmp_path: Path, name: str) -> None:
     """Every metric too; four processes have eight completions of a prompt, two each."""
     stock = world.run(run, name, tmp_path / "stock", RANKS, True)
@@ -329,6 +331,7 @@ def divided(
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_goes_on_in_other_groups(world: World, tmp_path: Path) -> None:
     """Each step takes the prompts that it has in the stock trainer's run without a break, also in
     the second epoch."""

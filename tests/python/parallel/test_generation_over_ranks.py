@@ -149,6 +149,7 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pytest.param("rloo", "zero1", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_as_the_stock_trainer_in_one_process(
     world: World, tmp_path: Path, name: str, policy: str
 ) -> None:

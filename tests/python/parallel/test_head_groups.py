@@ -89,6 +89,7 @@ def of_call(rank: int, settings: dict[str, Any], groups: int) -> Result | None:
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.sampled(2)
 def test_same_bits(world: World, name: str) -> None:
     whole, *_ = world.run(of_call, SAME[name], 1)
     for groups in (2, 4):
@@ -149,6 +150,7 @@ def memory_of_exchanges(rank: int, groups: int, recompute: str) -> tuple[int, in
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.sampled(1)
 def test_exchanges_take_an_nth(world: World, recompute: str) -> None:
     whole, *_ = world.run(memory_of_exchanges, 1, recompute)
     for groups in (2, 4):
@@ -173,6 +175,7 @@ def planned_memory(rank: int, groups: int) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.sampled(1)
 def test_plan(world: World, groups: int) -> None:
     """Of the engine and of `oomb plan`."""
     world.start(planned_memory, groups)

@@ -63,6 +63,7 @@ def found(rank: int, name: str, place: str) -> dict[str, torch.Tensor] | None:
 @pytest.mark.parametrize(
     "name", ["plain", "rounded", *(pytest.param(x, marks=SLOW) for x in ("kept sums", "sampled"))]
 )
+@pytest.mark.sampled(1)
 def test_the_bits_are_those_of_sums_on_the_device(name: str, world: World) -> None:
     expected = world.run(found, name, "device")
     ours = world.run(found, name, "host")
@@ -114,6 +115,7 @@ def trained_in_layers(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.sampled(2)
 def test_shards_have_the_bits_of_shards_on_the_device(name: str, world: World) -> None:
     expected = world.run(found_of_shards, name, "device")
     ours = world.run(found_of_shards, name, "host")

@@ -31,6 +31,7 @@ def trained(rank: int, folder: Path, name: str, *arguments: str) -> tuple[int, s
 
 
 @pytest.mark.parametrize("weights", ["replicated", "zero3"])
+@pytest.mark.sampled(1)
 def test_pairs_are_one_process_that_accumulates(world: World, tmp_path: Path, weights: str) -> None:
     prepare_images(
         tmp_path,

@@ -137,6 +137,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
+@pytest.mark.sampled(5)
 def test_case(world: World, name: str, ranks: int) -> None:
     case = (CASES | SIX | COPIES)[name]
     world.start(over_ranks, case, ranks)
@@ -228,6 +229,7 @@ def sharded(rank: int, case: Case, policy: str) -> Result | None:
 @pytest.mark.parametrize(
     "policy", [pytest.param(x, marks=pytest.mark.slow) for x in ("zero1", "zero2")] + ["zero3"]
 )
+@pytest.mark.sampled(1)
 def test_sharded_weights(world: World, policy: str) -> None:
     case = Case("qwen3-vl", config={"recompute": "layer"})
     world.start(sharded, case, policy)

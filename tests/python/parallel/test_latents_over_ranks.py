@@ -136,6 +136,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
+@pytest.mark.sampled(6)
 def test_case(world: World, name: str, ranks: int) -> None:
     case = (CASES | SIX)[name]
     world.start(over_ranks, case, ranks)
@@ -218,6 +219,7 @@ def sharded(rank: int, policy: str, recompute: Any) -> tuple[Result, list[int]] 
         ("zero3", "layer"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_sharded_weights(world: World, policy: str, recompute: str) -> None:
     world.start(sharded, policy, recompute)
     with nothing_rounds_to_float32():

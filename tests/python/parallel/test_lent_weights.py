@@ -96,6 +96,7 @@ def told(work: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("name", LENDINGS)
+@pytest.mark.sampled(3)
 def test_the_first_rank_runs_the_model(world: World, name: str) -> None:
     model = model_of(CASES["plain"], RANKS)
     with torch.no_grad():

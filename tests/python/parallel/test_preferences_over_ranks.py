@@ -95,6 +95,7 @@ def run(
         pytest.param("reward", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_as_the_stock_trainer_in_one_process(
     world: World, tmp_path: Path, name: str, groups: int
 ) -> None:
@@ -110,6 +111,7 @@ def test_as_the_stock_trainer_in_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+@pytest.mark.sampled(1)
 def test_groups_as_the_stock_trainer_of_processes(world: World, tmp_path: Path, name: str) -> None:
     """Of KTO the baseline too is a mean over processes, which no accumulation makes."""
     stock = world.run(run_stock, name, tmp_path / "stock")
@@ -155,6 +157,7 @@ def assert_same(
         pytest.param("reward", 2, "zero1", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_shards_as_the_stock_trainer_in_one_process(
     world: World, tmp_path: Path, name: str, groups: int, policy: str
 ) -> None:

@@ -94,6 +94,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "policy"), WHERE)
+@pytest.mark.sampled(4)
 def test_equals_one_backward(world: World, name: str, ranks: int, policy: Any) -> None:
     world.start(over_ranks, name, ranks, policy)
     family, _, arguments = CASES[name]

@@ -52,6 +52,7 @@ def kept_or_not(rank: int, settings: dict[str, Any], tokens: int, name: str) -> 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.sampled(3)
 def test_kept_outputs_change_no_bit(world: World, name: str) -> None:
     """One border is not where chunks of an even number of tokens have it."""
     for none, *kept in world.run(kept_or_not, SETTINGS[name], EVEN + 11, "qwen2"):

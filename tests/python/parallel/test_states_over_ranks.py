@@ -75,6 +75,7 @@ SLOW = [("falcon-h1", 2), ("kimi-linear", 4), ("zamba2", 2), ("zaya", 2)]
 @pytest.mark.parametrize(
     ("name", "ranks"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 )
+@pytest.mark.sampled(2)
 def test_families(world: World, name: str, ranks: int) -> None:
     """A tail of three tokens, of which the last predicts nothing; four ranks have two for it."""
     ids = random_ids(2, 35)

@@ -214,6 +214,7 @@ def start(world: World, folder: Path, name: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_goes_on_with_other_shards(world: World, folder: Path, alone: Path, policy: str) -> None:
     """Shards on four ranks, one process, shards again, whole weights on four ranks."""
     name, sharded = f"sharded-{policy}", f"parallel.weights={policy}"
@@ -306,6 +307,7 @@ def test_preferences_of_two_pairs(world: World, tmp_path: Path) -> None:
     ("task", "lora"),
     [("dpo", []), ("dpo", ["lora.r=4"]), ("reward", []), ("reward", ["lora.r=4"]), ("grpo", [])],
 )
+@pytest.mark.sampled(1)
 def test_tasks_with_shared_weights(
     world: World, tmp_path: Path, task: str, lora: list[str]
 ) -> None:

@@ -79,6 +79,7 @@ QUICK = [("grpo", 2), ("last-token", 2), ("contrastive", 3), ("dpo", 4)]
     ("loss", "ranks"),
     [*QUICK, *(pytest.param(loss, 3, marks=pytest.mark.slow) for loss in LOSSES)],
 )
+@pytest.mark.sampled(3)
 def test_equals_one_backward(world: World, loss: str, ranks: int) -> None:
     compare(world, loss, ranks, {}, between=False)
 

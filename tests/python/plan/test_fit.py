@@ -23,14 +23,13 @@ from oomb.errors import OutOfMemoryError
 from oomb.model.layer_shape import LayerShape
 from oomb.plan import Machine, Planner
 
-# (model, random demands): 501 of them with the slow ones, and 30 with states at borders.
+# (model, random demands): 501 of them before a release, and 30 with states at borders.
 MODELS = [
     ("llama", 30),
     ("nemotron-h", 30),
-    pytest.param("llama", 157, marks=pytest.mark.slow),
     *(
         pytest.param(name, 157, marks=[pytest.mark.slow, pytest.mark.release])
-        for name in ("mistral", "qwen3")
+        for name in ("llama", "mistral", "qwen3")
     ),
 ]
 

@@ -30,6 +30,7 @@ def planner(request: pytest.FixtureRequest) -> tuple[str, Planner]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(2)
 def test_seconds_are_foretold(case: str, planner: tuple[str, Planner]) -> None:
     kind, of_kind = planner
     record = json.loads((RESULTS / f"float8-{case}-h100-2026-11-25.json").read_text())

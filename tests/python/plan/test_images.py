@@ -50,6 +50,7 @@ def batch_of(model: Any, image_tokens: int) -> tuple[torch.Tensor, dict[str, tor
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+@pytest.mark.sampled(2)
 def test_memory_of_a_call(family: str, trained: bool) -> None:
     """The tower's outweighs that of the chunks: before them, and after them where it trains."""
     model, shown = model_of(family, trained=trained), 800

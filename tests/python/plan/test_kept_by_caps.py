@@ -29,6 +29,7 @@ def told(result: Recommendation) -> list[str]:
 
 
 @pytest.mark.parametrize("machine", [MACHINE, MACHINE.of_rank(2)], ids=["one", "two"])
+@pytest.mark.sampled(1)
 def test_who_follows_it_gets_what_it_says(machine: Machine) -> None:
     first = asked(2**20, machine)
     (sentence,) = told(first)
@@ -64,6 +65,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", SILENT)
+@pytest.mark.sampled(3)
 def test_it_is_not_given_where(case: str) -> None:
     tokens, settings = SILENT[case]
     result = asked(tokens, **settings)

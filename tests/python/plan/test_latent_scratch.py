@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(4)
 def test_memory_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own allocations of one call, by a machine's plan and by the engine's."""
     settings = dict(CASES[name])

@@ -77,6 +77,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(13)
 def test_pools(case: Case) -> None:
     host = {"host_memory": "1GiB"} if "device_memory" in case.settings else {}
     config = oomb.Config(chunk_size=80, page_size=8, **host, **case.settings)

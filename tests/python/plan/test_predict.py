@@ -260,6 +260,7 @@ def test_rates_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "attention", [oomb.Dense(), oomb.TopKPages(budget=16)], ids=["dense", "pages"]
 )
+@pytest.mark.sampled(1)
 def test_ranks_take_the_fastest_of_chunks(attention: Any) -> None:
     """None of up to 4,096 tokens a rank is faster; one GPU, and a chunk that was said, stay."""
     model, machine = bare_model(_TWO_LAYERS), Machine.described(gpu="h200")

@@ -65,6 +65,7 @@ def test_states_beside_experts_of_any_dtype(name: str, dtype: torch.dtype) -> No
 
 # All but ZAYA, whose convolutions are torch's own.
 @pytest.mark.parametrize("name", sorted(RECURRENT.keys() - {"zaya"}))
+@pytest.mark.sampled(6)
 def test_kernels_of_other_packages_get_no_tensor_without_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_states_on_the_host_alter_nothing(full: Recommendation) -> None:
 
 
 @pytest.mark.parametrize("weights", ["zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_beside_shards_only_what_goes_with_them(weights: str) -> None:
     machine = Machine.described(gpu="h100", host_memory=2**38).of_rank(2, weights=weights)
     found = recommend("qwen2.5-14b", 2**17, machine=machine, optimizer="adamw_torch")

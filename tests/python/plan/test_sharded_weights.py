@@ -22,6 +22,7 @@ def predicted(weights: str, model: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
+@pytest.mark.sampled(2)
 def test_bytes_of_a_rank(policy: str) -> None:
     model = make("qwen2", torch.float32, num_hidden_layers=5)
     values = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
@@ -41,6 +42,7 @@ def test_bytes_of_a_rank(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_shards_of_sums_on_the_host(policy: str) -> None:
     """The device has the whole sums of a layer, and places for the shards of three."""
     model = make("qwen2", torch.float32, num_hidden_layers=7)

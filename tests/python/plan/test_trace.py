@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(5)
 def test_memory_of_a_call(name: str) -> None:
     """Torch's own allocations of one call, counted block by block."""
     architecture, dtype, settings = CASES[name]
@@ -159,6 +160,7 @@ def latent(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("inner", [48, 16384])
+@pytest.mark.sampled(1)
 def test_layers_behind_another_kind_are_extrapolated(inner: int) -> None:
     """Also where the peak is at that kind."""
     model = latent(intermediate_size=inner)

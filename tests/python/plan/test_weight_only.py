@@ -266,6 +266,7 @@ def test_a_quantized_weight_that_requires_a_gradient_is_refused() -> None:
         ("nvfp4", torch.bfloat16, "layer"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_plan_counts_what_a_call_allocates(kind: str, dtype: torch.dtype, recompute: Any) -> None:
     """Unpacked weights of several layers would be more than all the rest.
 

@@ -234,6 +234,7 @@ def test_other_text_is_not_gone_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [{"steps": 3}, {"epochs": 0.1, "accumulation_steps": 2}])
+@pytest.mark.sampled(1)
 def test_a_finished_run_takes_no_further_step(tmp_path: Path, length: dict[str, float]) -> None:
     file = prepare(tmp_path, training={"steps": None, **length})
     assert run(file).exit_code == 0
@@ -287,6 +288,7 @@ def test_other_sequences_of_a_step_are_not_gone_on_with(done: tuple[str, Path]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.sampled(1)
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path, name: str) -> None:
     file = prepare(tmp_path, training={"steps": 100_000})
     command = [sys.executable, "-m", "oomb.cli", "train", str(file)]

@@ -14,6 +14,7 @@ MEGABYTES = 2, 20  # of one document; docs/train.md has the figures of 200
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_memory_does_not_follow_the_text(tmp_path: Path) -> None:
     peaks = []
     for megabytes in MEGABYTES:

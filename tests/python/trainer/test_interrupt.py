@@ -75,6 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         pytest.param(signal.SIGINT, 6, 5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(2)
 def test_at_a_chunk(
     step: int, report: int, number: signal.Signals, whole: list[float], tmp_path: Path
 ) -> None:

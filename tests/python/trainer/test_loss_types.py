@@ -74,6 +74,7 @@ GRPO: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("same_completions")
 @pytest.mark.parametrize("loss_type", GRPO)
+@pytest.mark.sampled(2)
 def test_grpo(loss_type: str, tmp_path: Path) -> None:
     def args() -> Any:
         given = {**GENERATION, **GRPO[loss_type], "loss_type": loss_type}

@@ -78,6 +78,7 @@ QUICK = {("adamw", packed), ("adamw", masked), ("adafactor", packed), ("sgd", ma
         for data in (packed, masked)
     ],
 )
+@pytest.mark.sampled(2)
 def test_trainer(name: str, data: Callable[[], list[Example]], tmp_path: Path) -> None:
     settings = SETTINGS[name]
     stock = run(transformers.Trainer, tmp_path / "stock", data(), **settings)
@@ -87,6 +88,7 @@ def test_trainer(name: str, data: Callable[[], list[Example]], tmp_path: Path) -
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.sampled(2)
 def test_sft_trainer(packing: bool, adapters: bool, tmp_path: Path) -> None:
     def run(kind: Any, **own: Any) -> Any:
         settings = sft_arguments(

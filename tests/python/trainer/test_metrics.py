@@ -82,6 +82,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("data", [packed, masked])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(3)
 def test_metrics(
     way: str,
     data: Callable[[], list[Example]],

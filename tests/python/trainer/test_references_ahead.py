@@ -41,6 +41,7 @@ def nothing_cached() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.sampled(2)
 def test_references_computed_ahead_of_training(
     task: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ class SignalInAnEvaluation(TrainerCallback):
 
 # In an epoch; at the end of one, where the step was saved before; and at the end of training
 @pytest.mark.parametrize(("step", "strategy"), [(2, "steps"), (3, "epoch"), (6, "steps")])
+@pytest.mark.sampled(1)
 def test_an_evaluation_that_a_signal_ended_is_made_when_resuming(
     step: int, strategy: str, tmp_path: Path
 ) -> None:

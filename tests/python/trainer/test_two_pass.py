@@ -33,6 +33,7 @@ DPO_LOSSES = ["sigmoid", "hinge", "ipo", "apo_zero", "robust", "sigmoid_norm"]
 @pytest.mark.parametrize(
     ("loss_type", "adapted"), [*((loss, True) for loss in DPO_LOSSES), ("sigmoid", False)]
 )
+@pytest.mark.sampled(4)
 def test_dpo(loss_type: str, adapted: bool, tmp_path: Path) -> None:
     def args() -> Any:
         smoothing = 0.1 if loss_type == "robust" else 0.0
@@ -51,6 +52,7 @@ def test_dpo(loss_type: str, adapted: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+@pytest.mark.sampled(2)
 def test_kto(loss_type: str, adapted: bool, tmp_path: Path) -> None:
     def args() -> Any:
         size = settings(tmp_path, per_device_train_batch_size=4)
@@ -106,6 +108,7 @@ def same_completions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("same_completions")
 @pytest.mark.parametrize("variant", GRPO)
+@pytest.mark.sampled(3)
 def test_grpo(variant: str, tmp_path: Path) -> None:
     """A penalty on what departs from the reference needs adapters here."""
 
