@@ -29,26 +29,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _leave_to_the_release(items: list[pytest.Item]) -> None:
     """Mark cases of tests that are ``sampled`` beyond as many; of quick and of slow ones each."""
-    tests = defaultdict(list)
+    tests: dict[str, tuple[list[pytest.Item], list[pytest.Item]]] = defaultdict(lambda: ([], []))
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("release"):
             is_slow = item.get_closest_marker("slow") is not None
-            tests[item.nodeid.partition("[")[0], is_slow].append(item)
-    for cases in tests.values():
-        (count,) = cases[0].get_closest_marker("sampled").args
-        for item in _all_but(count, cases):
-            item.add_marker("slow")
-            item.add_marker("release")
+            tests[item.nodeid.partition("[")[0]][is_slow].append(item)
+    for quick_and_slow in tests.values():
+        seen: Counter[str] = Counter()  # slow ones rather show what quick ones do not
+        for cases in quick_and_slow:
+            for item in _not_sampled(cases, seen):
+                item.add_marker("slow")
+                item.add_marker("release")
 
 
-def _all_but(count: int, cases: list[pytest.Item]) -> list[pytest.Item]:
-    """All but ``count``, in which the words of the cases' names occur about equally often."""
-    left, seen = list(cases), Counter()
+def _not_sampled(cases: list[pytest.Item], seen: Counter[str]) -> list[pytest.Item]:
+    """All but so many, whose names have the words that were seen least."""
+    left = list(cases)
+    count = cases[0].get_closest_marker("sampled").args[0] if cases else 0
     for _ in range(min(count, len(cases))):
-        rarest = min(left, key=lambda item: mean(seen[word] for word in _words(item)))
+        rarest = min(left, key=lambda item: _times(item, seen))
         seen.update(_words(rarest))
         left.remove(rarest)
     return left
+
+
+def _times(item: pytest.Item, seen: Counter[str]) -> tuple[int, float]:
+    """How often the word of an item that was seen least was seen, and its words on average."""
+    times = [seen[word] for word in _words(item)]
+    return min(times), mean(times)
 
 
 def _words(item: pytest.Item) -> list[str]:

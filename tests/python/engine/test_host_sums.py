@@ -126,7 +126,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     ("name", "copies"), [*((name, "late") for name in MODELS), ("five layers", "early")]
 )
-@pytest.mark.sampled(5)
 def test_models(name: str, copies: str) -> None:
     expected = run(MODELS[name], recompute="none")
     assert_same_bits(run(MODELS[name], copies, recompute="none"), expected)

@@ -126,7 +126,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_every_tier_size_has_the_same_bits(case: Case) -> None:
     moved = 0
     step = max(1, (case.wanted - case.smallest) // 12)
@@ -142,7 +142,6 @@ def test_every_tier_size_has_the_same_bits(case: Case) -> None:
     assert moved > len(sizes) // 2
 
 
-@pytest.mark.sampled(8)
 def test_shuffled_slots_have_the_same_bits(case: Case) -> None:
     for seed, slots in enumerate((None, case.smallest, case.wanted // 4, case.wanted // 2) * 2):
         slots = None if slots is None else max(slots, case.smallest)
@@ -168,7 +167,6 @@ def delayed(case: Case, seeds: range) -> None:
         assert_identical(result, case.expected)
 
 
-@pytest.mark.sampled(8)
 def test_delayed_copies_have_the_same_bits(case: Case) -> None:
     delayed(case, range(3))
 

@@ -87,7 +87,6 @@ CHANGES: dict[str, tuple[bool, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.sampled(6)
 def test_a_model_that_has_changed_is_counted_anew(name: str) -> None:
     adapted, change = CHANGES[name]
     model: Any = make("llama", torch.float32)

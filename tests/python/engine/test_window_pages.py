@@ -80,7 +80,6 @@ def inputs_of(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(12)
 def test_pages_that_nobody_reads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     model = make(case.model, case.dtype, sliding_window=case.window)

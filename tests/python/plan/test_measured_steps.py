@@ -88,7 +88,6 @@ def foretold(planner: Planner, row: dict[str, Any], ranks: int) -> float:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.sampled(16)
 def test_seconds_are_foretold(planner: Planner, name: str) -> None:
     file, place = STEPS[name]
     path = RESULTS / f"step-qwen2.5-7b-{file}.json"

@@ -33,7 +33,6 @@ DPO_LOSSES = ["sigmoid", "hinge", "ipo", "apo_zero", "robust", "sigmoid_norm"]
 @pytest.mark.parametrize(
     ("loss_type", "adapted"), [*((loss, True) for loss in DPO_LOSSES), ("sigmoid", False)]
 )
-@pytest.mark.sampled(4)
 def test_dpo(loss_type: str, adapted: bool, tmp_path: Path) -> None:
     def args() -> Any:
         smoothing = 0.1 if loss_type == "robust" else 0.0
@@ -108,7 +107,6 @@ def same_completions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("same_completions")
 @pytest.mark.parametrize("variant", GRPO)
-@pytest.mark.sampled(3)
 def test_grpo(variant: str, tmp_path: Path) -> None:
     """A penalty on what departs from the reference needs adapters here."""
 
