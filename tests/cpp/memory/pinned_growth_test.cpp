@@ -36,8 +36,8 @@ TEST(PinnedResource, APoolCountsWhatWasMadeAhead) {
   SlotPool pool(std::make_unique<StatisticsResource>(std::move(pinned)),
                 {.slot_bytes = kPage, .max_slots = 8 * kPiece / kPage, .step_bytes = kPiece});
   pool.give_back(pool.take());
-  EXPECT_EQ(pool.state().ready_bytes, pool.state().committed_bytes);
   const int64_t committed = pool.state().committed_bytes;
+  ASSERT_LE(committed, 3 * kPiece) << "what is wanted and two pieces beyond";
   resource.prepare(7 * kPiece);
   wait_until_ready(resource, 7 * kPiece);
   EXPECT_EQ(pool.state().committed_bytes, committed);
@@ -97,9 +97,9 @@ TEST(PinnedResource, TouchesInThePausesAsLongAsNobodyWaits) {
   wait_until_ready(resource, 4 * kPiece);
   EXPECT_FALSE(record.touched_while_registering());
   for (size_t i = 1; i < 4; ++i) {
-    const auto pause_begins = record.registrations[i - 1].second;
-    EXPECT_GE(record.registrations[i].first - pause_begins, 80ms);
-    EXPECT_LT(record.touches[i].first - pause_begins, 60ms) << "not after the pause";
+    const auto pause_ends = record.registrations[i - 1].second + 80ms;
+    EXPECT_GE(record.registrations[i].first, pause_ends);
+    EXPECT_LT(record.touches[i].first, pause_ends) << "not after the pause";
   }
   EXPECT_EQ(record.threads_of_touches(), std::vector<int>(4, 1));
 }
