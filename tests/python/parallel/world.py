@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 ANSWER_SECONDS = 120.0
+ANSWER_SECONDS_AFTER_AN_ERROR = 10.0  # what the others say may tell why
 
 # Imported once, before processes are forked. The path of the tests is not theirs yet.
 PRELOADED = [
@@ -71,20 +72,34 @@ class World:
             pipe.send_bytes(pickle.dumps((work, arguments)))
 
     def answers(self, ranks: int | None = None, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """What each returned; for a process that died, an instance of :class:`Died`."""
+        """What each returned; for a process that died, an instance of :class:`Died`.
+
+        Raises:
+            AssertionError: one has not answered, or has raised; tells of all of them.
+        """
         results: list[Any] = []
+        errors: list[str] = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(seconds):
+            if not pipe.poll(ANSWER_SECONDS_AFTER_AN_ERROR if errors else seconds):
                 self._tell_where()
-                raise AssertionError(f"rank {rank} has not answered within {seconds} s: a hang")
+                errors.append(f"rank {rank} has not answered within {seconds} s: a hang")
+                continue
             try:
                 worked, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                worked, value = True, Died(f"rank {rank}")
-            assert worked, f"rank {rank}:\n{value}"
+                worked, value = True, self._death_of(rank)
             results.append(value)
-        self.is_clean = not any(isinstance(value, Died) for value in results)
+            if not worked:
+                errors.append(f"rank {rank}:\n{value}")
+        died = [value for value in results if isinstance(value, Died)]
+        assert not errors, "\n".join([*errors, *map(str, died)])
+        self.is_clean = not died
         return results
+
+    def _death_of(self, rank: int) -> Died:
+        process = self.processes[rank]
+        process.join(5)  # its pipe is closed before it is gone
+        return Died(f"rank {rank} ended with {process.exitcode}")
 
     def _tell_where(self) -> None:
         """Each rank writes the stacks of its threads to stderr."""
