@@ -20,8 +20,9 @@ from oomb.checkpoint.manifest import (
     write_marker,
 )
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = r"step-(\d{8,})"
 _UNFINISHED = ".unfinished-"  # being written, or being deleted: never a checkpoint
+_BEFORE = f"{_UNFINISHED}before-"
 
 Rejected = list[tuple[Path, str]]
 ByFirst = Callable[[Callable[[], Any]], Any]
@@ -78,7 +79,7 @@ class CheckpointStore:
 
         The files are written to a temporary folder, put on the disk, hashed into a manifest and
         renamed into place; a marker comes last. A crash at any moment leaves the checkpoints before
-        as they were.
+        as they were; one of the same step is found until the new one is complete.
 
         Args:
             step: optimizer steps done.
@@ -127,7 +128,7 @@ class CheckpointStore:
         write_manifest(temporary, step, identity)
         for folder in folders_below(temporary):
             sync(folder)
-        before = self.folder / f"{_UNFINISHED}before-{final.name}"
+        before = self.folder / f"{_BEFORE}{final.name}"
         if final.exists():  # the same step, saved again
             final.rename(before)
         try:
@@ -138,9 +139,17 @@ class CheckpointStore:
         except BaseException:
             if before.exists():
                 shutil.rmtree(final, ignore_errors=True)
-                before.rename(final)
+            self._put_back()
             raise
         shutil.rmtree(before, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """A checkpoint whose step was not saved again to the end is what it was."""
+        for step, before in self._replaced():
+            final = self.path_of(step)
+            if not (final / MARKER).exists():
+                shutil.rmtree(final, ignore_errors=True)
+                before.rename(final)
 
     def newest_intact(self, expected: Mapping[str, str] | None = None) -> Checkpoint | None:
         """The checkpoint with most steps whose every file is as it was saved; None: there is none.
@@ -151,7 +160,7 @@ class CheckpointStore:
             expected: identity that the checkpoint must have.
         """
         self.rejected = []
-        for _, path in sorted(self._steps(), reverse=True):
+        for _, path in sorted([*self._steps(), *self._replaced()], reverse=True):
             try:
                 checkpoint = self.verified(path, expected)
             except CheckpointError as error:
@@ -190,13 +199,20 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was saved to the end, intact or not since; ascending."""
-        return sorted(step for step, path in self._steps() if (path / MARKER).exists())
+        complete = [x for x in self._steps() if (x[1] / MARKER).exists()]
+        return sorted({step for step, _ in [*complete, *self._replaced()]})
 
-    def _steps(self) -> list[tuple[int, Path]]:
+    def _steps(self, before: str = "") -> list[tuple[int, Path]]:
+        """Folders whose name is a step's behind some text, with their steps."""
         if not self.folder.is_dir():
             return []
-        found = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
+        names = re.compile(re.escape(before) + _STEP)
+        found = ((names.fullmatch(path.name), path) for path in self.folder.iterdir())
         return [(int(match[1]), path) for match, path in found if match]
+
+    def _replaced(self) -> list[tuple[int, Path]]:
+        """Complete checkpoints that a process moved away to save their step again, and left so."""
+        return [x for x in self._steps(_BEFORE) if (x[1] / MARKER).exists()]
 
     def _prune(self, keep: Collection[Path]) -> None:
         if self.keep_last is None:
@@ -219,6 +235,7 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Remove what a killed process left."""
+        self._put_back()
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -41,6 +41,10 @@ class DueEvaluationTrainer(ShardedTrainer):
     def _make_due_evaluation(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> None:
         if not self._evaluation_is_due:
             return
+        if self.eval_dataset is None:  # it goes on without
+            self._evaluation_is_due = False
+            self._is_outdated()
+            return
         # The rest of an epoch whose order the global generators drew is drawn again after this.
         random = random_state(self.args.device)
         metrics = self._evaluate(trial, ignore_keys_for_eval)

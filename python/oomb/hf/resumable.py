@@ -42,10 +42,20 @@ def layout_of_newest(output_dir: Path, now: StepLayout) -> StepLayout:
     """How steps were divided before a run's newest checkpoint; ``now`` where it does not say."""
     store = CheckpointStore(output_dir / CHECKPOINTS)
     try:
-        state = store.read_file(store.path_of(store.steps()[-1]), f"{_TRAINING}.json")
+        state = training_state(store.path_of(store.steps()[-1]))
     except (IndexError, CheckpointError):  # there is none; or it is damaged, which resuming says
         return now
-    return now.before(json.loads(state))
+    return now.before(state)
+
+
+def training_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of its training besides tensors.
+
+    Raises:
+        CheckpointError: it holds the model only, or is damaged.
+    """
+    state: dict[str, Any] = json.loads(CheckpointStore.read_file(checkpoint, f"{_TRAINING}.json"))
+    return state
 
 
 class ResumableTrainer(DueEvaluationTrainer):
@@ -144,6 +154,8 @@ class ResumableTrainer(DueEvaluationTrainer):
         begin: tuple[int, int] = super()._init_training_state(
             max_steps, per_epoch, num_epochs, *given
         )
+        # The stock trainer goes on with the checkpoint's intervals of saving and evaluating.
+        self.state.compute_steps(self.args, max_steps)
         # The stock trainer looks at max_steps only behind a step, so a finished run would take one
         # more each time that it is resumed: no epoch is left.
         finished = 0 < max_steps <= self.state.global_step

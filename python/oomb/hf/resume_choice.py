@@ -13,7 +13,7 @@ _log = transformers.logging.get_logger("oomb.hf")
 
 def is_own(checkpoint: Checkpoint, store: CheckpointStore) -> bool:
     """Whether a checkpoint stands in a store's folder."""
-    return checkpoint.path.resolve().parent == store.folder.resolve()
+    return checkpoint.path.resolve() == store.path_of(checkpoint.step).resolve()
 
 
 def checkpoint_to_resume(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from oomb.plan.prediction import Prediction
 from oomb.plan.recommendation import Recommendation
+from oomb.replacing import replace_file
 
 NAME = "plan.json"
 
@@ -60,7 +60,4 @@ def write_measured(
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(record, indent=1).encode() + b"\n")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
+from oomb.replacing import replace_file
 from oomb.report import pictures, tables
 from oomb.report.runs import Run, read_run, told_apart
 from oomb.report.script import SCRIPT
@@ -48,21 +49,10 @@ def write_report(
         raise ValueError(f"out: expected a file to write, got the folder {path}")
     text = page(runs)
     try:
-        _write(path, text.encode(errors="replace"))  # JSON may hold half a character
+        replace_file(path, text.encode(errors="replace"))  # JSON may hold half a character
     except OSError as error:
         raise ValueError(f"out: expected a file to write, got {path}: {error.strerror}") from error
     return path
-
-
-def _write(path: Path, content: bytes) -> None:
-    if path.exists() and not path.is_file():  # a pipe or a device stays what it is
-        path.write_bytes(content)
-        return
-    target = Path(os.path.realpath(path))  # behind a link, which stays
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.part")
-    temporary.write_bytes(content)
-    temporary.replace(target)  # a page that someone has open is never half-written
 
 
 def page(runs: Sequence[Run]) -> str:

@@ -18,7 +18,7 @@ from oomb.train.rows import RowRule
 from oomb.train.sequences import SequenceDataset, Tokens, packed, windows
 from oomb.train.settings import DataSettings, RunSettings
 from oomb.train.sources import Source, find_sources
-from oomb.train.tokenise import Rule, tokenise
+from oomb.train.tokenise import Rule, tokenise, with_every_character
 
 Part = SequenceDataset | ImageSequences | Examples
 
@@ -144,7 +144,8 @@ def tokenising_rule(
         chat=chat_template(tokenizer, settings.chat_template),
         num_embeddings=num_embeddings,
     )
-    return Rule(backend.to_str(), before, (eos,) if settings.add_eos else (), rows)
+    written = with_every_character(backend.to_str())
+    return Rule(written, before, (eos,) if settings.add_eos else (), rows)
 
 
 def _sequences(

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from oomb.checkpoint import CheckpointError
+from oomb.errors import Error
 from oomb.hf.resumable import layout_of_newest
 from oomb.hf.step_layout import StepLayout
+from oomb.plan import Prediction, write_plan
+from oomb.replacing import replace_file
 from oomb.train.arguments import sharing_ranks
 from oomb.train.errors import BadInput
 from oomb.train.reading import read_settings, write_settings
@@ -110,13 +113,22 @@ def check_data(settings: RunSettings, identity: str) -> None:
         )
 
 
-def begin(settings: RunSettings, identity: str) -> Path:
-    """Make the folder and write the settings, and the identity of the data, into it."""
+def begin(settings: RunSettings, identity: str, prediction: Prediction) -> None:
+    """Make the folder and write settings, the identity of the data and the plan into it.
+
+    Raises:
+        oomb.Error: one cannot be written; files that were there are as they were, or new.
+    """
     folder = Path(settings.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_settings(settings, folder / SETTINGS_FILE)
-    (folder / DATA_FILE).write_text(identity + "\n")
-    return folder
+    try:
+        write_settings(settings, folder / SETTINGS_FILE)
+        replace_file(folder / DATA_FILE, f"{identity}\n".encode())
+        write_plan(folder, prediction)
+    except OSError as error:
+        raise Error(
+            f"output_dir: expected a folder that takes files, got {folder}: {error.strerror}; its "
+            "checkpoints are as they were"
+        ) from error
 
 
 def _value(settings: RunSettings, field: str) -> Any:

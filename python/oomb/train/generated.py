@@ -38,13 +38,26 @@ def generated(
             rows, features=features, gen_kwargs=arguments, cache_dir=cache_dir
         )
     except Exception as error:
-        reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, BadInput):
-            reason = reason.__cause__
+        reason = reason_of(error, cache_dir)
         if reason is None:
             line = str(error).partition("\n")[0][:300]
             raise BadInput(f"{field}: expected rows that are alike, got: {line}") from error
         raise reason from None
+
+
+def reason_of(error: BaseException, cache_dir: str | None) -> BadInput | None:
+    """What an error of datasets was raised from: a row's own complaint, or that of the disk."""
+    import datasets  # heavy, and optional
+
+    reason: BaseException | None = error
+    while reason is not None and not isinstance(reason, (BadInput, OSError)):
+        reason = reason.__cause__
+    if not isinstance(reason, OSError):
+        return reason
+    place = cache_dir or datasets.config.HF_DATASETS_CACHE
+    return BadInput(
+        f"data.cache_dir: expected a folder that can take the data, got {place}: {reason}"
+    )
 
 
 def features_of(field: str, rows: Iterable[dict[str, Any]]) -> Features:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from oomb.model.images import IMAGE_ARGUMENTS
 from oomb.train.errors import BadInput
+from oomb.train.tokenise import with_every_character
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +39,8 @@ class Processing:
                 "model.name: expected a processor with a token for images, got "
                 f"{type(processor).__name__}"
             )
-        self.tokenizer = Tokenizer.from_str(processor.tokenizer.backend_tokenizer.to_str())
+        written = processor.tokenizer.backend_tokenizer.to_str()
+        self.tokenizer = Tokenizer.from_str(with_every_character(written))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self._written: dict[tuple[int, int], str] = {}

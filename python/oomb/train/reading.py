@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from oomb.replacing import replace_file
 from oomb.train.errors import BadInput
 from oomb.train.messages import messages, shown
 from oomb.train.settings import RunSettings
@@ -39,7 +40,7 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
 def write_settings(settings: RunSettings, path: Path) -> None:
     """Every field, defaults included, such that :func:`read_settings` gives the same."""
     values = settings.model_dump(mode="json")
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    replace_file(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -24,7 +24,7 @@ from oomb.model.rope import positions
 from oomb.monitor import Display, RunMonitor
 from oomb.parallel.failure import raise_alike
 from oomb.parallel.job import Job, begun, is_first
-from oomb.plan import Prediction, write_plan
+from oomb.plan import Prediction
 from oomb.report import write_report
 from oomb.train.arguments import (
     Holding,
@@ -227,8 +227,7 @@ def _carry_out(
     transformers.logging.disable_progress_bar()  # they would tear the run's own display
     run = Path(settings.output_dir)
     if job.is_first:
-        begin(settings, data.train.identity())
-        write_plan(run, prediction)
+        begin(settings, data.train.identity(), prediction)
         every = settings.logging.chunk_records_every
         trainer.observer = RunMonitor(run, display=Display(console), chunk_records_every=every)
         written = settings.evaluation.generate

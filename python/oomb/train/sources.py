@@ -201,15 +201,31 @@ def _has_bytes(source: Source) -> bool:
     return isinstance(source.identity, str) or source.identity[0] > 0
 
 
+def _below(folder: Path, above: set[Path]) -> Iterator[Path]:
+    """Files of a folder and of those in it, also of linked ones; none that are hidden.
+
+    Args:
+        above: folders that lead here, by which a link leads round in a circle.
+    """
+    own = folder.resolve()
+    if own in above:
+        return
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _below(path, above | {own})
+        elif path.is_file():
+            yield path
+
+
 def _files(field: str, path: str, format: str) -> Sequence[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        files = [
-            file
-            for file in sorted(place.rglob("*"))
-            if file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(place).parts)
-        ]
+        try:
+            files = sorted(_below(place, set()))
+        except OSError as error:
+            raise BadInput(f"{field}: expected folders that can be read, got {error}") from error
         if (place / "state.json").is_file():  # saved by datasets: tables, and two files about them
             files = [file for file in files if file.suffix == ".arrow"]
     elif glob.has_magic(path) and not place.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oomb.train.documents import segments
-from oomb.train.errors import BadInput
+from oomb.train.generated import reason_of
 from oomb.train.rows import RowRule
 from oomb.train.sources import Source
 
@@ -27,7 +28,7 @@ class Rule:
     """All that tokens depend on besides the rows; the cache's key.
 
     Attributes:
-        tokenizer: a ``tokenizers.Tokenizer`` as JSON.
+        tokenizer: a ``tokenizers.Tokenizer`` as JSON, as :func:`with_every_character` gives it.
         before: ids that begin a document.
         after: ids that end one.
         rows: how a row of a table becomes a document.
@@ -89,19 +90,14 @@ def tokenise(
             num_proc=_processes(processes, -(-len(split) // _BATCH)),
             desc="Tokenising",
         )
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__
-        if isinstance(cause, BadInput):
-            raise cause from None
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        reason = reason_of(error, cache_dir)
+        if reason is not None:
+            raise reason from None
         # Between processes an exception loses its kind: the file is found by reading again.
         for _ in segments(numbered, rule.rows):
             pass
         raise
-    except OSError as error:
-        place = cache_dir or datasets.config.HF_DATASETS_CACHE
-        raise BadInput(
-            f"data.cache_dir: expected a folder that can take the tokens, got {place}: {error}"
-        ) from error
 
 
 def _processes(wanted: int, units: int) -> int | None:
@@ -152,6 +148,28 @@ def inside(offsets: list[tuple[int, int]], spans: list[list[int]]) -> list[bool]
         inside |= (begins < end) & (ends > begin) & (begins < ends)
     found: list[bool] = inside.tolist()
     return found
+
+
+def with_every_character(tokenizer: str) -> str:
+    """A tokenizer's JSON, such that offsets of its tokens leave no character out.
+
+    Those that trim offsets give a token of spaces none, and a word without the space before it.
+    """
+    settings = json.loads(tokenizer)
+    if not _trims(settings.get("post_processor")):
+        return tokenizer
+    return json.dumps(settings, ensure_ascii=False)
+
+
+def _trims(processor: dict[str, Any] | None) -> bool:
+    """Whether a post-processor trimmed offsets; it no longer does."""
+    if processor is None:
+        return False
+    inner = [_trims(one) for one in processor.get("processors", ())]
+    trimmed = bool(processor.get("trim_offsets"))
+    if trimmed:
+        processor["trim_offsets"] = False
+    return trimmed or any(inner)
 
 
 def _first_token(encoding: Encoding, char: int, length: int) -> int:

@@ -21,6 +21,7 @@ from transformers import (
 import oomb.hf
 from oomb.checkpoint import model_identity
 from oomb.hf import Trainer
+from oomb.hf.resumable import training_state
 from oomb.parallel.job import Job
 from oomb.train.arguments import engine_config, shards_weights
 from oomb.train.data import Data
@@ -109,7 +110,9 @@ def _of_task(
 
 
 def load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -> bool:
-    """Load the last step's weights if that step is saved: nothing is left to train or record."""
+    """Load the last step's weights if that step is saved, and evaluated where it is to be: nothing
+    is left to train or record.
+    """
     training = settings.training
     if task_of(settings) is not None:  # TRL's samplers may give an example several times
         calls = len(trainer.get_train_dataloader())
@@ -120,6 +123,9 @@ def load_finished(trainer: Trainer, settings: RunSettings, num_sequences: int) -
     store, identity = trainer.checkpoint_store(), model_identity(trainer.model)
     newest = trainer.job.by_first(lambda: store.newest_intact(identity))
     if newest is None or newest.step < last:
+        return False
+    due = trainer.job.by_first(lambda: training_state(newest.path).get("evaluation_is_due", False))
+    if due and trainer.eval_dataset is not None:
         return False
     trainer._load_from_checkpoint(str(newest.path))
     return True

@@ -134,6 +134,43 @@ def test_a_failure_leaves_what_was_before(
     assert store.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("place", ["write_manifest", "rename", "sync", "write_marker", "rmtree"])
+def test_a_kill_while_a_step_is_saved_again(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(5, write_example)
+    before = contents(store.path_of(5))
+    child = os.fork()
+    if child == 0:
+        renamed = 0
+
+        def rename(path: Path, target: Path) -> None:
+            nonlocal renamed
+            renamed += 1
+            os._exit(9) if renamed == 2 else os.rename(path, target)
+
+        def die(path: Path, *_: object, **__: object) -> None:
+            if place != "rmtree" or "before" in path.name:
+                os._exit(9)
+
+        if place == "rename":  # the old one is away, the new one not yet there
+            monkeypatch.setattr(Path, place, rename)
+        else:
+            owner = "shutil." if place == "rmtree" else "oomb.checkpoint.store."
+            monkeypatch.setattr(owner + place, die)
+        store.save(5, write_example)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    found = store.newest_intact()
+    assert found is not None and found.step == 5
+    assert contents(found.path) == before
+    assert store.steps() == [5]
+    store.save(6, lambda _: None, keep=[store.path_of(5)])
+    assert contents(store.path_of(5)) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """A real limit of the system, reached in the middle of a file of weights."""
     script = f"""

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers_for_tests import KINDS
 from transformers import PreTrainedTokenizerFast
 
@@ -89,8 +89,10 @@ def expected(
 ) -> tuple[list[int], list[int]]:
     """By the tokens alone: from behind an assistant's header until its end."""
     text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in turns)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.Sequence([])  # which may trim offsets
+    encoded = backend.encode(text, add_special_tokens=False)
+    ids, offsets = encoded.ids, encoded.offsets
     counts, place = [False] * len(text), 0
     for turn in turns:
         header, rest = f"<|im_start|>{turn['role']}\n", f"{turn['content']}<|im_end|>"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,7 +260,36 @@ def test_bos_as_the_tokenizer_does(folder: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(folder: Path) -> None:
     message = refused(folder, f"data.cache_dir={folder / 'text.txt'}")
-    assert "data.cache_dir: expected a folder that can take the tokens" in message
+    assert "data.cache_dir: expected a folder that can take the data" in message
+
+
+def test_a_disk_that_is_full_while_tokens_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_table", full)
+    message = refused(folder)
+    assert "data.cache_dir: expected a folder that can take the data" in message
+    assert "No space left on device" in message
+
+
+def test_a_folder_of_data_that_cannot_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "texts" / "closed").mkdir(parents=True)
+    (folder / "texts" / "a.txt").write_text(TEXT)
+    own = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return own(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    message = refused(folder, f"data.train={folder / 'texts'}")
+    assert "data.train: expected folders that can be read" in message and "closed" in message
 
 
 # The machine --------------------------------------------------------------------------------------

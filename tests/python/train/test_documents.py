@@ -164,6 +164,20 @@ def test_folders_are_read_by_name_and_suffix(tmp_path: Path) -> None:
     assert len(read(tmp_path, format="text")) == 5
 
 
+def test_linked_folders_are_read_as_a_pattern_reads_them(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for place in (folder / "in", elsewhere / "deep"):
+        place.mkdir(parents=True)
+    for name in ("folder/1.txt", "folder/in/2.txt", "elsewhere/3.txt", "elsewhere/deep/4.txt"):
+        (tmp_path / name).write_text(name)
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "again").symlink_to(elsewhere)  # its files come twice, as they do by a pattern
+    found = read(folder)
+    assert len(found) == 6 and found == read(folder / "**" / "*.txt")
+    (elsewhere / "back").symlink_to(folder)  # round in a circle
+    assert read(folder) == found
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_files_of_unknown_suffixes_are_refused_by_name(tmp_path: Path, inside: bool) -> None:
     (tmp_path / "a.md").write_text("text")

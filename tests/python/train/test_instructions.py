@@ -19,6 +19,7 @@ from rows_for_tests import (
     write,
 )
 from tiny_runs import prepare, run, tiny_model
+from tokenizers_for_tests import KINDS
 
 import oomb
 from oomb.train import documents
@@ -34,6 +35,18 @@ def test_the_assistants_turns_are_predicted(tmp_path: Path, template: str, kind:
     assert found == [expected(tokenizer, turns, template) for turns in chats]
     for turns, (ids, _) in zip(chats, found, strict=True):
         assert ids == tokenizer.apply_chat_template(turns, return_dict=False)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_spaces_of_an_answer_are_predicted(tmp_path: Path, kind: str) -> None:
+    """Code, say, where lines begin with spaces and some tokens are nothing but spaces."""
+    prompt, completion = "def f(x):\n", "    return x\n        y  = 2\n\n    "
+    tokenizer = chat_tokenizer(None, kind)
+    file = write(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": completion}])
+    [(ids, labels)] = items(data_of(tmp_path, tokenizer, file, "data.add_eos=false"))
+    begin = next(place for place, label in enumerate(labels) if label != IGNORED)
+    assert labels[begin:] == ids[begin:]
+    assert 0 < begin <= len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 def test_marks_are_those_of_transformers(tmp_path: Path) -> None:
