@@ -163,9 +163,13 @@ class Pools:
         self._reclaim()
         self._reclaim = reclaim
 
+    def are_lent_to(self, reclaim: Callable[[], None]) -> bool:
+        """Whether no other call has borrowed them since."""
+        return self._reclaim == reclaim
+
     def forget(self, reclaim: Callable[[], None]) -> None:
         """A call that was lent the pools is over; nothing of it stays alive here."""
-        if self._reclaim == reclaim:
+        if self.are_lent_to(reclaim):
             self._reclaim = _nothing
 
     def _end_call(self) -> None:

@@ -17,6 +17,7 @@ from oomb.engine.ranks import gathering
 from oomb.engine.router_loss import expect_divisor, expect_settings_fit, routed
 from oomb.engine.training import Training
 from oomb.errors import Error
+from oomb.model import one_call
 from oomb.model.causal import CausalModel, check_places
 from oomb.model.host_weights import moved_to_host
 from oomb.model.quantized import check_quantized
@@ -124,6 +125,7 @@ class Admission:
         self.expect_own_process()
         if self.closed:
             raise Error("engine: expected an open engine, got one that was closed")
+        one_call.expect_none()  # before other ranks are waited for
 
     @property
     def is_usable(self) -> bool:

@@ -26,6 +26,7 @@ from oomb.engine.training import Training
 from oomb.engine.two_pass import TwoPass
 from oomb.engine.wanted import Wanted
 from oomb.errors import Error
+from oomb.model import one_call
 from oomb.model.rope import check_float64_angles
 from oomb.model.structure import checked_shapes
 from oomb.model.swap import Swaps, as_before_afterwards
@@ -381,14 +382,13 @@ class Engine:
         self._training.load(state)
 
     def close(self) -> None:
-        """Give the pools back. The engine cannot be used afterwards; the model can.
+        """Give the pools back, at the end of a call that runs. The model can be used afterwards.
 
         In a process forked from the engine's own nothing is given back, and nothing waited for.
         """
         self._admission.close()
-        self._pools.close()
-        self._grads.clear()
-        self._placement.close()
+        for part in (self._pools.close, self._grads.clear, self._placement.close):
+            one_call.when_none(part)
 
     def __enter__(self) -> Engine:
         return self

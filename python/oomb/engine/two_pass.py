@@ -22,8 +22,9 @@ from oomb.engine.ranks import spans_here
 from oomb.engine.surroundings import surroundings
 from oomb.engine.training import Training
 from oomb.engine.wanted import Wanted
+from oomb.engine.watch import Watch
 from oomb.errors import Error
-from oomb.model.swap import Swaps, as_before_afterwards, entered
+from oomb.model.swap import Swaps, after_all, as_before_afterwards, entered
 from oomb.parallel.failure import failed_rank
 from oomb.parallel.token_values import agreed, complete_
 from oomb.results import Stats
@@ -89,7 +90,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         self._displaced = False
         self._leaves: dict[str, torch.Tensor] = {}
         self.statistics: dict[str, torch.Tensor] = {}
-        self._watched: list[Any] = []
+        self._watch = Watch(self._model, head=not wanted.hidden)
         self._train = torch.is_grad_enabled()
 
         def prepare() -> None:
@@ -156,15 +157,15 @@ class TwoPass(AbstractContextManager["TwoPass"]):
     def _fill(self) -> None:
         self._state = "running"
         self._pools.lend(self._give_back)
-        config, device = self._training.config, self._model.device
+        device = self._model.device
         self._autocast = (
             torch.get_autocast_dtype(device.type),
             torch.is_autocast_enabled(device.type),
         )
         self._swept: list[int] | None = None
-        if self._train:
-            self._swept = self._training.drawn(self._inputs.chunks(config).number)
         with self._placement.call(), Swaps() as swaps, self._pools.told_of_errors():
+            if self._train:
+                self._placement.expect_same(self._draw)
             swaps.also(surroundings(self._model))
             self._calls.gather(swaps)
             self._seed = self._calls.dropout_seed(swaps)
@@ -185,8 +186,13 @@ class TwoPass(AbstractContextManager["TwoPass"]):
             leaf.requires_grad_()
         self._versions = [p._version for p in self._parameters]
         self._modes = self._model.modes
-        self._watch()
+        self._watch.on()
         self._state = "filled"
+
+    def _draw(self) -> dict[str, str]:
+        chunks = self._inputs.chunks(self._training.config)
+        self._swept = self._training.drawn(chunks.number)
+        return {"backward.draw": repr(self._swept)}
 
     def _as_rows(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._tree is None:
@@ -222,32 +228,21 @@ class TwoPass(AbstractContextManager["TwoPass"]):
 
     # Between --------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Backward must not reach the model: nobody meant to run it whole. A head on the hidden
-        states may be the model's own."""
-        causal, apart = self._model.causal, set()
-        if self._wanted.hidden:
-            head = causal.get_output_embeddings()
-            apart = {id(p) for p in self._model.head.own_weights()}
-            apart |= {id(p) for p in head.parameters()} if head is not None else set()
-        for name, parameter in causal.named_parameters():
-            if parameter.requires_grad and id(parameter) not in apart:
-                self._watched.append(parameter.register_hook(partial(_refuse, name)))
-
-    def _watch_no_more(self) -> None:
-        while self._watched:
-            self._watched.pop().remove()
+    def _watch_again(self) -> None:
+        if self._state == "filled" and self._pools.are_lent_to(self._give_back):
+            self._watch.on()  # else another one is open, whose sweep would meet the hooks
 
     def _give_back(self) -> None:
         """The pages, to another call; the sweep fills again."""
         if self._state == "filled":
             self._displaced = True
+            after_all(self._watch_again)
         if self._state != "running":
-            self._watch_no_more()
+            self._watch.off()
             self._held.put_back()
 
     def _end(self) -> None:
-        self._watch_no_more()
+        self._watch.off()
         self._held.put_back()
         self._pools.forget(self._give_back)
         if self._state in ("new", "filled", "running"):
@@ -343,7 +338,7 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         training, swept, device = self._training, self._swept, self._model.device
         placement, weights = self._placement, self._calls.weights
         assert swept is not None
-        self._watch_no_more()
+        self._watch.off()
         with placement.call(), Swaps() as swaps:
             swaps.afterwards(self._held.put_back)
             training.grads.clear()
@@ -388,10 +383,3 @@ class TwoPass(AbstractContextManager["TwoPass"]):
         with call.loop.running():
             self._fill_seconds += call.loop.fill(self._swept[-1])
         return call
-
-
-def _refuse(name: str, _: torch.Tensor) -> None:
-    raise Error(
-        f"two_pass: expected a loss of the call's values alone, got one that reaches {name} past "
-        "them; call backward() on such a term outside the with block"
-    )

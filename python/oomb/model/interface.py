@@ -194,7 +194,7 @@ os.register_at_fork(after_in_child=_forget_calls)
 def attention_handler(swaps: Swaps, decoder: nn.Module, handler: Handler) -> None:
     """Route the decoder's attention to ``handler``; outside, the model behaves as before."""
     if _handler is not None:
-        raise Error("engine: expected one call at a time, got a call inside another")
+        raise Error("engine: expected one call at a time, got one inside or beside another")
     swaps.replace(_THIS, "_handler", handler)
     swaps.also(named_attention(decoder))
 

@@ -17,6 +17,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from oomb.held_signals import with_signals_held
+from oomb.model import one_call
 from oomb.model.calls_at_exit import under_way
 from oomb.model.modes import kept_modes
 
@@ -122,12 +123,17 @@ def as_before_afterwards(work: Callable[[], T]) -> T:
     """What ``work`` returns. Whatever it has replaced is back then, and if it raises.
 
     torch's grad mode and autocast of this thread are part of that.
+
+    Raises:
+        Error: another one is under way; ``work`` was not called.
     """
     swaps = Swaps()
+    swaps.afterwards(partial(one_call.end, swaps))
     swaps.afterwards(kept_modes())
     swaps.afterwards(partial(_of_call.set, _of_call.get()))
     try:
         try:
+            one_call.begin(swaps)
             swaps.replace_item(under_way, threading.get_ident(), True)
             _of_call.set(swaps)
             return work()

@@ -101,6 +101,19 @@ def test_mistakes_between_the_passes(
     assert unchanged(model)
 
 
+def test_a_call_between_the_passes_hides_no_mistake(model: PreTrainedModel) -> None:
+    with oomb.Engine(model.eval(), CONFIG) as engine:
+        with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+            for _ in range(2):
+                engine.evaluate(IDS, LABELS)
+                with pytest.raises(oomb.Error, match="got one that reaches lm_head"):
+                    past_the_leaves(model, engine, call)
+            with engine.two_pass(IDS, LABELS) as inner:
+                backward(inner)
+                inner.sweep()  # which meets no hook of the outer one
+        assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_one_sweep_of_each_call(model: PreTrainedModel) -> None:
     with oomb.Engine(model, CONFIG) as engine:
         with engine.two_pass(IDS, LABELS) as call:

@@ -223,6 +223,35 @@ def test_every_rank_says_what_is_wrong(world: World, what: str) -> None:
         assert_close(following, expected)
 
 
+class OfEachRank(oomb.SampledChunks):
+    """A rule that draws by the rank, as one with a generator that nobody seeded would."""
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return [meshes[2].get_local_rank(), num_chunks - 1]
+
+
+def drawn_alone(rank: int) -> str:
+    if not here(2):
+        return ""
+    model = model_for(2)
+    rule = OfEachRank(keep=0.5)
+    with oomb.Engine(model, oomb.Config(**PLAIN, backward=rule), mesh=meshes[2]) as engine:
+        try:
+            with engine.two_pass(IDS, LABELS, attention_mask=MASK) as call:
+                call.logprobs.sum().backward()
+                call.sweep()
+        except ValueError as error:
+            assert all(p.grad is None for p in model.parameters())
+            return str(error)
+    return "no error"
+
+
+def test_ranks_that_draw_other_chunks(world: World) -> None:
+    expected = "backward.draw: expected the same on all ranks of a sequence, got another on rank"
+    said = [text for text in world.run(drawn_alone) if text]
+    assert len(said) >= 2 and all(expected in text for text in said), said
+
+
 # Sharded weights ----------------------------------------------------------------------------------
 
 
