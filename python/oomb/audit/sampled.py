@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -24,14 +24,16 @@ from oomb.engine.engine import Engine
 Subset = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Given(SampledChunks):
-    """Sweeps the subsets it is given, one per call."""
+def _drawing(rule: SampledChunks, subsets: Sequence[Subset]) -> SampledChunks:
+    """A rule, its factors too, but that it sweeps the subsets it is given, one per call."""
 
-    subsets: tuple[Subset, ...] = ()
+    class Given(type(rule)):  # type: ignore[misc]
+        def draw(self, num_chunks: int, step: int) -> list[int]:
+            return list(subsets[step])
 
-    def draw(self, num_chunks: int, step: int) -> list[int]:
-        return list(self.subsets[step])
+    given = copy.copy(rule)
+    object.__setattr__(given, "__class__", Given)
+    return given
 
 
 def subsets_of(
@@ -39,9 +41,11 @@ def subsets_of(
 ) -> tuple[dict[Subset, float], bool]:
     """Subsets of the chunks with their weights, and whether they are all there are.
 
-    Where there are no more subsets than ``draws``, each has its probability.
+    Where there are no more subsets than ``draws``, each has its probability, if the rule draws each
+    chunk by itself, as :class:`oomb.SampledChunks` does.
     """
-    if 2**num_chunks <= draws:
+    own = type(rule).draw is not SampledChunks.draw
+    if 2**num_chunks <= draws and not own:
         every = itertools.chain.from_iterable(
             itertools.combinations(range(num_chunks), size) for size in range(num_chunks + 1)
         )
@@ -70,8 +74,7 @@ def audit_sampled(
 ) -> SampledAudit:
     """Gradients of a rule's draws against the exact one."""
     weights, exhaustive = subsets_of(rule, num_chunks, draws)
-    given = _Given(keep=rule.keep, seed=rule.seed, cap=rule.cap, subsets=tuple(weights))
-    settings = {**vars(config), "backward": given, **KEPT_SUMS}
+    settings = {**vars(config), "backward": _drawing(rule, tuple(weights)), **KEPT_SUMS}
     mean = {name: torch.zeros_like(value) for name, value in exact.items()}  # of estimate - exact
     squares = dict.fromkeys(exact, 0.0)
     losses, errors = [], []

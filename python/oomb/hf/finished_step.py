@@ -17,12 +17,13 @@ class FinishedStep:
     at its end only.
 
     A shuffling sampler may draw an epoch's order from the global generators, so that the order
-    comes back only from their state at its beginning: ``epoch_random``.
+    comes back only from their state at its beginning: ``epoch_random``. ``own`` is a subclass's.
     """
 
     random: dict[str, Any]
     epoch_random: dict[str, Any]
     engine: dict[str, Any]
+    own: dict[str, Any]
     tokens_seen: float
     total_flos: float
     current_flos: float

@@ -25,6 +25,7 @@ class LastToken(FusedHead):
     def _values(self, keywords: dict[str, Any]) -> SequenceClassifierOutputWithPast:
         ids, mask = keywords["input_ids"], keywords.get("attention_mask")
         keywords.pop("return_dict", None)  # PEFT says so; it is the default
+        keywords.pop("margin", None)  # a column of preferences, which TRL's loss reads itself
         given = {name: x for name, x in keywords.items() if x is not None}
         arguments: dict[str, Any] = engine_arguments({"labels": all_labels(ids, mask), **given})
         with self._autocast():

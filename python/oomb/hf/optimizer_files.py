@@ -9,11 +9,11 @@ from torch import nn
 
 from oomb.checkpoint import CheckpointError, load_state, save_state
 from oomb.checkpoint.rows import has_rows, load_rows, save_rows
+from oomb.hf.saved_training import TRAINING
 from oomb.parallel.job import Job
 from oomb.parallel.whole import is_sharded
 
 _OPTIMIZER = "optimizer"  # a folder, and the state's place in its files
-_TRAINING = "training"  # where it was before
 
 
 class OptimizerFiles:
@@ -59,7 +59,7 @@ class OptimizerFiles:
         folder, name, place, keys = checkpoint / _OPTIMIZER, _OPTIMIZER, _OPTIMIZER, self._names
         is_old = not folder.is_dir()
         if is_old:  # before there was this folder: among the rest, by numbers
-            folder, name, place = checkpoint, _TRAINING, f"{_TRAINING}.{_OPTIMIZER}"
+            folder, name, place = checkpoint, TRAINING, f"{TRAINING}.{_OPTIMIZER}"
             keys = [str(number) for number in range(len(keys))]
         state: Any
         if self._is_sharded or has_rows(folder):

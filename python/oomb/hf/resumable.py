@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -29,33 +28,12 @@ from oomb.hf.interrupt import Interrupted, SignalWatch
 from oomb.hf.optimizer_files import OptimizerFiles
 from oomb.hf.random_state import random_state, restore_random_state
 from oomb.hf.resume_choice import checkpoint_to_resume, is_own
+from oomb.hf.saved_training import CHECKPOINTS, TRAINING
 from oomb.hf.step_layout import StepLayout, expect_same_order
 
 _log = transformers.logging.get_logger("oomb.hf")
-CHECKPOINTS = "checkpoints"  # below output_dir
 _TRAINER_STATE = "trainer_state.json"  # transformers reads it under this name
-_TRAINING = "training"  # schedule, random generators, engine
 _REFERENCE = "reference"  # weights of TRL's reference model, where it follows the trained one
-
-
-def layout_of_newest(output_dir: Path, now: StepLayout) -> StepLayout:
-    """How steps were divided before a run's newest checkpoint; ``now`` where it does not say."""
-    store = CheckpointStore(output_dir / CHECKPOINTS)
-    try:
-        state = training_state(store.path_of(store.steps()[-1]))
-    except (IndexError, CheckpointError):  # there is none; or it is damaged, which resuming says
-        return now
-    return now.before(state)
-
-
-def training_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of its training besides tensors.
-
-    Raises:
-        CheckpointError: it holds the model only, or is damaged.
-    """
-    state: dict[str, Any] = json.loads(CheckpointStore.read_file(checkpoint, f"{_TRAINING}.json"))
-    return state
 
 
 class ResumableTrainer(DueEvaluationTrainer):
@@ -164,7 +142,7 @@ class ResumableTrainer(DueEvaluationTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not (Path(checkpoint) / f"{_TRAINING}.json").exists():
+        if not (Path(checkpoint) / f"{TRAINING}.json").exists():
             raise CheckpointError(
                 f"resume_from_checkpoint: {checkpoint} holds the model only (save_only_model)"
             )
@@ -175,7 +153,7 @@ class ResumableTrainer(DueEvaluationTrainer):
                 "than once before the checkpoint: its position cannot be restored"
             )
         on_cpu = self.args.device.type == "cpu"
-        self._resumed = load_state(Path(checkpoint), _TRAINING, copy=on_cpu)
+        self._resumed = load_state(Path(checkpoint), TRAINING, copy=on_cpu)
         self._check_layout(self._resumed)
         self._resumed["optimizer"] = self._optimizer_files().load(Path(checkpoint), copy=on_cpu)
         changed = ChangedSettings(Path(checkpoint), self.args)
@@ -189,6 +167,7 @@ class ResumableTrainer(DueEvaluationTrainer):
             _log.warning(f"resumed with {changed}")
         self.engine.load_state_dict(self._resumed["engine"])
         self._evaluation_is_due = self._resumed.get("evaluation_is_due", False)
+        self._take_own_state(self._resumed.get("own", {}))
         self._load_reference(Path(checkpoint))
 
     def _optimizer_files(self) -> OptimizerFiles:
@@ -296,6 +275,7 @@ class ResumableTrainer(DueEvaluationTrainer):
             random=random,
             epoch_random=of_epoch,
             engine=self.engine.state_dict(),
+            own=self._own_state(),
             tokens_seen=self.state.num_input_tokens_seen,
             total_flos=self.state.total_flos,
             current_flos=self.current_flos,
@@ -372,10 +352,11 @@ class ResumableTrainer(DueEvaluationTrainer):
             "random": self._finished.random,
             "epoch_random": self._finished.epoch_random,
             "engine": self._finished.engine,
+            "own": self._finished.own,
             "evaluation_is_due": self._evaluation_is_due,
             **self._layout().as_state(),
         }
-        save_state(folder, _TRAINING, state)
+        save_state(folder, TRAINING, state)
         if self._moving_reference is not None:
             save_state(folder, _REFERENCE, dict(self._moving_reference.named_parameters()))
 
@@ -397,3 +378,10 @@ class ResumableTrainer(DueEvaluationTrainer):
 
     def _checkpoint_saved(self, path: Path, seconds: float, num_bytes: int) -> None:
         """A checkpoint is complete."""
+
+    def _own_state(self) -> dict[str, Any]:
+        """What steps of a subclass change besides, at their end."""
+        return {}
+
+    def _take_own_state(self, state: dict[str, Any]) -> None:
+        """That of the step that training goes on from; empty where it was not kept."""

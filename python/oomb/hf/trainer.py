@@ -146,7 +146,9 @@ class EngineTrainerMixin(EvaluatingTrainer):
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
         """As the stock trainer's, with its states where ``optimizer_states`` says."""
         made = super().create_optimizer(*args, **keywords)
-        if self.optimizer_states == "host" and not isinstance(made, HostStates):
+        inner = getattr(made, "optimizer", None)  # of accelerate's, behind an earlier train()
+        is_ours = isinstance(made, HostStates) or isinstance(inner, HostStates)
+        if self.optimizer_states == "host" and not is_ours:
             # What a step has used is not looked at again: the stock trainer zeroes it.
             self.optimizer = made = HostStates(made, free_gradients=True)
         return made
@@ -328,7 +330,9 @@ class _Reports(TrainerCallback):
         tokens = sum(trainer.replicas.collect(lambda: trainer._evaluated_tokens))
         if trainer.observer is None:
             return
-        record: dict[str, Any] = {"step": trainer.state.global_step, "tokens": tokens}
+        record: dict[str, Any] = {"step": trainer.state.global_step}
+        if tokens:  # TRL's losses count none
+            record["tokens"] = tokens
         # The stock trainer's is the prefix and no more; longer ones are a user's own metrics.
         runtimes = [name for name in metrics if name.endswith("_runtime")]
         prefix = min(runtimes, key=len, default="eval_runtime").removesuffix("_runtime")

@@ -17,6 +17,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer as StockRLOOTrainer
 from oomb.config import Dense
 from oomb.engine.engine import Engine
 from oomb.engine.ranks import shard_model
+from oomb.hf.evaluation import EvaluatingTrainer
 from oomb.hf.fused_head import FusedHead
 from oomb.hf.generation import GeneratesOnce
 from oomb.hf.last_token import LastToken
@@ -128,6 +129,10 @@ class TwoPassTrainerMixin(EngineTrainerMixin):
             return super(ResumableTrainer, self).prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
+
+    def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
+        """TRL's own, as :meth:`prediction_step` is."""
+        return super(EvaluatingTrainer, self).evaluation_loop(*args, **keywords)
 
 
 def _unheard(progress: Progress) -> None:
@@ -256,6 +261,20 @@ class _Generates(GeneratesOnce, TwoPassTrainerMixin):
 
 class GRPOTrainer(_Generates, StockGRPOTrainer):
     """``trl.GRPOTrainer`` through the engine; it generates as TRL does."""
+
+    def _own_state(self) -> dict[str, Any]:
+        """Of the controller of ``use_adaptive_entropy``."""
+        return {name: getattr(self, name) for name in self._controlled}
+
+    def _take_own_state(self, state: dict[str, Any]) -> None:
+        for name in self._controlled:
+            if name in state:
+                setattr(self, name, state[name])
+
+    @property
+    def _controlled(self) -> tuple[str, ...]:
+        adapts = getattr(self, "use_adaptive_entropy", False)
+        return ("entropy_coef", "_last_world_entropy") if adapts else ()
 
 
 class RLOOTrainer(_Generates, StockRLOOTrainer):

@@ -8,7 +8,7 @@ from typing import Any
 
 from oomb.checkpoint import CheckpointError
 from oomb.errors import Error
-from oomb.hf.resumable import layout_of_newest
+from oomb.hf.saved_training import layout_of_newest
 from oomb.hf.step_layout import StepLayout
 from oomb.plan import Prediction, write_plan
 from oomb.replacing import replace_file

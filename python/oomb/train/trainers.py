@@ -21,7 +21,7 @@ from transformers import (
 import oomb.hf
 from oomb.checkpoint import model_identity
 from oomb.hf import Trainer
-from oomb.hf.resumable import training_state
+from oomb.hf.saved_training import training_state
 from oomb.parallel.job import Job
 from oomb.train.arguments import engine_config, shards_weights
 from oomb.train.data import Data

@@ -33,19 +33,55 @@ def vectors(
     subsets: list[tuple[int, ...]],
 ) -> torch.Tensor:
     """[subsets, parameters]: the gradient that each subset gives."""
-    rows = []
-    for chunks in subsets:
-        fixed = Fixed(keep=rule.keep, cap=rule.cap, chunks=chunks)
-        config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, backward=fixed)
-        gradients = chunked(model, config, ids, ids).gradients
-        names = sorted(n for n, _ in model.named_parameters())
-        rows.append(torch.cat([gradients[n].flatten() for n in names]))
-    return torch.stack(rows)
+    fixed = [Fixed(keep=rule.keep, cap=rule.cap, chunks=chunks) for chunks in subsets]
+    return torch.stack([gradients(model, ids, each) for each in fixed])
+
+
+def gradients(
+    model: PreTrainedModel, ids: torch.Tensor, backward: oomb.SampledChunks
+) -> torch.Tensor:
+    """[parameters]"""
+    config = oomb.Config(chunk_size=CHUNK, page_size=PAGE, backward=backward)
+    found = chunked(model, config, ids, ids).gradients
+    return torch.cat([found[n].flatten() for n in sorted(n for n, _ in model.named_parameters())])
 
 
 def exact_vector(model: PreTrainedModel, ids: torch.Tensor, part: str = "") -> torch.Tensor:
     gradients = ordinary(model, ids, ids).gradients
     return torch.cat([gradients[n].flatten() for n in sorted(gradients) if part in n])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternate(oomb.SampledChunks):
+    """Every other chunk, in turns, with a factor of its own."""
+
+    keep: float = 0.5
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return list(range(step % 2, num_chunks, 2))
+
+    @property
+    def loss_factor(self) -> float:
+        return 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfAlternate(Alternate):
+    chunks: tuple[int, ...] = ()
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        return list(self.chunks)
+
+
+def test_a_rule_that_draws_its_own_way_is_audited_by_what_it_draws() -> None:
+    model, ids = make("llama"), random_ids(1, 60)
+    (found,) = audit(model, ids, ids, config=CONFIG, backward=[Alternate()], draws=16).sampled
+    assert not found.exhaustive and found.weights == [0.5, 0.5]
+    assert isinstance(found.rule, Alternate)
+    rows = [gradients(model, ids, OfAlternate(chunks=chunks)) for chunks in ((0, 2), (1, 3))]
+    exact = exact_vector(model, ids)
+    bias = (torch.stack(rows).mean(0) - exact).norm() / exact.norm()
+    assert abs(found.gradient.bias - float(bias)) < CLOSE
 
 
 @pytest.mark.parametrize("cap", [None, 1.0, 2.0])

@@ -12,7 +12,7 @@ import transformers
 
 from engine.models import make
 from oomb.checkpoint import CheckpointError
-from oomb.hf.resumable import layout_of_newest
+from oomb.hf.saved_training import layout_of_newest
 from oomb.hf.step_layout import StepLayout, expect_same_order
 from trainer.runs import logged
 

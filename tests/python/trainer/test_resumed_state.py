@@ -123,9 +123,11 @@ def test_a_finished_run_that_is_resumed_ends_with_its_best_model(tmp_path: Path)
     assert differs(path, dict(resumed.model.named_parameters())) == []
 
 
-def test_a_retry_with_a_smaller_batch_saves_its_own_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_retry_with_a_smaller_batch_saves_its_own_steps(states: str, tmp_path: Path) -> None:
     weights = Weights()
     run = trainer(tmp_path, weights, auto_find_batch_size=True)
+    run.optimizer_states = states  # type: ignore[assignment]
     own, failed = run.training_step, []
 
     def training_step(*given: Any, **named: Any) -> torch.Tensor:

@@ -187,6 +187,36 @@ def test_reward(adapted: bool, tmp_path: Path) -> None:
     compare(stock, ours, args, preferences(), adapted, make_model=classifier)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_reward_with_margins(adapted: bool, tmp_path: Path) -> None:
+    def args() -> Any:
+        size = settings(tmp_path, per_device_train_batch_size=2, learning_rate=1e-3)
+        return trl.RewardConfig(**size, max_length=64)
+
+    data = preferences().add_column("margin", [0.5 * (row % 3) for row in range(8)])
+    stock, ours = trl.RewardTrainer, oomb.hf.RewardTrainer
+    compare(stock, ours, args, data, adapted, make_model=classifier)
+
+
+def test_what_a_user_makes_of_logits(tmp_path: Path) -> None:
+    """``preprocess_logits_for_metrics`` sees what TRL's trainer would show it, once."""
+
+    def predictions(kind: Any, **others: Any) -> Any:
+        trainer = kind(
+            model=classifier(False),
+            args=trl.RewardConfig(**settings(tmp_path)),
+            train_dataset=preferences(),
+            processing_class=tokenizer(),
+            preprocess_logits_for_metrics=lambda logits, _: torch.sigmoid(logits),
+            **others,
+        )
+        return trainer.predict(trainer.train_dataset).predictions
+
+    expected = predictions(trl.RewardTrainer)
+    found = predictions(oomb.hf.RewardTrainer, oomb_config=CONFIG)
+    assert abs(found - expected).max() < 1e-6
+
+
 def dpo(model: Any, folder: Path, **others: Any) -> oomb.hf.DPOTrainer:
     arguments = {**settings(folder, per_device_train_batch_size=2), "max_length": 64, **others}
     return oomb.hf.DPOTrainer(
