@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kThreads)
 void cuda::row_factor(const RowFactorParams& params) {
   const int64_t values = params.rows * params.rank;
   if (values == 0) return;
+  const DeviceGuard guard(params.device);
   const int64_t blocks = ceil_div(values, int64_t{kThreads});
   row_factor_kernel<<<static_cast<uint32_t>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kThreads, 0,
                       static_cast<cudaStream_t>(params.stream)>>>(

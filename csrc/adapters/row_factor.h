@@ -16,6 +16,7 @@ struct RowFactorParams {
   uint16_t* factor = nullptr;     // [rows, 3 rank] bfloat16
   float scale = 1.0f;
   void* stream = nullptr;  // a cudaStream_t; the CPU has none
+  int device = 0;          // of the stream and the arrays, on GPUs
 };
 
 void row_factor(const RowFactorParams& params);

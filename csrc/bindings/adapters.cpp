@@ -24,6 +24,7 @@ void row_factor(py::object halves, py::object factor, double scale, int64_t stre
   params.factor = static_cast<uint16_t*>(result.data);
   params.scale = static_cast<float>(scale);
   params.stream = pointer_to(stream);
+  params.device = sums.device.index;
   launch(sums.device, params, &adapters::row_factor, &adapters::cuda::row_factor);
 }
 

@@ -20,6 +20,9 @@ namespace oomb::bindings {
 // Most tokens of a past, a chunk or a page: kernels count keys in int32_t.
 constexpr int64_t kMostTokens = int64_t{1} << 30;
 
+// Bytes: kernels cut a workspace from its begin.
+constexpr int64_t kWorkspaceAlignment = 256;
+
 // Where an operation goes, by the device of its first tensor.
 template <typename Params>
 void launch(const Device& device, const Params& params, void (*cpu)(const Params&),
@@ -48,6 +51,9 @@ pybind11::object provide_workspace(Params& params, pybind11::object workspace, c
       tensor_like(workspace, "workspace", {{Extents::kAny}, device, Element::kUInt8, true});
   expect(tensor.shape[0] >= bytes, "workspace", Parts("at least ", bytes, " bytes"),
          tensor.shape[0]);
+  const auto address = reinterpret_cast<intptr_t>(tensor.data);
+  expect(!device.cuda || address % kWorkspaceAlignment == 0, "workspace",
+         Parts("memory that begins on ", kWorkspaceAlignment, " bytes"), address);
   params.workspace = tensor.data;
   params.workspace_bytes = tensor.shape[0];
   return workspace;

@@ -91,6 +91,8 @@ void page_gradient_read(py::object dk, py::object dv, const nouns::GradientPages
       gradients.of(geometry, geometry.table_slice({geometry.shape.batch, Extents::kAny, 2}),
                    page_begin, page_end);
   if (page_begin == page_end) return;
+  expect(table.shape[0] == 1 || table.strides[0] % 2 == 0, "gradients.table",
+         "rows that are whole pairs apart", table.strides[0]);
   params.table_stride = table.strides[0] / 2;
   params.page_begin = page_begin;
   params.page_end = page_end;

@@ -24,6 +24,7 @@ void rounded_add(py::object sum, py::object addend, uint64_t seed, int64_t strea
   params.addend_dtype = values.dtype();
   params.seed = seed;
   params.stream = pointer_to(stream);
+  params.device = total.device.index;
   launch(total.device, params, &sums::rounded_add, &sums::cuda::rounded_add);
 }
 

@@ -1,5 +1,6 @@
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kFlagBytes = kMostRanks * kFlagStride;
 constexpr int64_t kHeadBytes = 4096;
 static_assert(kFlagBytes <= kHeadBytes);
+constexpr double kLongest = 1e9;          // seconds; their cycles are still a number
 constexpr double kCyclesPerSecond = 2e9;  // about what GPUs run at most; slower ones wait longer
 constexpr int64_t kMostPieceBytes = (int64_t{1} << 31) - 1;  // kernels count words in 32 bits
 
@@ -46,7 +48,7 @@ class CudaPeerExchange final : public PeerExchange {
     expect(timeout_seconds > 0, "timeout_seconds", "a positive number", timeout_seconds);
     const DeviceGuard guard(device_);
     disconnect();
-    limit_cycles_ = static_cast<int64_t>(timeout_seconds * kCyclesPerSecond);
+    limit_cycles_ = static_cast<int64_t>(std::min(timeout_seconds, kLongest) * kCyclesPerSecond);
     number_ = 0;
     *halt_ = static_cast<int>(Halt::kNone);
     check_cuda(cudaMemset(memory_, 0, kHeadBytes), "cudaMemset");

@@ -84,6 +84,7 @@ void launch(const RoundedAddParams& params) {
 
 void cuda::rounded_add(const RoundedAddParams& params) {
   if (params.elements == 0) return;
+  const DeviceGuard guard(params.device);
   (params.addend_dtype == DType::kFloat32 ? launch<float> : launch<uint16_t>)(params);
 }
 

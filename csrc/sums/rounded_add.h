@@ -17,6 +17,7 @@ struct RoundedAddParams {
   DType addend_dtype = DType::kFloat32;  // or kBFloat16
   uint64_t seed = 0;       // the noise is a function of the seed and the element alone
   void* stream = nullptr;  // a cudaStream_t; the CPU has none
+  int device = 0;          // of the stream and the arrays, on GPUs
 };
 
 void rounded_add(const RoundedAddParams& params);

@@ -39,6 +39,8 @@ void write_page(const PageWriteParams& p, int64_t batch, int64_t page) {
   const Shape& shape = p.shape;
   const int64_t begin = page * shape.page_size;
   const int64_t end = std::min(begin + shape.page_size, shape.chunk);
+  const int64_t real = p.num_rows != nullptr ? p.num_rows[batch] : shape.chunk;
+  const int64_t rows = std::clamp(real, begin, end) - begin;
   Storage* target =
       reinterpret_cast<Storage*>(static_cast<std::byte*>(p.kv_pool) + slot * p.kv_slot_bytes);
   const auto copy = [&](const void* tensor, const Strides& strides) {
@@ -46,17 +48,19 @@ void write_page(const PageWriteParams& p, int64_t batch, int64_t page) {
          ++head, target += shape.page_size * shape.head_dim) {
       const Storage* source = static_cast<const Storage*>(tensor) + batch * strides.batch +
                               head * strides.head + begin * strides.token;
-      for (int64_t row = 0; row < end - begin; ++row) {
+      for (int64_t row = 0; row < rows; ++row) {
         std::memcpy(target + row * shape.head_dim, source + row * strides.token,
                     static_cast<size_t>(shape.head_dim) * sizeof(Storage));
       }
+      const int64_t behind = (shape.page_size - rows) * shape.head_dim;
+      std::memset(static_cast<void*>(target + rows * shape.head_dim), 0,
+                  static_cast<size_t>(behind) * sizeof(Storage));
     }
   };
   copy(p.k, p.k_strides);
   copy(p.v, p.v_strides);
   if (p.summary != nullptr) {
-    const int64_t real = p.num_rows != nullptr ? p.num_rows[batch] : shape.chunk;
-    write_summary<Storage>(p, batch, page, begin, std::clamp(real, begin, end));
+    write_summary<Storage>(p, batch, page, begin, begin + rows);
   }
 }
 

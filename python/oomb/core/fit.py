@@ -351,14 +351,22 @@ def _too_much_kept(keeping: Keeping, outputs: KeptOutputs, free_slots: int) -> O
 def expect_room(needed: int, free: int) -> None:
     """Check that a device has room for what a call needs besides its pages.
 
+    Args:
+        free: below 0 in a plan of a device that cannot hold what stays on it either.
+
     Raises:
         OutOfMemoryError: it has not.
     """
-    if needed > free:
-        raise OutOfMemoryError(
-            f"the call needs {bytes_text(needed)} on the device for the activations of a chunk and "
-            f"the sums of gradients, {bytes_text(free)} are free: the device is out of memory. "
-            "Lower chunk_size, or set recompute='layer'",
-            needed_bytes=needed,
-            available_bytes=free,
-        )
+    if needed <= free:
+        return
+    there = f"{bytes_text(free)} are free: the device is out of memory. Lower chunk_size, or set "
+    there += "recompute='layer'"
+    if free < 0:
+        there = f"and what stays there between calls {bytes_text(-free)} more than there is: the "
+        there += "device is out of memory"
+    raise OutOfMemoryError(
+        f"the call needs {bytes_text(needed)} on the device for the activations of a chunk and "
+        f"the sums of gradients, {there}",
+        needed_bytes=needed,
+        available_bytes=max(0, free),
+    )

@@ -347,7 +347,7 @@ def _check_selection(selection: torch.Tensor, block_table: torch.Tensor, pages: 
     if listed.numel() and int(listed.max()) >= pages:
         refuse("selection", f"past pages below {pages}", int(listed.max()))
     after, before = selection[..., 1:], selection[..., :-1]
-    ordered = (after > before) | (after < 0)
+    ordered = ((before >= 0) & (after > before)) | (after < 0)
     if not bool(ordered.all()):
         refuse("selection", "ascending pages, -1 padded", "duplicates or disorder")
     if not listed.numel():

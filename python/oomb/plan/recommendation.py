@@ -20,7 +20,7 @@ from oomb.units import bytes_text, seconds_text
 
 _CHUNKS = (4096, 2048, 1024, 512)  # larger ones take more memory and are hardly faster
 _CHUNKS_OVER_LINK = (16384, 8192, *_CHUNKS)  # where weights or sums come for every chunk
-_LONGEST = 2**26  # tokens; beyond it nobody asks
+_EXACT = 2**14  # chunks, of which the longest context is known to one
 _SPARED = 0.02  # of a step's seconds: less is not worth a sentence
 _GIB = 2**30
 
@@ -323,12 +323,13 @@ def _with_caps(
 
 
 def _longest_context(planner: Planner, config: Config, context: int, asked: dict[str, Any]) -> int:
-    """The most tokens that fit, in whole chunks; 0 where not even the fewest do: one chunk, or as
-    many as hold the tokens that show images, whose number stays.
+    """The most tokens that fit, in whole chunks, of very many to a hundredth of a percent; 0 where
+    not even the fewest do: one chunk, or as many as hold the tokens that show images, whose number
+    stays.
     """
     fewest = max(1, -(-asked["image_tokens"] // config.chunk_size))
-    low, high = fewest - 1, -(-min(context, _LONGEST) // config.chunk_size)
-    while high - low > 1:
+    low, high = fewest - 1, -(-context // config.chunk_size)
+    while high - low > max(1, low // _EXACT):
         middle = (low + high) // 2
         tokens = middle * config.chunk_size
         fits = planner.predict(tokens, config, timed=False, dry_run=False, **asked).fits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,6 +192,7 @@ def test_page_write_round_trip() -> None:
             continue
         assert torch.equal(pool[slot, 0, :, :count], problem.k[b, :, tokens])
         assert torch.equal(pool[slot, 1, :, :count], problem.v[b, :, tokens])
+        assert not pool[slot, :, :, count:].any()  # padding, and what is behind the last token
         mean = problem.k[b, :, tokens].mean(1)
         torch.testing.assert_close(summary[b, page], mean, rtol=1e-14, atol=1e-14)
     untouched = [2, 3, 4]
@@ -219,6 +221,21 @@ def test_page_gradient_read(dtype: torch.dtype, dkv_dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             got, want.to(dtype), rtol=2e-7 if dtype == torch.float32 else 0.008, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("stride", [3, 5])
+def test_a_table_of_gradients_whose_rows_are_no_pairs_apart(stride: int) -> None:
+    dk = torch.zeros(2, 1, 8, 16)
+    entries = torch.full((2, stride), 2**31 - 1, dtype=torch.int32)  # which lead nowhere
+    entries[:, :2] = torch.tensor([[0, 1], [2, 3]])
+    table = entries[:, :2].unflatten(1, (1, 2))
+    gradients = _C.GradientPages(pool=pool_of(torch.ones(4, 1, 8, 16)), table=table)
+    read = partial(
+        _C.page_gradient_read, gradients=gradients, page_begin=0, page_end=1, page_size=8
+    )
+    with pytest.raises(ValueError, match=r"^gradients.table: expected rows .* pairs apart, got"):
+        read(dk=dk, dv=dk.clone())
+    assert not dk.any()
 
 
 def reference_scores(

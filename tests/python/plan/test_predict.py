@@ -145,6 +145,30 @@ def test_the_nearest_thing_where_nothing_fits() -> None:
     assert not planner.predict(beyond, config, timed=False, dry_run=False).fits
 
 
+@pytest.mark.parametrize("fitting", [5_000, 300_000, 90_000_000, 1_500_000_000])
+def test_the_longest_of_very_long_contexts(fitting: int) -> None:
+    asked: list[int] = []
+
+    def predict(num_tokens: int, *_: object, **__: object) -> Any:
+        asked.append(num_tokens)
+        return SimpleNamespace(fits=num_tokens <= fitting)
+
+    planner: Any = SimpleNamespace(predict=predict)
+    config = oomb.Config(chunk_size=1024)
+    longest = recommendation._longest_context(planner, config, 2**31 - 1, {"image_tokens": 0})
+    assert 0 <= fitting - longest < max(1024, 1e-4 * fitting)
+    assert len(asked) <= 24
+
+
+def test_what_stays_on_the_device_alone_is_too_much() -> None:
+    result = recommend(
+        "qwen2.5-0.5b", 4096, device_bytes=2**20, host_bytes=2**20, gpu="h200", timed=False
+    )
+    assert not result.fits and " -" not in result.prediction.shortage
+    assert "more than there is: the device is out of memory" in result.prediction.shortage
+    assert "recompute=" not in result.prediction.shortage
+
+
 def test_an_optimizer_that_would_fit() -> None:
     """Adam's two states in the parameters' dtype do not fit beside a 14B model; 8-bit ones do."""
     result = recommend("qwen2.5-14b", 2**15, timed=False, **H200)
