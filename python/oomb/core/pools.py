@@ -56,10 +56,12 @@ class Pools:
         self._key: object = None
         self.manager: _C.PageManager | None = None
         self._reclaim: Callable[[], None] = _nothing
+        self._closed = False
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
-        """Give all memory back. The next call makes new pools."""
+        """Give all memory back, and take none again."""
+        self._closed = True
         self._reclaim()
         self._close()
 
@@ -87,6 +89,8 @@ class Pools:
         demand = replace(demand, outputs=found.outputs)
 
         def begin() -> CallPages:
+            if self._closed:  # since the call was let in
+                raise Error("engine: expected an open engine, got one that was closed")
             manager = self._manager_for(demand, found.caps)
             return begin_pages(demand, manager, found.caps, rounding_seed, self._placement)
 

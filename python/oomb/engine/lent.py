@@ -66,7 +66,7 @@ def on_first(
             notes.settle(lambda: None)
         return found
 
-    return as_before_afterwards(run)
+    return as_before_afterwards(run, alone=False)  # work may call an engine of another model
 
 
 def _tell(notes: Ranks, layer: int) -> Any:

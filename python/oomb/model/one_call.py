@@ -47,12 +47,12 @@ def end(call: object) -> None:
 
 
 def when_none(work: Callable[[], object]) -> None:
-    """Do ``work`` now, or at the end of the call that is under way."""
+    """Do ``work`` now, before another call can begin, or at the end of the one under way."""
     with _lock:
-        if _running is not None:
+        if _running is None:
+            work()
+        else:
             _behind.append(work)
-            return
-    work()
 
 
 def _forget() -> None:

@@ -119,13 +119,16 @@ def entered(swaps: Swaps, *contexts: AbstractContextManager[object]) -> None:
         stack.enter_context(context)
 
 
-def as_before_afterwards(work: Callable[[], T]) -> T:
+def as_before_afterwards(work: Callable[[], T], *, alone: bool = True) -> T:
     """What ``work`` returns. Whatever it has replaced is back then, and if it raises.
 
     torch's grad mode and autocast of this thread are part of that.
 
+    Args:
+        alone: no call may be under way, and none may begin meanwhile.
+
     Raises:
-        Error: another one is under way; ``work`` was not called.
+        Error: one is; ``work`` was not called.
     """
     swaps = Swaps()
     swaps.afterwards(partial(one_call.end, swaps))
@@ -133,7 +136,8 @@ def as_before_afterwards(work: Callable[[], T]) -> T:
     swaps.afterwards(partial(_of_call.set, _of_call.get()))
     try:
         try:
-            one_call.begin(swaps)
+            if alone:
+                one_call.begin(swaps)
             swaps.replace_item(under_way, threading.get_ident(), True)
             _of_call.set(swaps)
             return work()

@@ -152,9 +152,10 @@ def _blocks(text: str) -> Iterable[str]:
 
 
 def _blocks_of_file(path: str) -> Iterator[str]:
-    with open(path, encoding="utf-8", newline="") as stream:
-        try:
+    try:
+        with open(path, encoding="utf-8", newline="") as stream:
             while block := stream.read(SEGMENT):
                 yield block
-        except UnicodeDecodeError as error:
-            raise BadInput(f"data: expected UTF-8 text, got {path}: {error.reason}") from error
+    except (UnicodeDecodeError, OSError) as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise BadInput(f"data: expected UTF-8 text, got {path}: {reason}") from error

@@ -140,7 +140,7 @@ def _csv_rows(source: Source) -> Iterator[dict[str, Any]]:
                 if None in row or None in row.values():
                     raise csv.Error(f"row {number} has not as many columns as the first line")
                 yield row
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
         reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
         raise BadInput(f"data: expected CSV, got {source.path}: {reason}") from error
 

@@ -97,9 +97,9 @@ TEST(PinnedResource, TouchesInThePausesAsLongAsNobodyWaits) {
   wait_until_ready(resource, 4 * kPiece);
   EXPECT_FALSE(record.touched_while_registering());
   for (size_t i = 1; i < 4; ++i) {
-    const auto pause_ends = record.registrations[i - 1].second + 80ms;
-    EXPECT_GE(record.registrations[i].first, pause_ends);
-    EXPECT_LT(record.touches[i].first, pause_ends) << "not after the pause";
+    const auto& [begin, end] = record.registrations[i - 1];
+    EXPECT_GE(record.registrations[i].first, end + 80ms);
+    EXPECT_LT(record.touches[i].first, end + 4 * (end - begin)) << "not after the pause";
   }
   EXPECT_EQ(record.threads_of_touches(), std::vector<int>(4, 1));
 }

@@ -139,10 +139,16 @@ def test_a_kill_while_a_step_is_saved_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
+
+    def write(folder: Path) -> None:
+        (folder / "other").write_text("of the second time")
+
+    store.save(5, write)
+    again = contents(store.path_of(5))
     store.save(5, write_example)
     before = contents(store.path_of(5))
-    child = os.fork()
-    if child == 0:
+
+    def killed() -> None:
         renamed = 0
 
         def rename(path: Path, target: Path) -> None:
@@ -159,15 +165,22 @@ def test_a_kill_while_a_step_is_saved_again(
         else:
             owner = "shutil." if place == "rmtree" else "oomb.checkpoint.store."
             monkeypatch.setattr(owner + place, die)
-        store.save(5, write_example)
-        os._exit(0)
+        store.save(5, write)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            killed()
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     found = store.newest_intact()
     assert found is not None and found.step == 5
-    assert contents(found.path) == before
+    expected = again if place == "rmtree" else before
+    assert contents(found.path) == expected
     assert store.steps() == [5]
     store.save(6, lambda _: None, keep=[store.path_of(5)])
-    assert contents(store.path_of(5)) == before
+    assert contents(store.path_of(5)) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
 
 

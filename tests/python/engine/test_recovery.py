@@ -335,6 +335,34 @@ def test_a_close_waits_for_the_end_of_the_call(beside: bool, place: tuple[str, i
             engine.evaluate(IDS, IDS)
 
 
+class ClosesAtTheDraw(oomb.SampledChunks):
+    """Another thread closes an engine while its call is prepared."""
+
+    engine: oomb.Engine | None = None
+
+    def draw(self, num_chunks: int, step: int) -> list[int]:
+        if ClosesAtTheDraw.engine is not None:
+            thread = threading.Thread(target=ClosesAtTheDraw.engine.close)
+            thread.start()
+            thread.join()
+        return list(range(num_chunks))
+
+
+def test_a_call_whose_engine_is_closed_before_it_begins() -> None:
+    model = make("llama")
+    with oomb.Engine(model, config(model, backward=ClosesAtTheDraw(keep=1.0))) as engine:
+        again(engine)
+        ClosesAtTheDraw.engine = engine
+        try:
+            before = with_gradients(model)
+            with pytest.raises(oomb.Error, match="expected an open engine"):
+                again(engine)
+        finally:
+            ClosesAtTheDraw.engine = None
+        assert engine._pools.manager is None
+        assert all(p.grad is before[name] for name, p in model.named_parameters())
+
+
 def test_what_is_not_finite_is_named_on_request() -> None:
     """The loss is infinite in one chunk; a gradient in one layer."""
     model = make("llama")

@@ -178,6 +178,15 @@ def test_linked_folders_are_read_as_a_pattern_reads_them(tmp_path: Path) -> None
     assert read(folder) == found
 
 
+@pytest.mark.parametrize(("name", "kind"), [("b.txt", "UTF-8 text"), ("b.csv", "CSV")])
+def test_a_file_that_is_gone_is_named(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text("text\nrow\n")
+    sources = find_sources("data.train", [str(tmp_path / name)])
+    (tmp_path / name).unlink()
+    with pytest.raises(BadInput, match=rf"^data: expected {kind}, got .*{name}: .*No such file"):
+        list(segments(list(enumerate(sources)), RowRule()))
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_files_of_unknown_suffixes_are_refused_by_name(tmp_path: Path, inside: bool) -> None:
     (tmp_path / "a.md").write_text("text")
