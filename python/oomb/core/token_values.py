@@ -59,7 +59,9 @@ class TokenValues(ChunkLoss):
         ]
         if rows:
             reached = rows[0] if len(rows) == 1 else rows[0] | rows[1]
-            self._reached = reached & (self.inputs.targets != IGNORED)
+            counted = self.inputs.targets != IGNORED
+            # Dropout draws for as many rows as in the fill.
+            self._reached = counted if self.head.dropouts() else reached & counted
             self._num_reached = count_by_span(self._reached, spans)
 
     def of_chunk(self, hidden: torch.Tensor, begin: int, factor: float) -> torch.Tensor | None:

@@ -78,6 +78,7 @@ class CausalModel:
         self.routers: Routers | None = None
         self.capability = compute_capability(self.device)
         _refuse_jitter(self.causal)
+        _refuse_layerdrop(self.decoder)
         _refuse_replaced(self.causal)
         refuse_alibi(self.decoder, self.layer_names[0])
         self._fused = fused_forwards(self.decoder, self.device)
@@ -287,6 +288,16 @@ def _refuse_jitter(causal: PreTrainedModel) -> None:
             )
 
 
+def _refuse_layerdrop(decoder: nn.Module) -> None:
+    for name, module in decoder.named_modules():
+        dropped = getattr(module, "layerdrop", 0) or 0
+        if dropped > 0:
+            raise UnsupportedModelError(
+                f"{name or 'decoder'} ({type(module).__name__}): expected layerdrop 0, got "
+                f"{dropped}: it would leave a layer out of some chunks of a text; set it to 0"
+            )
+
+
 def _refuse_replaced(causal: PreTrainedModel) -> None:
     loss = vars(causal).get("_loss_function")
     if loss is not None and not str(getattr(loss, "__module__", "")).startswith("transformers."):
@@ -295,6 +306,13 @@ def _refuse_replaced(causal: PreTrainedModel) -> None:
             f"{getattr(loss, '__qualname__', loss)!r}, which would not be called: the engine "
             "computes the cross-entropy of each token itself; weigh tokens with loss_weights, and "
             "take the replacement away with del model._loss_function"
+        )
+    own_term = getattr(causal, "z_loss_coefficient", 0) or 0
+    if own_term:
+        raise UnsupportedModelError(
+            f"{type(causal).__name__}: expected z_loss_coefficient 0, got {own_term}: its loss has "
+            "a term of its own, which the engine does not add; set it to 0 and give the term with "
+            "token_loss"
         )
     wrapper = vars(causal).get("forward")
     if getattr(wrapper, "__wrapped__", None) is not None and "_original_forward" in vars(causal):

@@ -67,6 +67,12 @@ class Head:
         inside = set(self._decoder.parameters())
         return [p for p in self._causal.parameters() if p not in inside]
 
+    def dropouts(self) -> list[nn.Module]:
+        """Modules outside the decoder that draw (an adapter's, on the head)."""
+        inside = set(self._decoder.modules())
+        found = [m for m in self._causal.modules() if isinstance(m, nn.Dropout)]
+        return [m for m in found if m not in inside and m.training and m.p > 0]
+
     def plain_weight(self) -> nn.Parameter | None:
         """Weight of a head whose logits are ``hidden @ weight.T`` and nothing more; else None.
 

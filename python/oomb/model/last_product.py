@@ -88,6 +88,8 @@ def _last_product(
     ((name, module),) = [(n, m) for n, m in longest if m.out_features == outputs]
     if len(longest) > 1 and not all(_is_beside(name, n) for n, _ in longest):
         return None
+    if _has_changing_weight(layer, name):
+        return None
     owner, _, own = name.rpartition(".")
     if own == _ADAPTED and adapters is not None:
         adapted = layer.get_submodule(owner)
@@ -96,6 +98,12 @@ def _last_product(
     if not may_be_known(module, takes):
         return None
     return LastProduct(module, ProductShape(inputs, outputs, module.weight.element_size()))
+
+
+def _has_changing_weight(layer: nn.Module, name: str) -> bool:
+    """Whether PEFT's ``target_parameters`` give a product another weight while a forward runs."""
+    places = [place for place, letter in enumerate(name) if letter == "."]
+    return any(hasattr(layer.get_submodule(name[:place]), "parameter_name") for place in places)
 
 
 def _is_beside(base: str, name: str) -> bool:

@@ -35,9 +35,21 @@ def angles_of_call(swaps: Swaps, decoder: nn.Module, largest_position: int, prec
         precision: ``"model"``, or ``"float64"`` for the product of position and frequency in fp64.
     """
     for module in rotary_modules(decoder):
+        _forget_longest(module)
         forward: Any = module.forward
         angles = _with_largest(module, forward, largest_position, precision)
         swaps.replace(module, "forward", angles)
+
+
+@torch.no_grad()
+def _forget_longest(module: nn.Module) -> None:
+    """Dynamic variants keep the frequencies of the longest text until they see a short one."""
+    kinds: Any = getattr(module, "rope_type", None)
+    for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+        if "dynamic" in str(kind):
+            x = torch.zeros(1, 1, 1, device=next(module.buffers()).device)
+            keywords = {} if layer_type is None else {"layer_type": layer_type}
+            module(x, torch.zeros(1, 1, dtype=torch.long, device=x.device), **keywords)
 
 
 def _with_largest(

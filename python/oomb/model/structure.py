@@ -28,6 +28,7 @@ from oomb.model.own_attention import plain_attention
 from oomb.model.own_mixing import why_no_call
 from oomb.model.probe import attention_shapes
 from oomb.model.router_check import routers_of
+from oomb.model.swap import Swaps, swapping
 
 _CHUNK = 16  # tokens; two chunks are looked at
 _FAR = 100_000  # a position that no short text has
@@ -62,7 +63,7 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
     # Under the caller's autocast the two would differ by its rounding, and autograd refuses what is
     # made in an inference mode.
     autocast = torch.autocast(model.device.type, enabled=False)
-    with torch.inference_mode(False), undisturbed(model), autocast:
+    with torch.inference_mode(False), undisturbed(model), autocast, _still_head(model):
         own = _own(model, ids)
         shapes = attention_shapes(model, own.attended.keys())
         if model.mixers:
@@ -78,6 +79,13 @@ def checked_shapes(model: CausalModel) -> list[LayerShape]:
             _check_layers(model, there, ids, far)
     model.routers = routers_of(model)
     return shapes
+
+
+@swapping
+def _still_head(swaps: Swaps, model: CausalModel) -> None:
+    """Dropout behind the decoder draws nothing: rows of the head are tried in several orders."""
+    for module in model.head.dropouts():
+        swaps.replace(module, "training", False)
 
 
 def _own(model: CausalModel, ids: torch.Tensor) -> Observation:

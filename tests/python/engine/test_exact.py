@@ -12,7 +12,15 @@ from oomb.core.attention import ChunkAttention
 from oomb.core.chunk_run import ChunkRun
 
 from .models import ARCHITECTURES, ROPES, make
-from .reference import assert_equal, chunked, ordinary, random_ids
+from .reference import (
+    Result,
+    assert_equal,
+    assert_identical,
+    chunked,
+    ordinary,
+    random_ids,
+    take_gradients,
+)
 
 
 def config(**settings: object) -> oomb.Config:
@@ -53,6 +61,26 @@ def test_rope_follows_the_length_of_each_call(rope: str) -> None:
             model.zero_grad()
             step = engine.forward_backward(ids, ids)
             assert float(abs(step.loss - expected.loss)) <= 1e-12 * float(expected.loss)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_forward_between_two_passes_changes_no_angle(rope: str) -> None:
+    """One on a longer text, as of a reference or a generation."""
+    name, settings = ROPES[rope]
+    model, ids = make(name, **settings), random_ids(1, 60)
+
+    def swept(engine: oomb.Engine, between: bool) -> Result:
+        with engine.two_pass(ids, ids) as call:
+            loss = call.logprobs.sum()
+            loss.backward()
+            if between:
+                with torch.no_grad():
+                    model(random_ids(1, 150))
+            call.sweep()
+        return Result(loss.detach(), take_gradients(model))
+
+    with oomb.Engine(model, config()) as engine:
+        assert_identical(swept(engine, True), swept(engine, False))
 
 
 # (chunk, page, tokens)

@@ -23,7 +23,7 @@ from oomb.model.causal import check_places
 
 from .block_models import make as make_blocks
 from .models import make, of, spread_weights
-from .recurrent_models import nothing_rounds_to_float32
+from .recurrent_models import make_recurrent, nothing_rounds_to_float32
 from .reference import assert_equal, chunked, ordinary, random_ids
 
 CONFIG = oomb.Config(chunk_size=16, page_size=8)
@@ -99,6 +99,15 @@ class DistributedDataParallel(nn.Module):
 
 def router_jitter() -> nn.Module:
     return of("Mixtral", num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.1)
+
+
+def layerdrop() -> nn.Module:
+    """In eval mode, in which it does nothing yet."""
+    return of("OPT", ffn_dim=64, word_embed_proj_dim=48, layerdrop=0.1).eval()
+
+
+def loss_with_a_term_of_its_own() -> nn.Module:
+    return make_recurrent("bamba", z_loss_coefficient=0.1)
 
 
 def prompt_tuning() -> nn.Module:
@@ -376,6 +385,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (data_parallel, "DataParallel: .*distributed training"),
     (DistributedDataParallel, "DistributedDataParallel: .*distributed training"),
     (router_jitter, "jitter"),
+    (layerdrop, r"OPTDecoder\): expected layerdrop 0, got 0\.1"),
+    (loss_with_a_term_of_its_own, "BambaForCausalLM: expected z_loss_coefficient 0, got 0.1"),
     (prompt_tuning, "PromptTuningConfig.*prompt learning"),
     (prefix_tuning, "PrefixTuningConfig.*prompt learning"),
     (adalora, r"'default' \(AdaLoraConfig\): the loss of its orthogonality"),
