@@ -35,27 +35,33 @@ def angles_of_call(swaps: Swaps, decoder: nn.Module, largest_position: int, prec
         precision: ``"model"``, or ``"float64"`` for the product of position and frequency in fp64.
     """
     for module in rotary_modules(decoder):
-        _forget_longest(module)
         forward: Any = module.forward
         angles = _with_largest(module, forward, largest_position, precision)
         swaps.replace(module, "forward", angles)
 
 
 @torch.no_grad()
-def _forget_longest(module: nn.Module) -> None:
+def _forget_longest(
+    module: nn.Module, forward: Callable[..., _CosSin], x: torch.Tensor, positions: torch.Tensor
+) -> None:
     """Dynamic variants keep the frequencies of the longest text until they see a short one."""
     kinds: Any = getattr(module, "rope_type", None)
     for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
         if "dynamic" in str(kind):
-            x = torch.zeros(1, 1, 1, device=next(module.buffers()).device)
             keywords = {} if layer_type is None else {"layer_type": layer_type}
-            module(x, torch.zeros(1, 1, dtype=torch.long, device=x.device), **keywords)
+            forward(x, torch.zeros_like(positions[..., :1]), **keywords)
 
 
 def _with_largest(
     module: nn.Module, forward: Callable[..., _CosSin], largest: int, precision: str
 ) -> Callable[..., _CosSin]:
+    fresh = False
+
     def angles(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **keywords: Any) -> _CosSin:
+        nonlocal fresh
+        if not fresh:
+            _forget_longest(module, forward, x, position_ids)
+            fresh = True
         # [B, T], or [3, B, T] where a model that also sees pictures counts time, height and width
         last = position_ids.new_full((*position_ids.shape[:-1], 1), largest)
         both = forward(x, torch.cat((position_ids, last), dim=-1), *args, **keywords)

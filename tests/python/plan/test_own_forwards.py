@@ -15,7 +15,7 @@ import trl
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-from engine.models import make
+from engine.models import ROPES, make
 from oomb.engine import calls, needs
 from oomb.errors import UnsupportedModelError
 from oomb.hf import SFTTrainer
@@ -149,6 +149,12 @@ def test_a_model_that_is_found_by_name_is_not_traced(trained: bool) -> None:
     with pytest.raises(UnsupportedModelError, match="cannot be planned without running it"):
         Tracer(model, "cpu", False).trace(SETTING)
     assert_untouched(model, before)
+
+
+def test_frequencies_that_depend_on_positions_are_not_traced() -> None:
+    name, settings = ROPES["dynamic"]
+    with pytest.raises(UnsupportedModelError, match="cannot be planned without running it"):
+        Tracer(make(name, **settings), "cpu", False)
 
 
 def test_what_a_forward_writes_down_is_not_written_by_the_trace() -> None:
