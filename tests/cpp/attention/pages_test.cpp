@@ -25,9 +25,9 @@ std::vector<double> random(int64_t size, unsigned seed) {
 
 size_t index(int64_t i) { return static_cast<size_t>(i); }
 
-TEST(PageWriteTest, RowsMeansAndNothingElse) {
+TEST(PageWriteTest, RowsMeansAndZerosBehindThem) {
   // Two sequences of 7 tokens in pages of 3; the second has 4 real tokens. Page 1 of the first
-  // sequence has no slot.
+  // sequence has no slot: slot 3 stays as it was.
   const Shape shape{2, 2, 2, 7, 5, 3};
   const std::vector<double> k = random(2 * 2 * 7 * 5, 1), v = random(2 * 2 * 7 * 5, 2);
   const std::vector<int32_t> slots = {4, -1, 0, 2, 1, 5}, num_rows = {7, 4};
@@ -57,12 +57,13 @@ TEST(PageWriteTest, RowsMeansAndNothingElse) {
       for (int64_t h = 0; h < 2; ++h) {
         for (int64_t d = 0; d < 5; ++d) {
           double sum = 0, count = 0;
-          for (int64_t row = 0; row < 3 && page * 3 + row < 7; ++row) {
+          for (int64_t row = 0; row < 3; ++row) {
             const size_t from = index(((b * 2 + h) * 7 + page * 3 + row) * 5 + d);
             const size_t to = index(slot * 2 * half + (h * 3 + row) * 5 + d);
-            pool_want[to] = k[from];
-            pool_want[to + index(half)] = v[from];
-            if (page * 3 + row < num_rows[index(b)]) sum += k[from], ++count;
+            const bool real = page * 3 + row < num_rows[index(b)];
+            pool_want[to] = real ? k[from] : 0;
+            pool_want[to + index(half)] = real ? v[from] : 0;
+            if (real) sum += k[from], ++count;
           }
           summary_want[index(((b * 3 + page) * 2 + h) * 5 + d)] = count > 0 ? sum / count : 0;
         }
