@@ -60,10 +60,14 @@ class Pools:
         self.test_switches: dict[str, object] = {}
 
     def close(self) -> None:
-        """Give all memory back, and take none again."""
-        self._closed = True
+        """Give all memory back. The next call makes new pools."""
         self._reclaim()
         self._close()
+
+    def close_for_good(self) -> None:
+        """Give all memory back, and take none again."""
+        self._closed = True
+        self.close()
 
     def _close(self) -> None:
         manager, self.manager = self.manager, None

@@ -387,7 +387,7 @@ class Engine:
         In a process forked from the engine's own nothing is given back, and nothing waited for.
         """
         self._admission.close()
-        for part in (self._pools.close, self._grads.clear, self._placement.close):
+        for part in (self._pools.close_for_good, self._grads.clear, self._placement.close):
             one_call.when_none(part)
 
     def __enter__(self) -> Engine:
