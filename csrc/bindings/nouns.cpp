@@ -151,6 +151,8 @@ attention::PastPages PastPages::of(const Geometry& geometry, const Wave& wave) c
     past.selection = static_cast<const int32_t*>(lists.data);
     past.selection_heads = lists.shape[2];
     past.budget = lists.shape[3];
+    // Memory of no entries has no address, and no lists mean all pages.
+    expect(past.budget > 0, "selection", "lists of at least 1 entry (-1: no page)", past.budget);
     expect(past.selection_heads == 1 || past.selection_heads == shape.kv_heads, "selection",
            Parts("1 or ", shape.kv_heads, " heads"), past.selection_heads);
   }

@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const T* summary = static_cast<const T*>(p.summary) +
                        (batch * p.summary_stride + begin) * page_stride + head * kDim;
     __syncthreads();
-    load_rows<kDim, kBlock>(queries, sums + row0 * kDim, kDim, p.shape.chunk - first_row);
+    // Padding may hold anything: zeros stand in its place.
+    load_rows<kDim, kBlock>(queries, sums + row0 * kDim, kDim, real);
     load_rows<kDim, Pass::kPages>(stages, summary, page_stride, end - begin);
     device::commit_copies();
     for (int row = threadIdx.x; row < kBlock; row += kThreads) {

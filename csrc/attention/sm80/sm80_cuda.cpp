@@ -1,3 +1,4 @@
+#include "attention/aligned.h"
 #include "attention/sm80/backward.h"
 #include "attention/sm80/forward.h"
 #include "attention/sm80/kernels.h"
@@ -6,12 +7,6 @@
 
 namespace oomb::attention::sm80 {
 namespace {
-
-// Copies are 16 bytes wide: every row must start at a multiple of that.
-bool aligned(const void* pointer, const Strides& strides) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && strides.batch % 8 == 0 &&
-         strides.head % 8 == 0 && strides.token % 8 == 0;
-}
 
 template <typename Params>
 bool supported(const Params& p) {

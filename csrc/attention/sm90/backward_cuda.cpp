@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/aligned.h"
 #include "attention/sm90/backward.h"
 #include "attention/sm90/backward_plan.h"
 #include "attention/sm90/kernels.h"
@@ -20,10 +21,13 @@ constexpr int64_t kAlignment = 256;
 // and dQ of one kv head's group, 8 bytes an element.
 constexpr int64_t kStripeBytes = int64_t{32} << 20;
 
-// Of a stripe of a past unit in deterministic mode. At the end of a launch multiprocessors wait for
-// the last units of others, on average for half of one; but those at work on a head trail each
-// other by two or three steps, all 132 by as many as a stripe must have.
-constexpr int64_t kFewestSteps = 384;
+// Steps in deterministic mode. At the end of a launch multiprocessors wait for the last units of
+// others, on average for half of one; so these are short. But units at work on a head trail each
+// other by a step or so: with few steps a head keeps few multiprocessors busy. However many heads a
+// launch has, steps are as many: a part of the heads (head_groups) has the bits of all.
+constexpr int64_t kClosingSteps = 84;
+// Of the units before, at least. Pages in bf16 are rounded once more, for which walks must be long.
+constexpr int64_t kOpeningSteps = 264, kOpeningStepsBFloat16 = 600;
 
 // Hands out pieces of one allocation; with a null base it only adds up.
 class Arena {
@@ -68,19 +72,14 @@ void set_key_maps(BackwardKernelArgs& args, int own_rows, int past_rows) {
   args.pool = has_past(params) ? make_pool_map(params.past, shape, past_rows) : args.k;
 }
 
-// Of `blocks` query blocks those of a stripe in deterministic mode: as few as all stripes have
-// steps enough with. One stripe where documents or a window begin: those that see nothing would
-// wait for their turn.
-int64_t long_stripe(const BackwardParams& params, const Tiling& tiling, int64_t blocks) {
+// Of `blocks` query blocks those that close a launch in deterministic mode.
+int64_t closing_blocks(const BackwardParams& params, const Tiling& tiling, int64_t blocks) {
   const Shape& shape = params.shape;
-  if (params.visibility.first_key != nullptr || params.visibility.window > 0) return blocks;
+  const bool rounded = params.grads.dtype == DType::kBFloat16;
   const int64_t steps = tiling.block_rows / kQueryRows * (shape.query_heads / shape.kv_heads);
-  const int64_t fewest = ceil_div(kFewestSteps, std::max<int64_t>(steps, 1));  // no queries: 0
-  for (int64_t stripes = blocks / fewest; stripes > 1; --stripes) {
-    const int64_t each = ceil_div(blocks, stripes);
-    if (blocks - (stripes - 1) * each >= fewest) return each;
-  }
-  return blocks;
+  const int64_t closing = ceil_div(kClosingSteps, std::max<int64_t>(steps, 1));  // no queries: 0
+  const int64_t fewest = rounded ? kOpeningStepsBFloat16 : kOpeningSteps;
+  return (blocks - closing) * steps >= fewest ? closing : 0;
 }
 
 }  // namespace
@@ -114,12 +113,13 @@ Tiling plan_tiling(const BackwardParams& params) {
   const int64_t row_bytes = 8 * (shape.query_heads / shape.kv_heads) * shape.head_dim;
   const int64_t stripes = std::max<int64_t>(ceil_div(shape.chunk * row_bytes, kStripeBytes), 1);
   const int64_t blocks = ceil_div(shape.chunk, tiling.block_rows);
+  int64_t closing = 0;
   int64_t stripe_blocks = std::max<int64_t>(blocks, 1);
   if (past.selection != nullptr) {
     tiling.own_descends = true;
   } else if (params.deterministic) {
-    stripe_blocks = long_stripe(params, tiling, stripe_blocks);
-    tiling.pages_in_turn = stripe_blocks < blocks;
+    closing = closing_blocks(params, tiling, blocks);
+    stripe_blocks -= closing;
   } else if (stripes == 1 || params.grads.dtype == DType::kFloat32) {
     // Pages in bf16 would be rounded once per stripe, of which there are many.
     stripe_blocks = ceil_div(stripe_blocks, stripes);
@@ -127,7 +127,8 @@ Tiling plan_tiling(const BackwardParams& params) {
     tiling.sums_stay = true;
   }
   tiling.stripe_blocks = static_cast<int32_t>(stripe_blocks);
-  tiling.stripes = static_cast<int32_t>(ceil_div(blocks, stripe_blocks));
+  tiling.stripes = static_cast<int32_t>(ceil_div(blocks - closing, stripe_blocks));
+  tiling.closing_blocks = static_cast<int32_t>(closing);
   return tiling;
 }
 
@@ -147,7 +148,7 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
   workspace.query_tiles = arena.take<QueryTile>(shape.batch * tiles);
   workspace.zeroed_offset = arena.used();
   workspace.counters = arena.take<int32_t>(heads * tiles * 2);
-  if (tiling.pages_in_turn) {
+  if (tiling.closing_blocks > 0) {
     workspace.page_turns =
         arena.take<int32_t>(shape.batch * shape.kv_heads * tiling.past_tiles * 8);
   }
@@ -166,8 +167,8 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
     workspace.zeroed_bytes = arena.used() - workspace.zeroed_offset;
   }
   const int64_t own_tiles = params.own_chunk ? ceil_div(shape.chunk, tiling.key_rows) : 0;
-  workspace.max_units =
-      (own_tiles + tiling.past_tiles * tiling.stripes) * shape.batch * shape.kv_heads;
+  const int64_t past_units = tiling.past_tiles * (tiling.stripes + (tiling.closing_blocks > 0));
+  workspace.max_units = (own_tiles + past_units) * shape.batch * shape.kv_heads;
   workspace.units = arena.take<Unit>(workspace.max_units);
   workspace.bytes = arena.used();
   return workspace;
@@ -176,7 +177,11 @@ BackwardWorkspace plan_workspace(const BackwardParams& params, void* base) {
 bool backward_supported(const BackwardParams& params) {
   const Shape& shape = params.shape;
   return params.dtype == DType::kBFloat16 && params.cap == 0 && takes_head_dim(shape.head_dim) &&
-         (shape.page_size == 64 || shape.page_size == 128) &&
+         (shape.page_size == 64 || shape.page_size == 128) && aligned(params.q, params.q_strides) &&
+         aligned(params.k, params.k_strides) && aligned(params.v, params.v_strides) &&
+         aligned(params.o, params.o_strides) && aligned(params.d_o, params.do_strides) &&
+         aligned(params.dq, params.dq_strides) && aligned(params.dk, params.dk_strides) &&
+         aligned(params.dv, params.dv_strides) &&
          (params.grads.dtype == DType::kFloat32 || params.grads.dtype == DType::kBFloat16) &&
          reinterpret_cast<uintptr_t>(params.grads.dkv_pool) % 16 == 0 &&
          params.grads.dkv_unit_bytes % 16 == 0;  // as bulk copies of a gradient page want it
@@ -191,7 +196,7 @@ void backward(const BackwardParams& params) {
   if (shape.batch == 0 || shape.query_heads == 0 || shape.chunk == 0) return;
   expect(
       backward_supported(params), "head_dim, page_size, dtype, cap",
-      "64, 128 or 256, 64 or 128, bfloat16, 0",
+      "64, 128 or 256, 64 or 128, bfloat16, 0, all data and rows aligned to 16 bytes",
       concat(shape.head_dim, ", ", shape.page_size, ", ", name_of(params.dtype), ", ", params.cap));
   expect(params.dq_acc != nullptr || (params.first_wave && params.last_wave), "dq_acc",
          "an accumulator where the past comes in several waves", "none");

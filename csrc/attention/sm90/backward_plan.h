@@ -5,7 +5,7 @@
 // One fused pass. A unit of work is one key tile (128 rows: a page of 128, or the pages 2j and
 // 2j + 1 of 64) of one kv head. A thread block keeps the unit's K and V in shared memory, walks the
 // query tiles that see it for all heads of the group, and accumulates dK and dV in registers: every
-// gradient page has one writer (but see stripes). dQ is added up in fp32 in memory by the copy
+// gradient page has one writer (but see below). dQ is added up in fp32 in memory by the copy
 // engine.
 //
 // With lists of pages of 64 a key tile is one such page, as its neighbour has other readers, and a
@@ -25,9 +25,11 @@
 //   block 1   unit 1           | tile 0 | tile 1 | tile 2 | ...
 //   block 2   unit 2                    | tile 0 | tile 1 | ...
 //
-// Long walks of past tiles are cut into stripes of queries, each a unit: those of the first stripe
-// of a head come before those of the second. A gradient page is then added to once per stripe, in
-// their order.
+// Where walks of past tiles are long, the last query blocks are units of their own, which close the
+// launch, all heads in turn. A gradient page is then added to twice, in this order:
+//
+//   head 0: own tiles, past tiles | head 1: ... | ... | past tile 0: heads 0, 1, .. | tile 1: ..
+//           all blocks  all but the last                the last blocks
 //
 // Where no order binds dQ, units are arranged so that what blocks side by side read and add to lies
 // in the L2:
@@ -112,9 +114,9 @@ struct Tiling {
   int32_t block_rows = 128;  // of a query block; with lists a page's, else as many as a tile's
   int32_t tile_begin = 0;    // past key tiles of the wave
   int32_t past_tiles = 0;
-  int32_t stripes = 1;  // of query blocks; a past key tile is one unit per stripe
+  int32_t stripes = 1;  // of query blocks but the closing ones; a past tile is one unit per stripe
   int32_t stripe_blocks = 0;
-  bool pages_in_turn = false;  // stripes add to a gradient page in their order
+  int32_t closing_blocks = 0;  // more than 0: units add to a gradient page in turn
   bool own_descends = false;   // own tiles walk the query blocks from the last one
   bool sums_stay = false;      // dQ keeps its priority in the L2
 };

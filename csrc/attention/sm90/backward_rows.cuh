@@ -84,15 +84,14 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], const BackwardKernel
   }
 }
 
-// While one lives, a warp adds to its rows of a gradient page. Where a past tile has several
-// stripes whose order binds, it waits for its turn first: until all query blocks before the unit's
-// have been added.
+// While one lives, a warp adds to its rows of a gradient page. Where some query blocks close the
+// launch, it waits for its turn first: until all query blocks before the unit's have been added.
 class PageTurn {
  public:
   //   warpgroup 0 or 1, of those that add to the unit's pages
   __device__ PageTurn(const BackwardKernelArgs& args, const Unit& unit, int warpgroup)
       : end_(unit.block_end) {
-    if (!args.tiling.pages_in_turn) return;
+    if (args.tiling.closing_blocks == 0) return;
     const int head = unit.batch * static_cast<int>(args.params.shape.kv_heads) + unit.kv_head;
     const int tile = head * args.tiling.past_tiles + unit.tile - args.tiling.tile_begin;
     added_ = args.workspace.page_turns + (tile * 2 + warpgroup) * 4 + Place().warp;

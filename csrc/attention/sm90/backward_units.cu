@@ -82,14 +82,22 @@ __global__ void __launch_bounds__(1024)
 struct Place {
   int head;        // batch * Hkv + kv head
   int tile;        // own tiles first, the last one foremost
-  int stripe = 0;  // of a past tile
+  int stripe = 0;  // of a past tile; behind all stripes: the closing blocks
   int entry = 0;   // of a listed tile's readers
 };
 
-// Every tile, head by head (or a few that alternate), and stripe by stripe in a head.
-__device__ Place place_dense(const BackwardKernelArgs& args, int index) {
+// Every tile, head by head (or a few that alternate), and stripe by stripe in a head; then the past
+// tiles again for the closing blocks, all heads in turn.
+__device__ Place place_dense(const BackwardKernelArgs& args, int index, int heads) {
   const int past_tiles = args.tiling.past_tiles;
-  const int units = (args.own_tiles + past_tiles * args.tiling.stripes) * args.heads_together;
+  const int of_head = args.own_tiles + past_tiles * args.tiling.stripes;
+  if (index >= of_head * heads) {
+    index -= of_head * heads;
+    return {.head = index % heads,
+            .tile = args.own_tiles + index / heads,
+            .stripe = args.tiling.stripes};
+  }
+  const int units = of_head * args.heads_together;
   const int tile = index % units / args.heads_together;
   const int stripe = tile < args.own_tiles ? 0 : (tile - args.own_tiles) / past_tiles;
   return {.head = index / units * args.heads_together + index % args.heads_together,
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
 
   Place place;
   if (!listed) {
-    place = place_dense(args, index);
+    place = place_dense(args, index, heads);
   } else if (index < own_units) {
     place = {.head = index / args.own_tiles, .tile = args.own_tiles - 1 - index % args.own_tiles};
   } else {
@@ -193,8 +201,10 @@ __global__ void __launch_bounds__(kThreads)
         min(static_cast<int>(past.page_end) * page_size, static_cast<int>(past.num_tokens));
     unit.own = 0;
     unit.tile = args.tiling.tile_begin + place.tile - args.own_tiles;
-    unit.block_begin = place.stripe * args.tiling.stripe_blocks;
-    unit.block_end = min(blocks, unit.block_begin + args.tiling.stripe_blocks);
+    const int opening = blocks - args.tiling.closing_blocks;
+    const bool closes = place.stripe == args.tiling.stripes;
+    unit.block_begin = closes ? opening : place.stripe * args.tiling.stripe_blocks;
+    unit.block_end = closes ? blocks : min(opening, unit.block_begin + args.tiling.stripe_blocks);
     unit.key_begin = unit.tile * key_rows;
     unit.row_begin = max(0, wave_begin - unit.key_begin);
     unit.row_end = min(key_rows, wave_end - unit.key_begin);

@@ -169,6 +169,8 @@ def test_page_score(
     if limits == "padding":
         lengths = [past + page_size + 3, 5 * page_size + 1]
         num_keys = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        for b, length in enumerate(lengths):
+            q[b, :, max(0, length - past) :] = float("nan")
     heads = 1 if shared else kv_heads
     real = FP64 if dtype == FP64 else FP32
     shape = (batch, -(-chunk // page_size), heads, pages)

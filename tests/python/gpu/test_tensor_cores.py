@@ -1,5 +1,6 @@
 """The tensor-core kernels, forced: those of Hopper and those for every GPU since sm_80."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from oomb import _C
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 pytestmark = pytest.mark.gpu
+on_sm90 = pytest.mark.parametrize("implementation", ["sm90"], indirect=True)
 on_sm80 = pytest.mark.parametrize("implementation", ["sm80"], indirect=True)
 in_its_tiles = pytest.mark.parametrize(
     ("implementation", "head_dim"),
@@ -28,6 +30,7 @@ dims_and_pages = pytest.mark.parametrize(
 in_both_orders = pytest.mark.parametrize(
     "deterministic", [True, False], ids=["ordered", "any-order"]
 )
+ONE_HEAD: dict[str, Any] = dict(kv_heads=1, group=20, chunk=4000)
 
 
 @pytest.fixture(autouse=True, params=["sm90", "sm80"])
@@ -285,10 +288,19 @@ def test_gradients_are_added() -> None:
     torch.testing.assert_close(problem.dkv_pool, 2 * once, rtol=1e-6, atol=1e-6)
 
 
-@in_both_orders
-@pytest.mark.parametrize("lists", ["dense", "shared"])
-def test_page_without_gradient(lists: str, deterministic: bool) -> None:
-    case = Case(chunk=200, past=600, lists=lists, budget=4, deterministic=deterministic)
+@pytest.mark.parametrize(
+    ("shape", "deterministic"),
+    [
+        (dict(chunk=200), True),
+        (dict(chunk=200), False),
+        (dict(chunk=200, lists="shared", budget=4), True),
+        (dict(chunk=200, lists="shared", budget=4), False),
+        (ONE_HEAD, True),
+    ],
+    ids=str,
+)
+def test_page_without_gradient(shape: dict[str, Any], deterministic: bool) -> None:
+    case = Case(past=600, deterministic=deterministic, **shape)
     full, partial = Problem(case), Problem(case)
     partial.dkv_table[:, 2] = -1
     expected = full.run()
@@ -335,31 +347,45 @@ def test_bits(
         check_bits(case, tuple(pages * tile for tile in tiles))
 
 
-@pytest.mark.parametrize("limits", [{}, dict(padding=True)], ids=str)
+@on_sm90
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(**ONE_HEAD, past=11 * 128 + 5),
+        dict(**ONE_HEAD, past=11 * 128 + 5, padding=True),
+        dict(**ONE_HEAD, past=11 * 128 + 5, documents=True),
+        dict(**ONE_HEAD, past=11 * 128 + 5, window=3000),
+        dict(batch=2, kv_heads=2, group=6, chunk=4000, past=30 * 128 + 5),
+    ],
+    ids=["one head", "padding", "documents", "window", "four heads"],
+)
 @pytest.mark.parametrize("dkv_dtype", [FP32, BF16], ids=str)
 @dims_and_pages
-def test_stripes_of_long_walks(
-    implementation: str,
+def test_blocks_that_close(
     head_dim: int,
     page_size: int,
     dkv_dtype: torch.dtype,
-    limits: dict[str, Any],
+    shape: dict[str, Any],
 ) -> None:
-    """63 query tiles of 20 heads are three stripes on Hopper. In waves without the chunk itself and
-    at head dim 256 they come to a page at the same time: about as many units as run at once."""
-    case = Case(
-        head_dim=head_dim,
-        page_size=page_size,
-        kv_heads=1,
-        group=20,
-        chunk=4000,
-        past=11 * 128 + 5,
-        dkv_dtype=dkv_dtype,
-        **limits,
-    )
+    """Past tiles are done once for most queries, and at last for the others. In waves without the
+    chunk itself and at head dim 256 they come to a page at the same time: about as many units as
+    run at once."""
+    case = Case(head_dim=head_dim, page_size=page_size, dkv_dtype=dkv_dtype, **shape)
     check(case)
-    pages = 128 // page_size if implementation == "sm90" else 1
+    pages = 128 // page_size
     check_bits(case, (3 * pages, 4 * pages))
+
+
+def test_bits_do_not_depend_on_other_sequences() -> None:
+    """Nor on how many heads a launch has: parts of a head's sums are the same."""
+    both = Problem(Case(batch=2, **ONE_HEAD, past=11 * 128 + 5))
+    expected = both.run().tensors()
+    alone = copy.copy(both)
+    alone.case = dataclasses.replace(both.case, batch=1)
+    for name in ("q", "k", "v", "d_o", "d_lse", "block_table", "dkv_table"):
+        setattr(alone, name, getattr(both, name)[:1])
+    for name, value in alone.run().tensors().items():
+        assert torch.equal(value, expected[name][:1]), name
 
 
 def test_waves_in_any_order() -> None:

@@ -110,6 +110,7 @@ ATTENTION: list[tuple[Changes, str]] = [
     ({"selection": lists(0, 1).long()}, "selection: expected torch.int32, got torch.int64"),
     ({"selection": lists(0, 1, blocks=2)}, r"selection: expected \[2, 3, heads, budget\], got"),
     ({"selection": lists(0, 1, heads=4)}, "selection: expected 1 or 2 heads, got 4"),
+    ({"selection": lists()}, "selection: expected lists of at least 1 entry"),
     ({"selection": lists(1, 0)}, "selection: expected ascending pages, -1 padded, got"),
     ({"selection": lists(1, 1)}, "selection: expected ascending pages, -1 padded, got"),
     ({"selection": lists(0, -1, 2)}, "selection: expected ascending pages, -1 padded, got"),

@@ -105,6 +105,11 @@ def test_arguments_are_checked() -> None:
             "block_table: expected int32, got another type",
         ),
         ("past.block_table", None, "block_table: expected entries of 3 pages, got 0"),
+        (
+            "past.selection",
+            torch.empty(1, 3, 1, 0, dtype=torch.int32),
+            "selection: expected lists of at least 1 entry (-1: no page), got 0",
+        ),
         ("chunk.visibility.window", -1, "window: expected 0 or more"),
         ("past.pool", None, "past.pool: expected a PagePool, got None"),
         ("past.pool.slot_bytes", 8, "past.pool: expected slots of at least 8192 bytes"),
