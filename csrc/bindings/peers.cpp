@@ -25,6 +25,7 @@ namespace {
 using peers::Exchange;
 using peers::PeerExchange;
 using peers::Piece;
+using peers::RowCopy;
 using peers::Spacing;
 
 using Sizes = std::vector<int64_t>;
@@ -39,19 +40,35 @@ Piece flat(int rank, std::byte* tensor, int64_t bytes) {
   return {.rank = rank, .tensor = tensor, .row_bytes = bytes};
 }
 
+// From a piece's tensor to where rows of that shape belong.
+RowCopy kept(const Piece& piece, std::byte* target, const Spacing& in_target) {
+  return {.source = piece.tensor,
+          .target = target,
+          .in_source = piece.in_tensor,
+          .in_target = in_target,
+          .tokens = piece.tokens,
+          .batch = piece.batch,
+          .heads = piece.heads,
+          .row_bytes = piece.row_bytes};
+}
+
 void all_to_all(PeerExchange& self, int64_t send, const Sizes& send_bytes, int64_t received,
-                const Sizes& received_bytes, int64_t message_bytes, bool same_to_all,
+                const Sizes& received_bytes, int rank, int64_t message_bytes, bool same_to_all,
                 int64_t stream) {
   Exchange exchange{.slot_bytes = in_words(message_bytes), .stream = pointer_to(stream)};
   std::byte* from = address_of(send);
-  for (size_t rank = 0; rank < send_bytes.size(); ++rank) {
-    exchange.sent.push_back(flat(static_cast<int>(rank), from, send_bytes[rank]));
-    if (!same_to_all) from += send_bytes[rank];
-  }
   std::byte* into = address_of(received);
-  for (size_t rank = 0; rank < received_bytes.size(); ++rank) {
-    exchange.received.push_back(flat(static_cast<int>(rank), into, received_bytes[rank]));
-    into += received_bytes[rank];
+  for (size_t i = 0; i < send_bytes.size(); ++i) {
+    const auto other = static_cast<int>(i);
+    const Piece sent = flat(other, from, send_bytes[i]);
+    if (other == rank) {
+      exchange.kept.push_back(kept(sent, into, {}));
+    } else {
+      exchange.sent.push_back(sent);
+      exchange.received.push_back(flat(other, into, received_bytes.at(i)));
+    }
+    if (!same_to_all) from += send_bytes[i];
+    into += received_bytes.at(i);
   }
   self.exchange(exchange);
 }
@@ -95,12 +112,17 @@ void to_heads(PeerExchange& self, const Views& tensors, int64_t received, const 
     int64_t before = 0;
     for (const auto& view : tensors) {
       const int64_t heads = view[4] / ranks;
-      exchange.sent.push_back(messages.piece(other, view, 0, other * heads, before,
-                                             tokens[static_cast<size_t>(rank)], heads));
+      const Piece sent = messages.piece(other, view, 0, other * heads, before,
+                                        tokens[static_cast<size_t>(rank)], heads);
+      if (other == rank) {
+        exchange.kept.push_back(kept(sent, into + sent.offset, sent.in_message));
+      } else {
+        exchange.sent.push_back(sent);
+      }
       before += heads;
     }
     const int64_t bytes = tokens[static_cast<size_t>(other)] * messages.spacing().token;
-    exchange.received.push_back(flat(other, into, bytes));
+    if (other != rank) exchange.received.push_back(flat(other, into, bytes));
     into += bytes;
   }
   self.exchange(exchange);
@@ -117,10 +139,15 @@ void to_tokens(PeerExchange& self, const Views& tensors, const Views& results, c
     int64_t before = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
       const int64_t heads = tensors[i][4];
-      exchange.sent.push_back(
-          messages.piece(other, tensors[i], first_token, 0, before, theirs, heads));
-      exchange.received.push_back(messages.piece(other, results.at(i), 0, other * heads, before,
-                                                 tokens[static_cast<size_t>(rank)], heads));
+      const Piece sent = messages.piece(other, tensors[i], first_token, 0, before, theirs, heads);
+      const Piece received = messages.piece(other, results.at(i), 0, other * heads, before,
+                                            tokens[static_cast<size_t>(rank)], heads);
+      if (other == rank) {
+        exchange.kept.push_back(kept(sent, received.tensor, received.in_tensor));
+      } else {
+        exchange.sent.push_back(sent);
+        exchange.received.push_back(received);
+      }
       before += heads;
     }
     first_token += theirs;
@@ -147,8 +174,8 @@ void bind_peers(py::module_& module) {
       .def("connect", &PeerExchange::connect, py::kw_only(), py::arg("rank"), py::arg("handles"))
       .def("disconnect", &PeerExchange::disconnect)
       .def("all_to_all", &all_to_all, py::kw_only(), py::arg("send"), py::arg("send_bytes"),
-           py::arg("received"), py::arg("received_bytes"), py::arg("message_bytes"),
-           py::arg("same_to_all") = false, py::arg("stream"))
+           py::arg("received"), py::arg("received_bytes"), py::arg("rank"),
+           py::arg("message_bytes"), py::arg("same_to_all") = false, py::arg("stream"))
       .def("to_heads", &to_heads, py::kw_only(), py::arg("tensors"), py::arg("received"),
            py::arg("tokens"), py::arg("rank"), py::arg("batch"), py::arg("row_bytes"),
            py::arg("message_bytes"), py::arg("stream"))

@@ -29,9 +29,18 @@ struct Piece {
   int64_t tokens = 1, batch = 1, heads = 1, row_bytes = 0;
 };
 
-// One message to each rank and one from each. What stands where in a message both ends know.
+// Rows from one place to another.
+struct RowCopy {
+  const std::byte* source = nullptr;
+  std::byte* target = nullptr;
+  Spacing in_source = {}, in_target = {};
+  int64_t tokens = 1, batch = 1, heads = 1, row_bytes = 0;
+};
+
+// One message to each other rank and one from each. What stands where in a message both ends know.
 struct Exchange {
-  std::vector<Piece> sent = {}, received = {};  // at most kMostPieces each
+  std::vector<Piece> sent = {}, received = {};  // with `kept` at most kMostPieces each
+  std::vector<RowCopy> kept = {};               // what this rank has for itself
   int64_t slot_bytes = 0;  // at least the largest message between any two ranks; the same on all
   void* stream = nullptr;  // a cudaStream_t, in which all earlier exchanges come before this one
 };
@@ -42,8 +51,8 @@ enum class Halt : int { kNone = 0, kAborted = 1, kTimedOut = 2 };
 //
 //   flags | side 0: from rank 0 | from rank 1 | …  | side 1: from rank 0 | …
 //
-//   rank 0   push 1: into side 1 of each   meet 1   pull 1: out of its side 1   push 2: side 0 …
-//   rank 1   push 1: into side 1 of each   meet 1   pull 1: out of its side 1   push 2: side 0 …
+//   rank 0   push 1: into side 1 of others  meet 1   pull 1: out of its side 1   push 2: side 0 …
+//   rank 1   push 1: into side 1 of others  meet 1   pull 1: out of its side 1   push 2: side 0 …
 //
 // To meet, a rank writes the exchange's number into its flag at each other rank and waits for
 // theirs. Exchanges take turns with two sides, so nobody is asked whether a side is free: who

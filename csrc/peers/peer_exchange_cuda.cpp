@@ -100,6 +100,9 @@ class CudaPeerExchange final : public PeerExchange {
     ++number_;
     const int64_t side = kHeadBytes + static_cast<int64_t>(number_ % 2) * side_bytes_;
     RowCopies push, pull;
+    for (const RowCopy& copy : exchange.kept) {
+      if (!is_empty(copy)) push.copy[push.count++] = copy;
+    }
     for (const Piece& piece : exchange.sent) {
       if (is_empty(piece)) continue;
       std::byte* slot = of_rank_[static_cast<size_t>(piece.rank)] + side;
@@ -149,8 +152,20 @@ class CudaPeerExchange final : public PeerExchange {
   int64_t side_bytes() const override { return side_bytes_; }
 
  private:
-  static bool is_empty(const Piece& piece) {
-    return piece.tokens * piece.batch * piece.heads * piece.row_bytes == 0;
+  template <typename Rows>
+  static int64_t bytes_of(const Rows& rows) {
+    return rows.tokens * rows.batch * rows.heads * rows.row_bytes;
+  }
+
+  template <typename Rows>
+  static bool is_empty(const Rows& rows) {
+    return bytes_of(rows) == 0;
+  }
+
+  template <typename Rows>
+  static void expect_countable(const Rows& rows) {
+    expect(bytes_of(rows) <= kMostPieceBytes, "tokens", "a piece of less than 2^31 bytes",
+           rows.tokens);
   }
 
   void check(const Exchange& exchange) const {
@@ -158,11 +173,13 @@ class CudaPeerExchange final : public PeerExchange {
     expect(ranks > 0, "exchange", "a connected one", "none");
     expect(exchange.slot_bytes * ranks <= side_bytes_, "slot_bytes",
            Parts("at most ", side_bytes_ / ranks), exchange.slot_bytes);
+    for (const RowCopy& copy : exchange.kept) expect_countable(copy);
     for (const auto* pieces : {&exchange.sent, &exchange.received}) {
-      expect(std::ssize(*pieces) <= kMostPieces, "pieces", Parts("at most ", kMostPieces),
-             pieces->size());
+      const int64_t count = std::ssize(*pieces) + std::ssize(exchange.kept);
+      expect(count <= kMostPieces, "pieces", Parts("at most ", kMostPieces), count);
       for (const Piece& piece : *pieces) {
-        expect(piece.rank >= 0 && piece.rank < ranks, "rank", Parts("below ", ranks), piece.rank);
+        expect(piece.rank >= 0 && piece.rank < ranks && piece.rank != rank_, "rank",
+               Parts("another one below ", ranks), piece.rank);
         if (is_empty(piece)) continue;
         const Spacing& spacing = piece.in_message;
         const int64_t end = piece.offset + (piece.tokens - 1) * spacing.token +
@@ -170,8 +187,7 @@ class CudaPeerExchange final : public PeerExchange {
                             piece.row_bytes;
         expect(end <= exchange.slot_bytes, "slot_bytes", Parts("at least ", end),
                exchange.slot_bytes);
-        expect(piece.tokens * piece.batch * piece.heads * piece.row_bytes <= kMostPieceBytes,
-               "tokens", "a piece of less than 2^31 bytes", piece.tokens);
+        expect_countable(piece);
       }
     }
   }

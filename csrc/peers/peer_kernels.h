@@ -12,14 +12,6 @@ namespace oomb::peers {
 // Flags of a rank stand in lines of their own.
 constexpr int64_t kFlagStride = 128;
 
-// Rows from one place to another.
-struct RowCopy {
-  const std::byte* source = nullptr;
-  std::byte* target = nullptr;
-  Spacing in_source = {}, in_target = {};
-  int64_t tokens = 0, batch = 0, heads = 0, row_bytes = 0;
-};
-
 struct RowCopies {
   RowCopy copy[kMostPieces];
   int count = 0;

@@ -373,6 +373,7 @@ class PeerExchange:  # CUDA builds
         send_bytes: list[int],
         received: int,
         received_bytes: list[int],
+        rank: int,
         message_bytes: int,
         same_to_all: bool = False,
         stream: int,

@@ -76,13 +76,14 @@ class PeerCopies:
             same_to_all: all of ``send`` goes to each.
         """
         item = send.element_size()
-        if not self._has_room(largest * item):
+        if not send.is_cuda or not self._has_room(largest * item):  # NCCL refuses it by name
             return False
         self._exchange.all_to_all(
             send=send.data_ptr(),
             send_bytes=[size * item for size in send_sizes],
             received=received.data_ptr(),
             received_bytes=[size * item for size in received_sizes],
+            rank=self._rank,
             message_bytes=largest * item,
             same_to_all=same_to_all,
             stream=self._stream,
