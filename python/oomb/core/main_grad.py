@@ -27,6 +27,7 @@ from oomb.model.linear import can_sum_product
 from oomb.model.swap import Swaps
 from oomb.neighbours import neighbours_within
 from oomb.parallel.placement import Placement
+from oomb.parallel.sums import gradient_dtype
 from oomb.parallel.weights import Weights
 
 _SCATTERED_BYTES = 256 * 2**20  # of weights whose sums are there as a whole and in parts
@@ -305,7 +306,7 @@ class MainGrads:
             if total is not None and on_host:  # its memory is for the next call's sums
                 total = total.to(parameter.device, copy=True)
             on_host = on_host or parameter in self._plain
-            dtype = _gradient_dtype(parameter)
+            dtype = gradient_dtype(parameter)
             addend = None if total is None else total.to(dtype)
             if addend is not None and addend is total and self._keep and not on_host:
                 addend = addend.clone()
@@ -353,11 +354,6 @@ def _refuse_foreign_hooks(parameters: list[nn.Parameter]) -> None:
                 "a parameter has a post-accumulate-grad hook (an optimizer fused into backward?); "
                 "it would see the gradient of one chunk; remove it"
             )
-
-
-def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """What torch wants of ``param.grad``: the parameter's own dtype, or the one it was told."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _expect_room_for_gradients(parameters: list[nn.Parameter]) -> None:

@@ -82,8 +82,8 @@ def _refuse_distributed(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
             raise UnsupportedModelError(
-                f"{name}: sharded weights (DTensor) need mesh=…, the ranks that hold them, which "
-                "then share each sequence; without it load the whole model"
+                f"{name}: sharded weights (DTensor) need mesh=… of the several ranks that hold "
+                "them, which then share each sequence; for one process load the whole model"
             )
     for module in model.modules():
         name = type(module).__name__

@@ -10,12 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from oomb.errors import Error, OutOfMemoryError, UnsupportedModelError
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.5  # between a connection that breaks and the key that says why
 
-_KINDS: dict[str, Callable[[str], BaseException]] = {
+_SHARED: set[type[BaseException]] = {  # not by their names, which other packages have too
+    *(ValueError, Error, OutOfMemoryError, UnsupportedModelError),
+    torch.OutOfMemoryError,
+}
+_MADE: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind for kind in (ValueError, Error, OutOfMemoryError, UnsupportedModelError)
 }
 
@@ -26,7 +32,8 @@ def raise_alike(kind: type[BaseException], made: Callable[[str], BaseException])
     Args:
         made: from ``[rank 1] `` and the text of the error.
     """
-    _KINDS[kind.__name__] = made
+    _SHARED.add(kind)
+    _MADE[kind.__name__] = made
 
 
 def failed_rank(error: BaseException) -> int | None:
@@ -62,7 +69,7 @@ class Failure:
         known = getattr(error, "_failure_of_ranks", None)
         if isinstance(known, Failure):
             return known
-        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+        kinds = (kind.__name__ for kind in type(error).__mro__ if kind in _SHARED)
         kind = next(kinds, "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         return Failure(rank, kind, text)
@@ -75,7 +82,7 @@ class Failure:
 
     def error(self) -> BaseException:
         """The same on every rank: of the class it had, where that is one of ours."""
-        kind = _KINDS.get(self.kind, Error)
+        kind = _MADE.get(self.kind, Error)
         return self.known_to_all(kind(f"[rank {self.rank}] {self.text}"))
 
     def raise_again(self, own: BaseException | None) -> None:
@@ -86,8 +93,8 @@ class Failure:
                 goes on as it is, for whoever waits for it.
         """
         raised_before = getattr(own, "_failure_of_ranks", None) == self
-        not_ours = own is not None and not self.kind and Failure.of(self.rank, own) == self
-        if own is not None and (raised_before or not_ours):
+        foreign = type(own) not in _SHARED and not isinstance(own, Error)
+        if own is not None and (raised_before or (foreign and Failure.of(self.rank, own) == self)):
             raise self.known_to_all(own)
         raise self.error() from own
 

@@ -87,7 +87,15 @@ def _take_memory(
     model: nn.Module, beside: dict[Place, tuple[torch.Tensor, str]], device: torch.device
 ) -> None:
     """Shards without values, and rank 0's tensors beside them with the type of their device."""
-    model.to_empty(device=device)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                uses.setdefault(parameter, []).append((module, name))
+    model.to_empty(device=device)  # which makes a parameter for each use
+    for (first, its_name), *others in uses.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[its_name]
     for (name, attribute), (tensor, kind) in beside.items():
         module = model.get_submodule(name)
         to = device if attribute in module._buffers or kind != "cpu" else torch.device("cpu")

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from oomb.parallel.group import PATIENCE, TIMEOUT, Ranks
 from oomb.parallel.mesh import DIMENSION
-from oomb.parallel.sums import sum_in_rank_order
+from oomb.parallel.sums import gradient_dtype, sum_in_rank_order
 from oomb.parallel.whole import own_rows
 
 T = TypeVar("T")
@@ -87,7 +87,9 @@ class Replicas:
         has = self._others.collect(lambda: [p.grad is not None for p in parameters])
         reached = [p for p, its in zip(parameters, zip(*has, strict=True), strict=True) if any(its)]
         for parameter in reached:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grad = parameter.grad
+            if grad is None:
+                grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             parameter.grad = grad.contiguous()
         grads = [own_rows(p.grad) for p in reached if p.grad is not None]
         sum_in_rank_order(self._others, [grad for grad in grads if grad.numel() > 0])

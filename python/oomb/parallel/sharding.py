@@ -19,11 +19,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from oomb.errors import UnsupportedModelError
 from oomb.parallel.fsdp_hooks import Afterwards, hide
 from oomb.parallel.group import Ranks
+from oomb.parallel.sharded_by_users import expect_mesh, expect_ties
 from oomb.parallel.shards import scattered
 from oomb.parallel.weights import OnDone, OnUse, Weights
 from oomb.parallel.whole import own_rows
@@ -48,7 +49,8 @@ class ShardedWeights(Weights):
     is_sharded = True
 
     def __init__(self, model: nn.Module, ranks: Ranks, policy: str) -> None:
-        _expect_mesh(model, ranks.members)
+        expect_mesh(model, ranks.members)
+        expect_ties(model)
         self._ranks = ranks
         self.ranks = ranks.size
         self._policy = policy
@@ -116,6 +118,8 @@ class ShardedWeights(Weights):
         self.begin(afterwards)
         afterwards(self._end)
         self._transport.begin()
+        for group in self._groups:  # another engine of this model may have told it of its own
+            group.gather_through(self._transport)
         self.scattered_bytes = 0
         one_by_one = self._layers if self._policy == "zero3" and not at_once else []
         self._on_done, self._on_use = on_done, on_use if one_by_one else None
@@ -268,7 +272,7 @@ class _Group:
         self.place = -1
         self._ahead = False
         self._inside = {inner for module in self.modules for inner in module.modules()}
-        handle.set_custom_all_gather(transport)
+        self.gather_through(transport)
         handle.unshard()
         found = [(m, name) for m, name, p in entries if m._parameters[name] is not p]
         self.places = [(m, name) for m, name in found if m in self._inside]
@@ -284,6 +288,10 @@ class _Group:
     def is_around(self, other: _Group) -> bool:
         """Whether the other's modules are in these."""
         return all(module in self._inside for module in other.modules)
+
+    def gather_through(self, transport: _Transport) -> None:
+        """From here on; FSDP2 knows one at a time."""
+        self._handle.set_custom_all_gather(transport)
 
     def gather(self) -> None:
         self._handle.unshard()
@@ -366,26 +374,6 @@ class _Transport:
             input_tensor.element_size()
         )
         return self._ranks.gather_into(output_tensor, input_tensor, later=async_op)
-
-
-def _expect_mesh(model: nn.Module, members: list[int]) -> None:
-    """Raise unless a model's shards lie on these ranks, in this order, as whole rows."""
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        mesh, placements = parameter.device_mesh, parameter.placements
-        theirs = mesh.mesh.flatten().tolist()
-        if mesh.ndim != 1 or theirs != members:
-            raise UnsupportedModelError(
-                f"{name}: expected weights sharded over the ranks {members} that share a sequence, "
-                f"got a mesh {tuple(mesh.shape)} of ranks {theirs}; give fully_shard the mesh of "
-                "the engine"
-            )
-        if placements != (Shard(0),):
-            raise UnsupportedModelError(
-                f"{name}: expected weights that fully_shard has sharded by rows, got placements "
-                f"{placements}; tensor parallel models are not supported"
-            )
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 import torch
+from torch import nn
 
 from oomb.neighbours import neighbours_within
 from oomb.parallel.group import Ranks
@@ -52,3 +53,8 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for _, same in groupby(tensors, key=lambda x: x.dtype):
         parts = (part for x in same for part in x.view(-1).split(_BUCKET_BYTES // x.element_size()))
         yield from neighbours_within(_BUCKET_BYTES, parts, lambda part: part.nbytes)
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What torch wants of ``param.grad``: the parameter's own dtype, or the one it was told."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -33,7 +33,8 @@ def shard(
 
     A layer goes to the device as a whole and leaves its rows there, so no rank's device ever holds
     more than its shards and one layer. FSDP2 wants one dtype in a group: parameters of another
-    than most values have, such as adapters in fp32, stay whole.
+    than most values have, such as adapters in fp32, stay whole. So do those that layers share with
+    each other or with the rest: it would make shards of each use of them.
 
     Args:
         model: on the CPU, or on the mesh's device.
@@ -45,13 +46,24 @@ def shard(
     groups = [list(layer.parameters()) for layer in layers]
     inside = {p for group in groups for p in group}.union(apart)
     groups.append([p for p in model.parameters() if p not in inside])
-    whole = {p for group in groups for p in of_other_dtypes(group)}.union(apart)
+    shared = {p for p, users in Counter(_used(model, layers)).items() if users > 1}
+    groups = [[p for p in group if p not in shared] for group in groups]
+    whole = {p for group in groups for p in of_other_dtypes(group)}.union(apart, shared)
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=whole)
     fully_shard(model, mesh=mesh, ignored_params=whole)
     for parameter in whole:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(mesh.device_type)
+
+
+def _used(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Parameters of each layer, then those of what is in no layer."""
+    for layer in layers:
+        yield from layer.parameters()
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = (module for module in model.modules() if module not in inside)
+    yield from {p for module in outside for p in module.parameters(recurse=False)}
 
 
 def of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -5,9 +5,11 @@ Places are drawn at random: a phase, a layer, a chunk and a rank of a small call
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -74,6 +76,10 @@ def fail(how: str) -> None:
         raise oomb.Error("one of ours")
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Sorry")
+    if how == "other Error":  # of the same name as this package's
+        raise sqlite3.OperationalError("database is locked")
+    if how == "other ValueError":
+        raise json.JSONDecodeError("no value", "{", 1)
     if how == "interrupt":
         signal.raise_signal(signal.SIGINT)
     if how == "SIGTERM":
@@ -170,6 +176,16 @@ TEXTS = {
 }
 
 
+# Of classes that only share a name, or a base, with those that ranks raise alike.
+OTHERS = {
+    "other Error": (
+        "OperationalError: database is locked",
+        "Error: [rank {0}] OperationalError: database is locked",
+    ),
+    "other ValueError": ("JSONDecodeError: no value", "ValueError: [rank {0}] no value"),
+}
+
+
 # The caller's own code goes on with the caller's own error.
 IN_A_LOSS = TEXTS | {
     "error": ("Error: one of ours", "Error: [rank {0}] one of ours"),
@@ -187,11 +203,16 @@ def raised_by_all(world: World, place: Place) -> None:
     world.start(call, place)
     answers = world.answers(seconds=LONGEST_SECONDS * world.size / 2)
     for rank, (text, kept, same) in enumerate(answers):
-        texts = IN_A_LOSS if place.phase == "loss" else TEXTS
+        texts = OTHERS | (IN_A_LOSS if place.phase == "loss" else TEXTS)
         expected = texts[place.how][0 if rank == place.rank else 1].format(place.rank)
         assert text.startswith(expected), (place, answers)
         assert kept, place
         assert same, place
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_an_error_of_another_package_stays_what_it_is(pair: World, how: str) -> None:
+    raised_by_all(pair, Place("progress", 0, 1, 1, how, 1, 2))
 
 
 @pytest.mark.parametrize("place", places(8, list(TEXTS), seed=1), ids=str)
