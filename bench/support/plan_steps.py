@@ -24,9 +24,11 @@ HEAD = (
 
 
 def measured(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The last step of each setting in a file of ``oomb bench step``, if no optimizer ran."""
-    rows = json.loads(path.read_text())["rows"]
+    """The last step of each setting in a file of ``oomb bench step``, if no optimizer ran; on one
+    GPU."""
+    rows = json.loads(path.read_text()).get("rows", [])
     ours = [row for row in rows if isinstance(row, dict) and "attention" in row]
+    ours = [row for row in ours if row.get("ranks", 1) == 1]
     if any("optimizer_seconds" in row for row in ours):
         return []
     settings = ("tokens", "device_memory", "keep_outputs", "chunk_size")
@@ -71,9 +73,10 @@ def line(planner: Planner, row: dict[str, Any]) -> str:
 
 
 def show(files: list[pathlib.Path], host_memory: str) -> None:
-    """A markdown row for each step of ``files``; none given: those of Qwen2.5-7B in results."""
+    """A markdown row for each step of ``files``; none given: those of the whole Qwen2.5-7B."""
     planner = Planner("qwen2.5-7b", Machine.described(gpu="h200", host_memory=host_memory))
     print("\n".join(HEAD), flush=True)
-    for path in files or sorted(RESULTS.glob("step-qwen2.5-7b-*.json")):
+    found = sorted(RESULTS.glob("step-qwen2.5-7b-*.json"))
+    for path in files or [path for path in found if "-layers-" not in path.name]:
         for row in measured(path):
             print(line(planner, row), flush=True)

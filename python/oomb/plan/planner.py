@@ -176,7 +176,7 @@ class Planner:
         except OutOfMemoryError as error:
             shortage = str(error)
             pools = least_pools(call, room.device // call.layout.slot_bytes)
-        traced = partial(self._trace, config, call, waves=spills)
+        traced = partial(self._trace, config, call, waves=spills or shortage != "")
         outputs = call.outputs or call.nothing_kept
         trace, chunks = traced(recompute), outputs.chunks_at(call.swept, recompute)
         duration: Duration | None = None

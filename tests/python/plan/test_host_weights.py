@@ -13,8 +13,8 @@ import oomb
 from oomb.model.causal import CausalModel
 from oomb.model.host_weights import HostWeights
 from oomb.plan import Machine, Planner
+from oomb.plan.choosing import candidates
 from oomb.plan.prediction import Prediction
-from oomb.plan.recommendation import _candidates
 from oomb.plan.remedies import remedies
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -72,7 +72,7 @@ def test_the_link_hides_them_in_long_chunks(planner: Planner) -> None:
 def test_long_chunks_come_first() -> None:
     for weights, first in (("device", 4096), ("host", 16384)):
         config = oomb.Config(weights=weights)  # type: ignore[arg-type]
-        assert next(_candidates(config, 20000, frozenset()))[0].chunk_size == first
+        assert next(candidates(config, 20000, frozenset()))[0].chunk_size == first
 
 
 def test_without_frozen_weights() -> None:

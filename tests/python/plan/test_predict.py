@@ -306,49 +306,6 @@ def test_ranks_take_the_fastest_of_chunks(attention: Any) -> None:
     assert chosen(1).config.chunk_size == 4096
 
 
-# Chunk and recompute that fit beside 2,048 tokens in 10 s, with seconds; what is chosen.
-_LONGER: dict[str, tuple[str, dict[tuple[int, str], float], bool, tuple[int, str]]] = {
-    "layers that are recomputed": (
-        "none",
-        {(4096, "layer"): 12.0, (8192, "layer"): 6.0},
-        True,
-        (8192, "layer"),
-    ),
-    "recompute was said": ("none", {(4096, "layer"): 5.0}, False, (2048, "none")),
-    "kept ones are faster": (
-        "none",
-        {(4096, "none"): 4.0, (4096, "layer"): 5.0, (8192, "layer"): 4.5},
-        True,
-        (4096, "none"),
-    ),
-    "recomputed from the first": (
-        "layer",
-        {(4096, "none"): 1.0, (4096, "layer"): 8.0},
-        True,
-        (4096, "layer"),
-    ),
-    "too long for a rank": ("none", {(16384, "layer"): 1.0}, True, (2048, "none")),
-}
-
-
-@pytest.mark.parametrize("name", _LONGER)
-def test_a_longer_chunk_may_recompute_layers(name: str) -> None:
-    recompute, fitting, may_recompute, expected = _LONGER[name]
-
-    def made(chunk: int, recompute: str, seconds: float | None) -> Any:
-        config = oomb.Config(chunk_size=chunk, recompute=recompute)  # type: ignore[arg-type]
-        return SimpleNamespace(
-            config=config, seconds=seconds, fits=seconds is not None, num_tokens=2**20
-        )
-
-    def predicted(config: oomb.Config) -> Any:
-        kind = config.chunk_size, config.recompute
-        return made(*kind, fitting.get(kind))
-
-    found = recommendation._fastest(made(2048, recompute, 10.0), 4, predicted, may_recompute)
-    assert (found.config.chunk_size, found.config.recompute) == expected
-
-
 _TWO_LAYERS = Qwen2Config(
     vocab_size=1024,
     hidden_size=512,
