@@ -76,7 +76,7 @@ class PeerCopies:
             same_to_all: all of ``send`` goes to each.
         """
         item = send.element_size()
-        if not send.is_cuda or not self._has_room(largest * item):  # NCCL refuses it by name
+        if not self._has_room(largest * item):
             return False
         self._exchange.all_to_all(
             send=send.data_ptr(),

@@ -119,14 +119,16 @@ class Replicas:
         return self._sharers
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """[replicas * n, …]: rows [n, …] of each replica in turn; a number becomes a row.
+        """[replicas * n, …]: rows [n, …] of each replica in turn, where they were; a number becomes
+        a row.
 
         As it was given where there is one replica.
         """
         if self._others is None:
             return rows
         given = rows.reshape(1) if rows.ndim == 0 else rows
-        return self._others.all_gather(given).flatten(0, 1)
+        parts = self._others.all_gather(given.to(self._others.device))
+        return parts.flatten(0, 1).to(given.device)
 
     def close(self) -> None:
         """Leave the others."""

@@ -43,12 +43,10 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard  # FSDP2 is for those who use it
 
-    groups = [list(layer.parameters()) for layer in layers]
-    inside = {p for group in groups for p in group}.union(apart)
-    groups.append([p for p in model.parameters() if p not in inside])
-    shared = {p for p, users in Counter(_used(model, layers)).items() if users > 1}
-    groups = [[p for p in group if p not in shared] for group in groups]
-    whole = {p for group in groups for p in of_other_dtypes(group)}.union(apart, shared)
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = (module for module in model.modules() if module not in inside)
+    beside = [p for module in outside for p in module.parameters(recurse=False)]
+    _, whole = groups_and_whole([list(layer.parameters()) for layer in layers], beside, apart)
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=whole)
     fully_shard(model, mesh=mesh, ignored_params=whole)
@@ -57,13 +55,22 @@ def shard(
             parameter.data = parameter.data.to(mesh.device_type)
 
 
-def _used(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Parameters of each layer, then those of what is in no layer."""
-    for layer in layers:
-        yield from layer.parameters()
-    inside = {module for layer in layers for module in layer.modules()}
-    outside = (module for module in model.modules() if module not in inside)
-    yield from {p for module in outside for p in module.parameters(recurse=False)}
+def groups_and_whole(
+    layers: Sequence[Sequence[nn.Parameter]],
+    beside: Sequence[nn.Parameter],
+    apart: Collection[nn.Parameter] = (),
+) -> tuple[list[list[nn.Parameter]], set[nn.Parameter]]:
+    """Parameters that are sharded together, those of each layer and the rest; those that are not.
+
+    Args:
+        layers: parameters of each.
+        beside: used outside of layers.
+    """
+    users = [dict.fromkeys(of_user) for of_user in (*layers, beside)]
+    counts = Counter(p for of_user in users for p in of_user)
+    whole = {p for p, count in counts.items() if count > 1}.union(apart)
+    groups = [[p for p in of_user if p not in whole] for of_user in users]
+    return groups, whole.union(p for group in groups for p in of_other_dtypes(group))
 
 
 def of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

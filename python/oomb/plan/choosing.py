@@ -104,24 +104,34 @@ def fastest(
 
 def in_longer_chunks(
     own: Config, context: int, predicted: Callable[[Config], Prediction]
-) -> Config:
+) -> tuple[Config, float]:
     """With more done again, where chunks that become longer by that spare more time than it takes.
 
     Short chunks wait for weights, sums of gradients and pages, which come for each of them.
+
+    Args:
+        predicted: without what copies of pages take.
+
+    Returns:
+        The settings, and what they take of the seconds of ``own``.
     """
     longer = [size for size in reversed(_chunks(own, context)) if size > own.chunk_size]
     levels = levels_above(own.recompute) if longer else ()
-    best = predicted(own) if levels else None
+    first = predicted(own) if levels else None
+    if first is None or not first.fits or not first.seconds:
+        return own, 1.0
+    found, share = own, 1.0
     for recompute in levels:
         fitting, rest = None, longer
         while rest:  # where a chunk fits, shorter ones do
             middle = len(rest) // 2
-            found = predicted(replace(own, chunk_size=rest[middle], recompute=recompute))
-            fitting = found if found.fits else fitting
-            rest = rest[middle + 1 :] if found.fits else rest[:middle]
-        if best is not None and fitting is not None and best.fits:
-            best = fitting if (fitting.seconds or 0.0) < (best.seconds or 0.0) else best
-    return own if best is None else best.config
+            other = predicted(replace(own, chunk_size=rest[middle], recompute=recompute))
+            fitting = other if other.fits else fitting
+            rest = rest[middle + 1 :] if other.fits else rest[:middle]
+        of_it = 1.0 if fitting is None else (fitting.seconds or 0.0) / first.seconds
+        if fitting is not None and of_it < share - _SPARED:
+            found, share = fitting.config, of_it
+    return found, share
 
 
 def keeping_more(chosen: Prediction, predicted: Callable[[Config], Prediction]) -> Prediction:

@@ -25,6 +25,7 @@ from oomb.plan.remedies import Remedy, remedies
 from oomb.units import bytes_text, seconds_text
 
 _EXACT = 2**14  # chunks, of which the longest context is known to one
+_CLEARLY = 0.8  # of a step's seconds: what copies of pages take decides nothing
 _GIB = 2**30
 
 
@@ -170,21 +171,30 @@ def recommend(
     chosen = first_that_fits(list(candidates(without, context, keep)), roughly)
     settings = replace(chosen.config, keep_outputs=base.keep_outputs)
 
-    if machine.ranks == 1 and timed and keep.isdisjoint(("chunk_size", "recompute")):
-        settings = in_longer_chunks(
-            settings, context, lambda other: planner.predict(context, other, dry_run=False, **asked)
-        )
-
     def wholly(candidate: Config) -> Prediction:
         return planner.predict(context, candidate, timed=timed, **asked)
 
-    prediction = wholly(settings)
-    if machine.ranks > 1 and timed and "chunk_size" not in keep:
-        prediction = fastest(prediction, machine.ranks, wholly, "recompute" not in keep)
-        found = prediction.config
-        settings = replace(settings, chunk_size=found.chunk_size, recompute=found.recompute)
-    elif timed and "recompute" not in keep and optional:
-        prediction = keeping_more(prediction, wholly)
+    def without_copies(candidate: Config) -> Prediction:
+        return planner.predict(context, candidate, dry_run=False, **asked)
+
+    def settled(own: Config) -> Prediction:
+        found = wholly(own)
+        if machine.ranks > 1 and timed and "chunk_size" not in keep:
+            return fastest(found, machine.ranks, wholly, "recompute" not in keep)
+        if timed and "recompute" not in keep and optional:
+            return keeping_more(found, wholly)
+        return found
+
+    longer, share = settings, 1.0
+    if machine.ranks == 1 and timed and keep.isdisjoint(("chunk_size", "recompute")):
+        longer, share = in_longer_chunks(settings, context, without_copies)
+    prediction = settled(longer)
+    if _CLEARLY < share < 1.0:
+        other = settled(settings)
+        if other.fits and (other.seconds or 0.0) < (prediction.seconds or 0.0):
+            prediction = other
+    found = prediction.config
+    settings = replace(settings, chunk_size=found.chunk_size, recompute=found.recompute)
     roomier = with_caps(prediction, machine, wholly) if timed and optional else None
     ordinary = ordinary_training(planner, prediction)
     longest = None

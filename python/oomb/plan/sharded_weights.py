@@ -17,7 +17,7 @@ from torch import nn
 
 from oomb.config import Config
 from oomb.core.rounded_sums import sum_dtype
-from oomb.parallel.whole import of_other_dtypes
+from oomb.parallel.whole import groups_and_whole
 from oomb.plan.machine import Machine
 from oomb.plan.optimizers import OptimizerUse
 from oomb.plan.pages import PageCall
@@ -64,9 +64,8 @@ class ShardedWeightsUse:
                 f"weights: expected 'device' beside sharded weights, got {config.weights!r}"
             )
         ranks, inside = machine.ranks, {p for layer in tracer.layers for p in layer}
-        groups = [list(layer) for layer in tracer.layers]
-        groups.append([p for p in tracer.parameters if p not in inside])
-        whole = {p for group in groups for p in of_other_dtypes(group)}
+        beside = [p for p in tracer.parameters if p not in inside]
+        groups, whole = groups_and_whole(tracer.layers, beside)
 
         def weights(parameters: Iterable[nn.Parameter]) -> int:
             return sum(p.nbytes for p in parameters if p not in whole)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import oomb
+from engine.models import make
 from engine.recurrent_models import make_recurrent, nothing_rounds_to_float32
 from engine.reference import random_ids
 from oomb.engine.ranks import shard_model
@@ -87,19 +89,49 @@ def test_weights_of_rank_0_alone(world: World, tmp_path: Path) -> None:
         assert mine == theirs and mine.are_one and mine.is_whole
 
 
-def apart(rank: int) -> str | None:
+def apart(rank: int) -> list[str] | None:
+    """What is said of a model whose layers were sharded one by one, alone and under adapters."""
     mesh = meshes[2]
     if mesh.get_coordinate() is None:
         return None
-    model = make_recurrent("zamba2")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(UnsupportedModelError) as error:
-        oomb.Engine(model, oomb.Config(sharded_weights="zero3"), mesh=mesh)
-    return str(error.value)
+    texts = []
+    for adapted in (False, True):
+        model = base = make_recurrent("zamba2")
+        if adapted:
+            model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"]))
+            model.to(torch.float64).requires_grad_(True)
+        for layer in base.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(UnsupportedModelError) as error:
+            oomb.Engine(model, oomb.Config(sharded_weights="zero3"), mesh=mesh)
+        texts.append(str(error.value))
+    return texts
 
 
 def test_shards_of_each_use_are_refused(world: World) -> None:
-    for text in world.run(apart):
-        assert text is None or ("shared_transformer" in text and "ignored_params" in text)
+    for texts in world.run(apart):
+        for text in texts or ():
+            assert "shared_transformer" in text and "ignored_params" in text
+
+
+def untied(rank: int, told: bool, changed: bool) -> bool | None:
+    """Whether an engine takes a model whose head is no longer its embedding."""
+    mesh = meshes[2]
+    if mesh.get_coordinate() is None:
+        return None
+    model = make("qwen3-tied")
+    model.lm_head.weight = torch.nn.Parameter(
+        model.lm_head.weight.detach() * (1.1 if changed else 1)
+    )
+    model.config.tie_word_embeddings = not told
+    shard_model(model, mesh)
+    with oomb.Engine(model, oomb.Config(sharded_weights="zero3"), mesh=mesh) as engine:
+        ids = random_ids(1, 40)
+        return bool(engine.forward_backward(ids, ids).loss > 0)
+
+
+@pytest.mark.parametrize(("told", "changed"), [(True, False), (False, True), (True, True)])
+def test_what_was_untied_is_taken(world: World, told: bool, changed: bool) -> None:
+    """The config says so, or the values do."""
+    assert all(taken in (True, None) for taken in world.run(untied, told, changed))

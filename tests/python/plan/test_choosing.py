@@ -67,29 +67,33 @@ def table(recompute: str, **seconds: float) -> Seconds:
     return {(int(name[1:]), recompute): value for name, value in seconds.items()}
 
 
-# A short chunk that waits for what comes with each: what fits, and what is taken.
-_SHORT: dict[str, tuple[Seconds, tuple[int, str]]] = {
+# A short chunk that waits for what comes with each: what fits, what is taken, its seconds for 10.
+_SHORT: dict[str, tuple[Seconds, tuple[int, str], float]] = {
     "layers again are faster": (
         table("pointwise", _1024=8.0) | table("layer", _1024=7.0, _2048=6.0, _4096=5.0),
         (4096, "layer"),
+        5.0,
     ),
-    "not the longest": (table("layer", _1024=5.0, _2048=4.0), (2048, "layer")),
+    "not the longest": (table("layer", _1024=5.0, _2048=4.0), (2048, "layer"), 4.0),
     "less again is faster": (
         table("pointwise", _1024=5.0, _2048=4.0) | table("layer", _1024=7.0, _2048=6.0, _4096=5.0),
         (2048, "pointwise"),
+        4.0,
     ),
-    "no longer one fits": ({}, (512, "none")),
-    "longer ones are slower": (table("layer", _1024=12.0, _2048=11.0), (512, "none")),
+    "no longer one fits": ({}, (512, "none"), 10.0),
+    "longer ones are slower": (table("layer", _1024=12.0, _2048=11.0), (512, "none"), 10.0),
+    "hardly faster": (table("layer", _1024=9.9), (512, "none"), 10.0),
 }
 
 
 @pytest.mark.parametrize("name", _SHORT)
 def test_a_short_chunk_may_become_longer(name: str) -> None:
-    fitting, expected = _SHORT[name]
+    fitting, expected, seconds = _SHORT[name]
     own = oomb.Config(chunk_size=512, recompute="none")
     predicted = predicted_of(fitting | {(512, "none"): 10.0})
-    found = in_longer_chunks(own, 2**17, predicted)
+    found, share = in_longer_chunks(own, 2**17, predicted)
     assert (found.chunk_size, found.recompute) == expected
+    assert share == seconds / 10.0
 
 
 def test_what_is_long_asks_for_no_prediction() -> None:
@@ -97,4 +101,4 @@ def test_what_is_long_asks_for_no_prediction() -> None:
         raise AssertionError("a prediction takes seconds")
 
     own = oomb.Config(chunk_size=4096, recompute="none")
-    assert in_longer_chunks(own, 2**17, predicted) == own
+    assert in_longer_chunks(own, 2**17, predicted) == (own, 1.0)

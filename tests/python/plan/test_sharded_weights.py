@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import oomb
 from engine.models import make
+from engine.recurrent_models import make_recurrent
 from oomb.plan import Machine, predict
 
 RANKS = 2
@@ -39,6 +41,21 @@ def test_bytes_of_a_rank(policy: str) -> None:
     beside = whole.call_bytes - whole.sum_bytes
     assert found.call_bytes - found.sum_bytes - gathered == beside
     assert found.as_dict()["sharded_weights"] == policy
+
+
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_weights_that_layers_share_are_whole(policy: str) -> None:
+    model = make_recurrent("zamba2", torch.float32)
+    layers = model.model.layers
+    uses = Counter(p for layer in layers for p in layer.parameters())
+    shared = sum(p.numel() for p, count in uses.items() if count > 1)
+    rest = sum(p.numel() for p in model.parameters()) - shared
+    found = predicted(policy, model)
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert shared > 0
+    assert found.parameter_bytes == pytest.approx(buffers + 4 * (shared + rest / RANKS), abs=4)
+    assert found.optimizer_bytes == pytest.approx(8 * (shared + rest / RANKS), rel=1e-2)
+    assert found.gathered_bytes <= 4 * rest
 
 
 @pytest.mark.parametrize("policy", ["zero2", "zero3"])
