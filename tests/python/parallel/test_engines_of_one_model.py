@@ -12,7 +12,7 @@ from engine.reference import random_ids
 from .test_sharded_weights import CASES, config_of, model_of, sharded
 from .world import World, meshes
 
-LONGEST_SECONDS = 20.0
+LONGEST_SECONDS = 90.0
 
 
 def failed(rank: int, other_closes: bool) -> tuple[list[int], str] | None:
