@@ -219,6 +219,8 @@ def test_a_part_of_each_replica() -> None:
     class Others:
         """The second replica has four more."""
 
+        device = torch.device("cpu")
+
         def all_gather(self, own: torch.Tensor) -> torch.Tensor:
             return torch.stack([own, own + 4])
 
