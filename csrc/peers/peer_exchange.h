@@ -38,6 +38,7 @@ struct RowCopy {
 };
 
 // One message to each other rank and one from each. What stands where in a message both ends know.
+// What is kept is written while other things are still sent, so they must not overlap.
 struct Exchange {
   std::vector<Piece> sent = {}, received = {};  // with `kept` at most kMostPieces each
   std::vector<RowCopy> kept = {};               // what this rank has for itself

@@ -70,10 +70,10 @@ def groups_and_whole(
     counts = Counter(p for of_user in users for p in of_user)
     whole = {p for p, count in counts.items() if count > 1}.union(apart)
     groups = [[p for p in of_user if p not in whole] for of_user in users]
-    return groups, whole.union(p for group in groups for p in of_other_dtypes(group))
+    return groups, whole.union(p for group in groups for p in _of_other_dtypes(group))
 
 
-def of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+def _of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """Those of a group whose dtype is not that of most of its values: FSDP2 wants one."""
     values = Counter[torch.dtype]()
     for parameter in parameters:
