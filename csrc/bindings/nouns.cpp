@@ -34,14 +34,14 @@ void check_statistics(py::handle object, const char* name, const Extents& extent
   check(tensor, {extents, tensor.device, tensor.element, true});
 }
 
+}  // namespace
+
 DType dtype_from_name(const std::string& name) {
   for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
     if (name == oomb::name_of(dtype)) return dtype;
   }
   throw InvalidArgument(concat("dtype: expected float64, float32 or bfloat16, got ", name));
 }
-
-}  // namespace
 
 PagePool::PagePool(int64_t address, int64_t slot_bytes, int64_t num_slots)
     : address(address), slot_bytes(slot_bytes), num_slots(num_slots) {

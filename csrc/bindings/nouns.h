@@ -16,6 +16,9 @@
 
 namespace oomb::bindings::nouns {
 
+// float64, float32 or bfloat16.
+DType dtype_from_name(const std::string& name);
+
 // Slots of one size, in memory that its owner keeps until kernels end. `name` is the argument's, in
 // what the checks say.
 struct PagePool {

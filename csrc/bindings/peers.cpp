@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/attention_arguments.h"
+#include "bindings/nouns.h"
 #include "common/error.h"
 #include "peers/peer_exchange.h"
 #endif
@@ -155,6 +156,15 @@ void to_tokens(PeerExchange& self, const Views& tensors, const Views& results, c
   self.exchange(exchange);
 }
 
+void sum(PeerExchange& self, int64_t parts, int64_t bytes, const std::string& dtype, int blocks,
+         int64_t stream) {
+  self.sum({.parts = address_of(parts),
+            .bytes = bytes,
+            .dtype = nouns::dtype_from_name(dtype),
+            .blocks = blocks,
+            .stream = pointer_to(stream)});
+}
+
 }  // namespace
 #endif
 
@@ -182,6 +192,8 @@ void bind_peers(py::module_& module) {
       .def("to_tokens", &to_tokens, py::kw_only(), py::arg("tensors"), py::arg("results"),
            py::arg("tokens"), py::arg("rank"), py::arg("batch"), py::arg("row_bytes"),
            py::arg("message_bytes"), py::arg("stream"))
+      .def("sum", &sum, py::kw_only(), py::arg("parts"), py::arg("bytes"), py::arg("dtype"),
+           py::arg("blocks") = 0, py::arg("stream"))
       .def("abort", &PeerExchange::abort)
       .def_property_readonly(
           "timed_out",

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "common/dtype.h"
+
 namespace oomb::peers {
 
 // Ranks, and pieces of their messages, that a kernel's parameters have room for.
@@ -46,6 +48,16 @@ struct Exchange {
   void* stream = nullptr;  // a cudaStream_t, in which all earlier exchanges come before this one
 };
 
+// A tensor of each rank, which all replace by their sum. Each rank adds up a part of it, of
+// `bytes`: a multiple of 16.
+struct Sum {
+  std::byte* parts = nullptr;  // of all ranks, one behind the other; begins on 16 bytes
+  int64_t bytes = 0;
+  DType dtype = DType::kFloat32;  // or bfloat16, which is added up in fp32 and rounded once
+  int blocks = 0;                 // of threads, which no kernel has more of; 0: as many as help
+  void* stream = nullptr;         // as of Exchange
+};
+
 enum class Halt : int { kNone = 0, kAborted = 1, kTimedOut = 2 };
 
 // Memory of a GPU that other processes write their messages into:
@@ -75,6 +87,13 @@ class PeerExchange {
   virtual void disconnect() noexcept = 0;
 
   virtual void exchange(const Exchange& exchange) = 0;
+  // Two exchanges, of which the second carries what has been added up between:
+  //
+  //   rank 0   [ a0 | b0 ]  push b0   meet   a = a0 + a1, pushed   meet   pull b   [ a | b ]
+  //   rank 1   [ a1 | b1 ]  push a1   meet   b = b0 + b1, pushed   meet   pull a   [ a | b ]
+  //
+  // In the order of ranks, so all have the same bits.
+  virtual void sum(const Sum& sum) = 0;
 
   // From any thread: nobody here waits any longer.
   virtual void abort() noexcept = 0;

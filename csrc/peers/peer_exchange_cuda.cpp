@@ -98,16 +98,14 @@ class CudaPeerExchange final : public PeerExchange {
     const DeviceGuard guard(device_);
     const auto stream = static_cast<cudaStream_t>(exchange.stream);
     ++number_;
-    const int64_t side = kHeadBytes + static_cast<int64_t>(number_ % 2) * side_bytes_;
     RowCopies push, pull;
     for (const RowCopy& copy : exchange.kept) {
       if (!is_empty(copy)) push.copy[push.count++] = copy;
     }
     for (const Piece& piece : exchange.sent) {
       if (is_empty(piece)) continue;
-      std::byte* slot = of_rank_[static_cast<size_t>(piece.rank)] + side;
       push.copy[push.count++] = {.source = piece.tensor,
-                                 .target = slot + rank_ * exchange.slot_bytes + piece.offset,
+                                 .target = to(piece.rank, exchange.slot_bytes) + piece.offset,
                                  .in_source = piece.in_tensor,
                                  .in_target = piece.in_message,
                                  .tokens = piece.tokens,
@@ -117,8 +115,7 @@ class CudaPeerExchange final : public PeerExchange {
     }
     for (const Piece& piece : exchange.received) {
       if (is_empty(piece)) continue;
-      const std::byte* slot = memory_ + side + piece.rank * exchange.slot_bytes;
-      pull.copy[pull.count++] = {.source = slot + piece.offset,
+      pull.copy[pull.count++] = {.source = from(piece.rank, exchange.slot_bytes) + piece.offset,
                                  .target = piece.tensor,
                                  .in_source = piece.in_message,
                                  .in_target = piece.in_tensor,
@@ -127,20 +124,39 @@ class CudaPeerExchange final : public PeerExchange {
                                  .heads = piece.heads,
                                  .row_bytes = piece.row_bytes};
     }
-    Meeting meeting{};
-    meeting.number = number_;
-    meeting.halt = halt_on_device_;
-    meeting.limit_cycles = limit_cycles_;
-    meeting.ranks = static_cast<int>(of_rank_.size());
-    meeting.rank = rank_;
-    for (size_t other = 0; other < of_rank_.size(); ++other) {
-      meeting.theirs[other] = reinterpret_cast<uint64_t*>(of_rank_[other] + rank_ * kFlagStride);
-      meeting.ours[other] =
-          reinterpret_cast<const uint64_t*>(memory_ + static_cast<int64_t>(other) * kFlagStride);
+    launch_copies(push, 0, stream);
+    meet(stream);
+    launch_copies(pull, 0, stream);
+  }
+
+  void sum(const Sum& sum) override {
+    check(sum);
+    const DeviceGuard guard(device_);
+    const auto stream = static_cast<cudaStream_t>(sum.stream);
+    ++number_;
+    RowCopies push, pull;
+    PartSum own{.bytes = sum.bytes};
+    std::byte* const own_part = sum.parts + rank_ * sum.bytes;
+    for (int other = 0; other < ranks(); ++other) {
+      std::byte* const part = sum.parts + other * sum.bytes;
+      own.parts[own.count++] = other == rank_ ? part : from(other, sum.bytes);
+      if (other == rank_) continue;
+      push.copy[push.count++] = {
+          .source = part, .target = to(other, sum.bytes), .row_bytes = sum.bytes};
     }
-    launch_copies(push, stream);
-    launch_meeting(meeting, stream);
-    launch_copies(pull, stream);
+    launch_copies(push, sum.blocks, stream);
+    meet(stream);
+    ++number_;
+    for (int other = 0; other < ranks(); ++other) {
+      own.targets[other] = other == rank_ ? own_part : to(other, sum.bytes);
+      if (other == rank_) continue;
+      pull.copy[pull.count++] = {.source = from(other, sum.bytes),
+                                 .target = sum.parts + other * sum.bytes,
+                                 .row_bytes = sum.bytes};
+    }
+    launch_part_sum(own, sum.dtype, sum.blocks, stream);
+    meet(stream);
+    launch_copies(pull, sum.blocks, stream);
   }
 
   void abort() noexcept override { *halt_ = static_cast<int>(Halt::kAborted); }
@@ -152,6 +168,34 @@ class CudaPeerExchange final : public PeerExchange {
   int64_t side_bytes() const override { return side_bytes_; }
 
  private:
+  int ranks() const { return static_cast<int>(of_rank_.size()); }
+
+  int64_t side() const { return kHeadBytes + static_cast<int64_t>(number_ % 2) * side_bytes_; }
+
+  // Where this rank's message to another one goes, and another one's comes, in this exchange.
+  std::byte* to(int other, int64_t slot_bytes) const {
+    return of_rank_[static_cast<size_t>(other)] + side() + rank_ * slot_bytes;
+  }
+
+  const std::byte* from(int other, int64_t slot_bytes) const {
+    return memory_ + side() + other * slot_bytes;
+  }
+
+  void meet(cudaStream_t stream) const {
+    Meeting meeting{};
+    meeting.number = number_;
+    meeting.halt = halt_on_device_;
+    meeting.limit_cycles = limit_cycles_;
+    meeting.ranks = ranks();
+    meeting.rank = rank_;
+    for (size_t other = 0; other < of_rank_.size(); ++other) {
+      meeting.theirs[other] = reinterpret_cast<uint64_t*>(of_rank_[other] + rank_ * kFlagStride);
+      meeting.ours[other] =
+          reinterpret_cast<const uint64_t*>(memory_ + static_cast<int64_t>(other) * kFlagStride);
+    }
+    launch_meeting(meeting, stream);
+  }
+
   template <typename Rows>
   static int64_t bytes_of(const Rows& rows) {
     return rows.tokens * rows.batch * rows.heads * rows.row_bytes;
@@ -169,17 +213,16 @@ class CudaPeerExchange final : public PeerExchange {
   }
 
   void check(const Exchange& exchange) const {
-    const auto ranks = static_cast<int64_t>(of_rank_.size());
-    expect(ranks > 0, "exchange", "a connected one", "none");
-    expect(exchange.slot_bytes * ranks <= side_bytes_, "slot_bytes",
-           Parts("at most ", side_bytes_ / ranks), exchange.slot_bytes);
+    expect(ranks() > 0, "exchange", "a connected one", "none");
+    expect(exchange.slot_bytes * ranks() <= side_bytes_, "slot_bytes",
+           Parts("at most ", side_bytes_ / ranks()), exchange.slot_bytes);
     for (const RowCopy& copy : exchange.kept) expect_countable(copy);
     for (const auto* pieces : {&exchange.sent, &exchange.received}) {
       const int64_t count = std::ssize(*pieces) + std::ssize(exchange.kept);
       expect(count <= kMostPieces, "pieces", Parts("at most ", kMostPieces), count);
       for (const Piece& piece : *pieces) {
-        expect(piece.rank >= 0 && piece.rank < ranks && piece.rank != rank_, "rank",
-               Parts("another one below ", ranks), piece.rank);
+        expect(piece.rank >= 0 && piece.rank < ranks() && piece.rank != rank_, "rank",
+               Parts("another one below ", ranks()), piece.rank);
         if (is_empty(piece)) continue;
         const Spacing& spacing = piece.in_message;
         const int64_t end = piece.offset + (piece.tokens - 1) * spacing.token +
@@ -190,6 +233,18 @@ class CudaPeerExchange final : public PeerExchange {
         expect_countable(piece);
       }
     }
+  }
+
+  void check(const Sum& sum) const {
+    expect(ranks() > 0, "sum", "a connected exchange", "none");
+    expect(sum.bytes > 0 && sum.bytes % 16 == 0 && sum.bytes <= kMostPieceBytes, "bytes",
+           "a positive multiple of 16 below 2^31", sum.bytes);
+    expect(sum.bytes * ranks() <= side_bytes_, "bytes", Parts("at most ", side_bytes_ / ranks()),
+           sum.bytes);
+    expect(reinterpret_cast<uintptr_t>(sum.parts) % 16 == 0, "parts", "an address on 16 bytes",
+           reinterpret_cast<uintptr_t>(sum.parts));
+    expect(sum.dtype == DType::kFloat32 || sum.dtype == DType::kBFloat16, "dtype",
+           "float32 or bfloat16", name_of(sum.dtype));
   }
 
   void release() noexcept {

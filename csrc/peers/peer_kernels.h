@@ -29,7 +29,17 @@ struct Meeting {
   int ranks = 0, rank = 0;
 };
 
-void launch_copies(const RowCopies& copies, cudaStream_t stream);
+// A part of each rank, and where their sum belongs; all of `bytes`, a multiple of 16.
+struct PartSum {
+  const std::byte* parts[kMostRanks];  // in the order of ranks
+  std::byte* targets[kMostRanks];
+  int64_t bytes = 0;
+  int count = 0;  // of both
+};
+
+// `most_blocks`: of threads; 0: as many as help.
+void launch_copies(const RowCopies& copies, int most_blocks, cudaStream_t stream);
+void launch_part_sum(const PartSum& sum, DType dtype, int most_blocks, cudaStream_t stream);
 void launch_meeting(const Meeting& meeting, cudaStream_t stream);
 
 }  // namespace oomb::peers
