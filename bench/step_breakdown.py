@@ -175,7 +175,7 @@ def _measure(arguments: argparse.Namespace, length: int, mesh: Any) -> None:
         with_float8(network, arguments.float8, torch.device("cuda"))
     _marked_loss()
     if arguments.nccl:
-        PeerCopies._has_room = lambda *_: False  # type: ignore[method-assign]
+        PeerCopies.has_room = lambda *_: False  # type: ignore[method-assign]
     settings = network.config
     config = with_selection(config, arguments.selection, settings.num_hidden_layers)
     with oomb.Engine(network, config, mesh=mesh) as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,8 +20,10 @@ from oomb.held_signals import with_signals_held
 from oomb.parallel.arrival import connected, refusal, refuse
 from oomb.parallel.failure import Alarm, Failure, RankLostError
 from oomb.parallel.leaving import let_go
+from oomb.parallel.notes import gathered
 from oomb.parallel.own_groups import gloo, on_gpus, options_of, own_connection
 from oomb.parallel.peer_copies import PeerCopies
+from oomb.parallel.peer_sums import PeerSums
 from oomb.parallel.peers import Place, first_ended, place_of_this
 
 T = TypeVar("T")
@@ -32,7 +33,6 @@ PATIENCE = timedelta(hours=12)  # a rank may be tokenising, uploading or generat
 _LOOK = timedelta(seconds=0.25)  # how often a wait on the host looks at the alarm
 _ENDS = timedelta(minutes=1)  # a work whose future is done
 _ON_ITS_WAY = 20.0  # seconds, for what a rank has sent before it closed or ended
-_NOTE_BYTES = 4096  # of an agreement's first message
 
 _engines: Counter[tuple[int, ...]] = Counter()
 
@@ -54,6 +54,7 @@ class Ranks:
         rank: this one's place among them.
         size: their number.
         peers: exchanges without a library, where tensors are on GPUs; None: not.
+        sums: those beside other work, likewise.
         stopwatch: measures exchanges of tensors; None: nobody does.
         meanwhile: what can be done beside an exchange; None: nothing.
     """
@@ -78,6 +79,7 @@ class Ranks:
         self._tensors: Any = None
         self._weights: Any = None
         self.peers: PeerCopies | None = None
+        self.sums: PeerSums | None = None
         self._border: Any = None
         self._alarm: Alarm | None = None
         self._settled = False
@@ -85,11 +87,6 @@ class Ranks:
         self._process, self._closed = os.getpid(), False
         self._connect()
         self._places = self._gather_notes(place_of_this())
-
-    @property
-    def neighbours(self) -> int:
-        """Processes that share this host's memory."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
     # A call ---------------------------------------------------------------------------------------
 
@@ -134,8 +131,8 @@ class Ranks:
         before, self._border = self._border, self._notes.allreduce([torch.ones(1)])
         if before is not None:
             self._wait_on_host(before)
-        if self.peers is not None:
-            self.peers.expect_in_time()
+        for copies in self._copies:
+            copies.expect_in_time()
 
     def close(self) -> None:
         """Leave the others; who waits for this rank, now or later, is told that it is gone.
@@ -187,7 +184,11 @@ class Ranks:
                 if self._notes is not None:  # else that has been done
                     self._disconnect(failed=True)
                 raise
-            self.peers = PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
+            self.peers, of_sums = (
+                PeerCopies(self.device, self.rank, self.size, self.collect, self._timeout)
+                for _ in range(2)
+            )
+            self.sums = PeerSums(self.device, self.size, of_sums)
 
     def _name_of(self, generation: int) -> str:
         return f"{self._name}/{generation}"
@@ -207,21 +208,27 @@ class Ranks:
 
     def _disconnect(self, *, failed: bool) -> None:
         self._abort()
-        if self.peers is not None:
+        for copies in self._copies:
             with suppress(RuntimeError):  # the GPU itself has failed
-                self.peers.close()
+                copies.close()
         if failed and self._notes is not None:
             let_go(self._notes)
-        self._notes = self._tensors = self._weights = self.peers = self._border = None
+        self._notes = self._tensors = self._weights = self._border = None
+        self.peers = self.sums = None
         self._generation += 1
 
     def _abort(self) -> None:
         """Frees whoever waits in a collective on the GPU."""
         if self.peers is not None:
-            self.peers.abort()
+            for copies in self._copies:
+                copies.abort()
             for group in (self._tensors, self._weights):
                 with suppress(RuntimeError):
                     group.abort()
+
+    @property
+    def _copies(self) -> list[PeerCopies | PeerSums]:
+        return [x for x in (self.peers, self.sums) if x is not None]
 
     # Agreement ------------------------------------------------------------------------------------
 
@@ -251,25 +258,7 @@ class Ranks:
         return kept[0]
 
     def _gather_notes(self, note: object) -> list[Any]:
-        text = pickle.dumps(note)
-        head = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
-        head[:8] = _bytes(len(text).to_bytes(8, "little"))
-        first = text[: _NOTE_BYTES - 8]
-        head[8 : 8 + len(first)] = _bytes(first)
-        heads = self._all_gather(self._notes, head)
-        sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in heads]
-        longest = max(sizes) - (_NOTE_BYTES - 8)
-        rests = [b""] * self.size
-        if longest > 0:
-            rest = torch.zeros(longest, dtype=torch.uint8)
-            own = text[_NOTE_BYTES - 8 :]
-            if own:
-                rest[: len(own)] = _bytes(own)
-            rests = [row.numpy().tobytes() for row in self._all_gather(self._notes, rest)]
-        return [
-            pickle.loads((row[8:].numpy().tobytes() + rest)[:size])
-            for row, rest, size in zip(heads, rests, sizes, strict=True)
-        ]
+        return gathered(note, partial(self._all_gather, self._notes))
 
     # Tensors --------------------------------------------------------------------------------------
 
@@ -318,6 +307,14 @@ class Ranks:
                 return work
             self._wait(work, on_gpu=on_gpu)
         return None
+
+    def add_up(self, flat: torch.Tensor) -> bool:
+        """:meth:`~oomb.parallel.peer_copies.PeerCopies.add_up`; False: nothing was done."""
+        with self.measured():
+            if self.peers is None or not self.peers.add_up(flat):
+                return False
+            self.expect_no_failure()
+        return True
 
     def all_gather(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """[ranks, …]: the tensor of each rank; of that shape what it comes into."""
@@ -394,7 +391,3 @@ class Ranks:
             self._disconnect(failed=True)
             raise gone.error() from error
         self._alarm.explain(self._own, error).raise_again(None)
-
-
-def _bytes(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ class HeadsOverRanks(Placement):
 
     @property
     def neighbours(self) -> int:
-        return self.group.neighbours
+        """Processes that share this host's memory."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
 
     def expect_device(self, device: torch.device) -> None:
         group = self.group
@@ -137,21 +139,14 @@ class HeadsOverRanks(Placement):
         sum_in_rank_order(self.group, tensors)
 
     def sum_beside(self, tensors: list[torch.Tensor]) -> None:
-        peers, stopwatch = self.group.peers, self.group.stopwatch
-        if peers is None or not peers.is_connected:
+        sums = self.group.sums
+        if sums is None or not sums.begin(tensors):
             self.sum_(tensors)
-            return
-        self.group.stopwatch = None  # nobody waits
-        try:
-            with peers.beside():
-                self.sum_(tensors)
-        finally:
-            self.group.stopwatch = stopwatch
 
     def finish_sums(self) -> None:
-        if self.group.peers is not None:
+        if self.group.sums is not None:
             with self.group.measured():
-                self.group.peers.join()
+                self.group.sums.join()
 
     def whole_lists(self, lists: Lists, copies: int, *, per_head: bool, parted: bool) -> Lists:
         every = self.group.collect(lambda: lists)

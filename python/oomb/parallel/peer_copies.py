@@ -11,8 +11,8 @@ rank fails. NCCL carries the messages where processes cannot reach each other's 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +21,7 @@ import torch
 from oomb import _C
 from oomb.errors import Error
 from oomb.parallel.peers import place_of_this
+from oomb.parallel.product_processors import leave_processors
 
 _LEAST_BYTES, _MOST_BYTES = 8 * 2**20, 256 * 2**20  # of one exchange; there is room for two
 _MOST_RANKS, _MOST_PIECES = 16, 32  # of which kernels are told
@@ -56,7 +57,7 @@ class PeerCopies:
         self._timeout = timeout
         self._exchange: Any = None
         self._own_stream: torch.cuda.Stream | None = None
-        self._is_aside = self._is_apart = False
+        self._is_aside = False
         self._refused = size > _MOST_RANKS
 
     def all_to_all(
@@ -76,7 +77,7 @@ class PeerCopies:
             same_to_all: all of ``send`` goes to each.
         """
         item = send.element_size()
-        if not self._has_room(largest * item):
+        if not self.has_room(largest * item):
             return False
         self._exchange.all_to_all(
             send=send.data_ptr(),
@@ -100,6 +101,8 @@ class PeerCopies:
             stream    … what is sent     meanwhile …                  ▸ what has come …
             aside                        copies in   meeting   copies out
 
+        Products meanwhile leave multiprocessors to the copies.
+
         What is sent and what comes has to stay alive until then. None: ``start`` has asked for
         nothing, and nothing else was done.
 
@@ -112,31 +115,16 @@ class PeerCopies:
             started = start()
             self._is_aside = False
             if started is not None:
-                meanwhile()
+                take_back = leave_processors(self._device)
+                try:
+                    meanwhile()
+                finally:
+                    take_back()
             return started
         finally:  # whatever fails: memory that is written is not given to others before
             self._is_aside = False
             with measured():
                 stream.wait_stream(own)
-
-    @property
-    def is_connected(self) -> bool:
-        """Copies reach the other ranks."""
-        return self._exchange is not None
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Inside, all work of a GPU goes beside the stream, which waits for it at :meth:`join`, and
-        before another exchange of its own."""
-        self._is_apart = True
-        with torch.cuda.stream(self._behind_current()):
-            yield
-
-    def join(self) -> None:
-        """The stream waits for what went beside it."""
-        if self._is_apart and self._own_stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._own_stream)
-        self._is_apart = False
 
     def _behind_current(self) -> torch.cuda.Stream:
         """A stream of its own, behind what the current one was given so far."""
@@ -147,6 +135,33 @@ class PeerCopies:
             self._own_stream = self._streams[self._device]
         self._own_stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._own_stream
+
+    @staticmethod
+    def adds_up(dtype: torch.dtype) -> bool:
+        """Whether :meth:`add_up` takes values of a dtype."""
+        return dtype in (torch.float32, torch.bfloat16)
+
+    def add_up(self, flat: torch.Tensor, blocks: int = 0) -> bool:
+        """Replace a tensor by its sum over ranks, as
+        :func:`~oomb.parallel.in_order.added_in_order` has it; False: nothing was done.
+
+        Args:
+            flat: [ranks * n], n * item size a multiple of 16.
+            blocks: of threads, which no kernel has more of; 0: as many as help.
+        """
+        part = flat.numel() // self._size * flat.element_size()
+        whole = part * self._size == flat.nbytes and part % 16 == flat.data_ptr() % 16 == 0
+        if not whole or part == 0 or not self.adds_up(flat.dtype) or not self.has_room(part):
+            return False
+        self._exchange.sum(
+            parts=flat.data_ptr(),
+            bytes=part,
+            dtype=str(flat.dtype).removeprefix("torch."),
+            blocks=blocks,
+            stream=self._stream,
+        )
+        self.expect_in_time()
+        return True
 
     def gather(self, x: torch.Tensor, parts: torch.Tensor) -> bool:
         """A tensor of each rank, [ranks, …], of equal shapes; False: nothing was done."""
@@ -164,7 +179,7 @@ class PeerCopies:
             message: elements of the largest message between two ranks.
             received: [tokens of all, B, heads of a rank of all tensors, D].
         """
-        if not self._takes(tensors) or not self._has_room(message * received.element_size()):
+        if not self._takes(tensors) or not self.has_room(message * received.element_size()):
             return False
         self._exchange.to_heads(
             tensors=[_view(x) for x in tensors],
@@ -184,7 +199,7 @@ class PeerCopies:
             results: [B, heads, at least the own tokens, D], likewise.
         """
         takes = self._takes(tensors) and self._takes(tuple(results))
-        if not takes or not self._has_room(message * tensors[0].element_size()):
+        if not takes or not self.has_room(message * tensors[0].element_size()):
             return False
         self._exchange.to_tokens(
             tensors=[_view(x) for x in tensors],
@@ -200,8 +215,6 @@ class PeerCopies:
         own, current = self._own_stream, torch.cuda.current_stream(self._device)
         if self._is_aside and own is not None:
             current = own
-        elif current != own:
-            self.join()
         handle: int = current.cuda_stream
         return handle
 
@@ -240,7 +253,7 @@ class PeerCopies:
         exchange.disconnect()
         self._unused.append(exchange)
 
-    def _has_room(self, message_bytes: int) -> bool:
+    def has_room(self, message_bytes: int) -> bool:
         """Whether messages of so many bytes fit; all ranks together make room where they can."""
         needed = self._size * (-(-message_bytes // 16) * 16)
         if self._refused or needed > _MOST_BYTES:

@@ -20,7 +20,9 @@ import oomb
 from oomb.parallel.exchange import _to_heads, _to_tokens
 from oomb.parallel.group import Ranks
 from oomb.parallel.heads import HeadShares
+from oomb.parallel.in_order import added_in_order
 from oomb.parallel.slices import TokenSlices
+from oomb.parallel.sums import sum_in_rank_order
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", RANK % torch.cuda.device_count())
@@ -161,6 +163,41 @@ def heads_arrive_beside_other_work() -> None:
     ranks.close()
 
 
+# Elements of tensors that are summed at once: parts that ranks divide, and not; of several buckets.
+SUMMED = [[4096], [1], [24, 7, 5000], [17 * 2**20 + 3, 100], [3 * 2**20] * 7]
+
+
+def sums_are_those_in_rank_order() -> None:
+    """At once and beside other work, in the middle of exchanges of the stream; others are late."""
+    ranks = Ranks(list(range(RANKS)), DEVICE)
+    slow = random.Random(RANK)
+    for number in range(24):
+        dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
+        sizes = SUMMED[number % len(SUMMED)]
+        own = torch.Generator(DEVICE).manual_seed(100 * number + RANK)
+        given = [torch.randn(n, device=DEVICE, dtype=dtype, generator=own) for n in sizes]
+        expected = [added_in_order(ranks.all_gather(x)).to(dtype) for x in given]
+        if number % 2:
+            sum_in_rank_order(ranks, given)
+        else:
+            assert ranks.sums is not None
+            begun = ranks.sums.begin(given)
+            assert begun == (dtype != torch.float64)
+            for _ in range(3):
+                if slow.random() < 0.5:
+                    torch.cuda._sleep(slow.randrange(LONGEST_CYCLES))
+                assert ranks.sum(torch.ones(3, device=DEVICE))[0] == RANKS
+            if not begun:
+                sum_in_rank_order(ranks, given)
+            ranks.sums.join()
+        for x, y in zip(given, expected, strict=True):
+            assert torch.equal(x, y), (number, dtype, sizes)
+    given = [torch.full((4,), -0.0, device=DEVICE)]
+    sum_in_rank_order(ranks, given)
+    assert torch.signbit(given[0]).all()
+    ranks.close()
+
+
 def every(place: int, batch: int, heads: int, tokens: int, width: int, dtype: Any) -> torch.Tensor:
     """Numbers that a dtype holds, and neighbours of each kind differ in."""
     shape = (batch, heads, tokens, width)
@@ -248,6 +285,7 @@ def main() -> None:
         all_arrives,
         heads_arrive,
         heads_arrive_beside_other_work,
+        sums_are_those_in_rank_order,
         who_does_not_wait_has_nothing,
         a_failure_frees_who_waits,
         nobody_waits_for_ever,

@@ -117,8 +117,8 @@ def test_ranks_have_equal_room_whatever_they_had_before(made: list[OtherMemory])
 
 def test_the_largest_messages_go_through_nccl() -> None:
     peers = of_two()
-    assert not peers._has_room(129 * MIB)  # of two ranks
-    assert peers._has_room(128 * MIB)
+    assert not peers.has_room(129 * MIB)  # of two ranks
+    assert peers.has_room(128 * MIB)
 
 
 @pytest.mark.parametrize("case", ["forbidden", "other host", "other cannot", "no handle", "no way"])
@@ -167,4 +167,4 @@ def test_a_wait_that_took_too_long_is_told(made: list[OtherMemory]) -> None:
 
 def test_more_ranks_than_kernels_know_use_nccl() -> None:
     peers = PeerCopies(torch.device("cuda", 0), 0, 17, lambda work: [work()] * 17, timedelta(1))
-    assert not peers._has_room(16)
+    assert not peers.has_room(16)
