@@ -84,6 +84,8 @@ class ChunkLoop:
         return Swaps(self._take_model)
 
     def _take_model(self, swaps: Swaps) -> None:
+        # Whatever happens: sums that have begun write memory that is free soon after.
+        swaps.afterwards(self._placement.finish_sums)
         swaps.also(outer_run_afterwards())
         swaps.also(self._attention.activated())
         session = self._model.session(

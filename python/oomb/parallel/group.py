@@ -117,7 +117,7 @@ class Ranks:
         """Do the last thing of a call, which either all ranks do or none."""
 
         def settle() -> None:
-            self.collect(lambda: None)
+            self.collect(self._expect_in_time)
             self._settled = True
             work()
 
@@ -131,8 +131,7 @@ class Ranks:
         before, self._border = self._border, self._notes.allreduce([torch.ones(1)])
         if before is not None:
             self._wait_on_host(before)
-        for copies in self._copies:
-            copies.expect_in_time()
+        self._expect_in_time()
 
     def close(self) -> None:
         """Leave the others; who waits for this rank, now or later, is told that it is gone.
@@ -225,6 +224,10 @@ class Ranks:
             for group in (self._tensors, self._weights):
                 with suppress(RuntimeError):
                     group.abort()
+
+    def _expect_in_time(self) -> None:
+        for copies in self._copies:
+            copies.expect_in_time()
 
     @property
     def _copies(self) -> list[PeerCopies | PeerSums]:

@@ -146,12 +146,11 @@ class PeerCopies:
         :func:`~oomb.parallel.in_order.added_in_order` has it; False: nothing was done.
 
         Args:
-            flat: [ranks * n], n * item size a multiple of 16.
+            flat: as of :func:`~oomb.parallel.buckets.add_up_in_buckets`.
             blocks: of threads, which no kernel has more of; 0: as many as help.
         """
-        part = flat.numel() // self._size * flat.element_size()
-        whole = part * self._size == flat.nbytes and part % 16 == flat.data_ptr() % 16 == 0
-        if not whole or part == 0 or not self.adds_up(flat.dtype) or not self.has_room(part):
+        part = flat.nbytes // self._size
+        if part == 0 or not self.adds_up(flat.dtype) or not self.has_room(part):
             return False
         self._exchange.sum(
             parts=flat.data_ptr(),

@@ -9,12 +9,11 @@ They have memory of their own to meet in, so that exchanges of the stream need n
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import torch
 
-from oomb.parallel.buckets import BUCKET_BYTES, add_up_in_buckets
+from oomb.parallel.buckets import add_up_in_buckets, bucket_bytes
 from oomb.parallel.peer_copies import PeerCopies
 from oomb.parallel.product_processors import leave_processors, processors_left
 
@@ -41,9 +40,8 @@ class PeerSums:
 
         Nobody touches them before, and memory that they need is the sums' own until then.
         """
-        copies = self._copies
-        taken = all(copies.adds_up(x.dtype) for x in tensors)
-        if not taken or not copies.has_room(BUCKET_BYTES // self._size):
+        taken = all(self._copies.adds_up(x.dtype) for x in tensors)
+        if not taken or not self._copies.has_room(bucket_bytes(self._size) // self._size):
             return False
         if self._take_back is None:
             self._take_back = leave_processors(self._device)
@@ -52,16 +50,13 @@ class PeerSums:
         own = self._streams[self._device]
         own.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(own):
-            add_up = partial(copies.add_up, blocks=_BLOCKS * processors_left(self._device))
-            add_up_in_buckets(tensors, self._size, add_up)
+            add_up_in_buckets(tensors, self._size, self._add_up)
         return True
 
     def join(self) -> None:
-        """The stream waits for all sums that have begun."""
-        if self._take_back is None:
-            return
-        torch.cuda.current_stream(self._device).wait_stream(self._streams[self._device])
-        self._copies.expect_in_time()
+        """The stream waits for all sums that have begun. Nothing is raised."""
+        if self._take_back is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._streams[self._device])
         self._end()
 
     def expect_in_time(self) -> None:
@@ -74,6 +69,11 @@ class PeerSums:
     def close(self) -> None:
         self._end()
         self._copies.close()
+
+    def _add_up(self, flat: torch.Tensor) -> None:
+        blocks = _BLOCKS * processors_left(self._device)
+        done = self._copies.add_up(flat, blocks) or flat.numel() == 0
+        assert done, "of tensors that have begun to be added up the others are added up too"
 
     def _end(self) -> None:
         take_back, self._take_back = self._take_back, None

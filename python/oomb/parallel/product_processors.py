@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-# Of all: 8 of an H200's 132. Exchanges of a layer's gradients fit beside a product of its MLP then,
-# which takes 3 to 5 % longer.
+# Of all: 8 of an H200's 132. Exchanges of a layer's gradients fit beside a product of its MLP then.
 _SHARE = 16
 
 
@@ -35,9 +34,12 @@ def leave_processors(device: torch.device) -> Callable[[], None]:
     cublas = _cublas()
     if cublas is None:
         return lambda: None
-    handle, before = ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int()
+    with torch.cuda.device(device):
+        handle, before = ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int()
     cublas.cublasGetSmCountTarget(handle, ctypes.byref(before))
     taken = _all_of(device) - processors_left(device)
+    if before.value:  # 0: all
+        taken = min(taken, before.value)
     cublas.cublasSetSmCountTarget(handle, ctypes.c_int(taken))
     return lambda: cublas.cublasSetSmCountTarget(handle, before)
 

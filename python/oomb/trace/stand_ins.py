@@ -127,7 +127,7 @@ class TracedRanks:
     """The ranks of a sequence, as their first one sees them: messages come empty."""
 
     rank = 0
-    peers = meanwhile = None
+    peers = sums = meanwhile = None
 
     def __init__(self, size: int) -> None:
         self.size = size

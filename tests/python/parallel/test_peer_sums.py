@@ -31,6 +31,9 @@ class OtherCopies:
 
     def add_up(self, flat: torch.Tensor, blocks: int) -> bool:
         assert blocks == 16
+        assert flat.data_ptr() % 16 == 0
+        if flat.numel() == 0:
+            return False
         flat.mul_(2)
         return True
 
@@ -88,11 +91,22 @@ def test_after_a_failure_too(left: list[int]) -> None:
     assert copies.closed == 1
 
 
-@pytest.mark.parametrize(("dtype", "room"), [(torch.float64, True), (torch.float32, False)])
+@pytest.mark.parametrize(
+    ("dtype", "first", "room"),
+    [
+        (torch.float64, 0, True),
+        (torch.float32, 0, False),
+        (torch.float32, 0, True),
+        (torch.float32, 1, True),
+    ],
+    ids=["fp64", "no room", "taken", "between words"],
+)
 def test_what_copies_do_not_take_is_left_as_it_is(
-    dtype: torch.dtype, room: bool, left: list[int]
+    dtype: torch.dtype, first: int, room: bool, left: list[int]
 ) -> None:
-    x = torch.ones(5, dtype=dtype)
-    assert not sums_through(OtherCopies(room=room)).begin([torch.ones(3), x])
-    assert bool((x == 1).all())
-    assert left == [0, 0]
+    x = torch.ones(8 + first, dtype=dtype)[first:]
+    tensors = [x, torch.ones(0)]
+    taken = dtype == torch.float32 and room
+    assert sums_through(OtherCopies(room=room)).begin(tensors) == taken
+    assert bool((x == (2 if taken else 1)).all())
+    assert left == [int(taken), 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ def cublas(monkeypatch: pytest.MonkeyPatch) -> OtherCublas:
     library = OtherCublas()
     monkeypatch.setattr(product_processors, "_cublas", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     found = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     return library
@@ -57,6 +59,7 @@ def test_it_ends_for_the_thread_that_began_it(
 ) -> None:
     cublas.targets[7] = 100  # the user's
     take_back = leave_processors(DEVICE)
+    assert cublas.targets == {7: 100}
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 8)  # of another thread
     take_back()
     assert cublas.targets == {7: 100}
