@@ -86,6 +86,8 @@ void Tiers::store_batch(std::span<const PageIndex> pages) {
     for (int64_t i = 0; i < slots_of(index); ++i) {
       const PageCopy copy = {record.device[at(i)], record.host[at(i)]};
       ordering_.need(Wait::kStoreAfterWrite, device_use_[at(copy.device_slot)].use);
+      // Of a visit that could not be made others may have taken the host slots of its pages.
+      ordering_.need(Wait::kStoreAfterLoad, device_use_[at(copy.device_slot)].load);
       ordering_.need(Wait::kStoreAfterHostRead, host_use_[at(copy.host_slot)].load);
       copies.push_back(copy);
     }

@@ -19,6 +19,7 @@ namespace oomb::paging {
 //                                 load_after_store
 enum class Wait : uint8_t {
   kStoreAfterWrite,     // a page is stored after the kernel that wrote it
+  kStoreAfterLoad,      // ... and after a load into its slot that nobody waited for
   kStoreAfterHostRead,  // a host slot is overwritten after the load that still reads it
   kLoadAfterUse,        // a slot is loaded over after the kernels that use its old page
   kLoadAfterStore,      // ... and after the store that still reads its old page
@@ -27,7 +28,7 @@ enum class Wait : uint8_t {
   kWriteAfterStore,     // a kernel writes to a slot after the store that still reads it
   kWriteAfterLoad,      // ... and after a load into it that nobody waited for
 };
-constexpr int kNumWaits = 8;
+constexpr int kNumWaits = 9;
 
 struct WaitSite {
   const char* name;
@@ -37,6 +38,7 @@ struct WaitSite {
 
 constexpr std::array<WaitSite, kNumWaits> kWaitSites = {{
     {"store_after_write", Lane::kStore, Lane::kCompute},
+    {"store_after_load", Lane::kStore, Lane::kLoad},
     {"store_after_host_read", Lane::kStore, Lane::kLoad},
     {"load_after_use", Lane::kLoad, Lane::kCompute},
     {"load_after_store", Lane::kLoad, Lane::kStore},

@@ -60,6 +60,9 @@ void PageManager::read_output(int32_t visit, int64_t begin, int64_t end, std::by
          visit);
   const int32_t layer = schedule_[visit].layer;
   check_outputs(layer, begin, end, bytes);
+  const Visit& pieces = schedule_[visit];
+  expect(pieces.first <= begin && end <= pieces.last, "begin, end",
+         concat("a range within ", pieces.first, " .. ", pieces.last), concat(begin, " .. ", end));
   acquire(visit, begin, end, stream);
   engine_->unpack(slots_of_outputs(layer, begin, end), target, bytes);
   release(visit, begin, end, stream);

@@ -38,8 +38,10 @@ namespace {
 // What a call's tables, lists and records take at its start, whatever of it is used.
 int64_t bookkeeping_bytes(const PageSpace& space, int64_t slots) {
   constexpr int64_t kPage = 2 * sizeof(PageRecord) + 3 * sizeof(int32_t);
+  constexpr int64_t kOutput = sizeof(PageRecord) + sizeof(int32_t);
   constexpr int64_t kLayer = 512, kSlot = 64;
   return checked_product("pages_per_sequence", space.num_layers(), space.positions(), kPage) +
+         checked_product("outputs", space.num_layers(), space.outputs(), kOutput) +
          kLayer * space.num_layers() + kSlot * slots;
 }
 
@@ -52,8 +54,9 @@ void require_bookkeeping(int64_t bytes, const PageSpace& space) {
   if (bytes <= available) return;
   throw OutOfMemory(
       concat("tables of the call's pages: needed ", human_bytes(bytes), " (", bytes, " bytes) for ",
-             space.num_layers(), " layers of ", space.positions(), " pages, the machine has ",
-             human_bytes(available), " available; raise page_size or lower the number of tokens"),
+             space.num_layers(), " layers of ", space.positions(), " pages and ", space.outputs(),
+             " pieces of outputs, the machine has ", human_bytes(available),
+             " available; raise page_size or lower the number of tokens"),
       bytes, available);
 }
 

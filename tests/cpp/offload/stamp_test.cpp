@@ -158,7 +158,17 @@ INSTANTIATE_TEST_SUITE_P(
                       paging::Wait::kWriteAfterStore, paging::Wait::kWriteAfterLoad),
     [](const auto& info) { return paging::kWaitSites[static_cast<size_t>(info.param)].name; });
 
-INSTANTIATE_TEST_SUITE_P(Waits, PageStampsMutation, ::testing::Range(0, paging::kNumWaits),
+// A store behind a load that nobody awaited comes after a refused visit alone, which no schedule
+// has (tests/python/ops/test_refused_visits.py).
+std::vector<int> waits_of_schedules() {
+  std::vector<int> waits;
+  for (int wait = 0; wait < paging::kNumWaits; ++wait) {
+    if (static_cast<paging::Wait>(wait) != paging::Wait::kStoreAfterLoad) waits.push_back(wait);
+  }
+  return waits;
+}
+
+INSTANTIATE_TEST_SUITE_P(Waits, PageStampsMutation, ::testing::ValuesIn(waits_of_schedules()),
                          [](const auto& info) {
                            return paging::kWaitSites[static_cast<size_t>(info.param)].name;
                          });

@@ -56,7 +56,11 @@ def test_no_stamp_is_stale_in_tight_places() -> None:
         assert TightTier(seed, None).store_over_a_store() == 0
 
 
-@pytest.mark.parametrize("wait", _C.page_waits())
+# The other one is for what comes after a refused visit: tests/python/ops/test_refused_visits.py.
+WAITS = [wait for wait in _C.page_waits() if wait != "store_after_load"]
+
+
+@pytest.mark.parametrize("wait", WAITS)
 def test_leaving_a_wait_out_is_noticed(wait: str) -> None:
     for seed in range(SCHEDULES):
         noticed = (

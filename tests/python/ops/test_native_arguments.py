@@ -6,6 +6,7 @@ import doctest
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,10 +229,37 @@ class TestPageManager:
         manager = _C.PageManager(**self.good)
         with pytest.raises(oomb.OutOfMemoryError, match="tables of the call's pages: needed"):
             self.begin(manager, num_layers=2**20, pages_per_sequence=[2**20])
+        with pytest.raises(oomb.OutOfMemoryError, match="2147483647 pieces of outputs"):
+            self.begin(manager, num_layers=16, outputs=2**31 - 1)
         with pytest.raises(ValueError, match="layer: expected a layer of the call, got 0"):
             manager.block_table(0)
         self.begin(manager)
         assert np.asarray(manager.block_table(0)).tolist() == [[-1, -1]]
+
+
+def test_a_visit_reads_its_own_outputs_alone() -> None:
+    """Those of others, which are dead once they are read, stay."""
+    manager = _C.PageManager(device="cpu", slot_bytes=64, device_slots=8, host_slots=8)
+    visits = np.array([[0, 3, 0, 2], [0, 3, 2, 4]], np.int32)
+    manager.begin_call(
+        num_layers=1, pages_per_sequence=[1], grad_slots=1, visits=visits, outputs=4, exact=True
+    )
+    written, read = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
+    manager.write_output(layer=0, begin=0, end=4, source=written.ctypes.data, num_bytes=256)
+
+    def take(visit: int, begin: int, end: int) -> None:
+        target = read.ctypes.data + 64 * begin
+        manager.read_output(
+            visit=visit, begin=begin, end=end, target=target, num_bytes=64 * (end - begin)
+        )
+
+    for visit, begin, end in ((0, 0, 4), (0, 1, 3), (1, 0, 4), (1, 1, 3)):
+        text = f"begin, end: expected a range within {2 * visit} .. {2 * visit + 2}, got {begin} .."
+        with pytest.raises(ValueError, match=re.escape(text)):
+            take(visit, begin, end)
+    take(0, 0, 2)
+    take(1, 2, 4)
+    assert (read == written).all()
 
 
 def test_counters_are_those_of_the_snapshot() -> None:
