@@ -25,6 +25,8 @@ from oomb.plan.gpus import GPUS
 from oomb.plan.rates import datasheet_rates
 from oomb.trace.bare import bare_model
 
+CHUNK = 4096  # tokens; rates depend on it
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -69,7 +71,7 @@ def main() -> None:
     print(f"| GPU | {' | '.join(names)} | hidden, KB |")
     print("|---" * (len(names) + 2) + "|")
     for gpu in GPUS.values():
-        rates = datasheet_rates(gpu, shape, None)
+        rates = datasheet_rates(gpu, shape, None, CHUNK)
         cells = [4.0 * width * past / (2 * width + 4 * heads) / rates.past_forward * rates.link]
         cells += [one.flops / one.num_bytes / rates.matrix * rates.link for one in found]
         hides = rates.link * (linear / rates.matrix + 2.0 * width * past / rates.past_forward)

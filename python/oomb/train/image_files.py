@@ -43,7 +43,8 @@ def measured(file: Path) -> Measured:
         status = os.stat(file)
         with Image.open(file) as image:
             width, height = image.size
-            if image.getexif().get(_ORIENTATION) in _TURNED:
+            # A PNG's own decodes all pixels where its header has none.
+            if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
                 width, height = height, width
     except Exception as error:  # Pillow's readers raise what they raise
         raise ValueError(_unreadable(file, error)) from error

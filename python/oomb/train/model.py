@@ -208,6 +208,7 @@ def load_by_first(
     *,
     copied: bool = False,
     scores: bool = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """A model that the ranks of a job will shard: rank 0 has its weights, on the CPU.
 
@@ -216,7 +217,7 @@ def load_by_first(
 
     Args:
         copied: values of the model will be copied before, so all read it.
-        scores: as of :func:`load_model`.
+        scores, images: as of :func:`load_model`.
 
     Raises:
         BadInput: as :func:`load_model`, on all ranks.
@@ -224,13 +225,13 @@ def load_by_first(
 
     def own() -> PreTrainedModel:
         if job.is_first or copied or settings.trust_remote_code or settings.float8 is not None:
-            return load_model(settings, lora, config, "host", scores=scores)
+            return load_model(settings, lora, config, "host", scores=scores, images=images)
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
         if scores:  # rank 0 says which dtype its file has
             with torch.device("meta"):
                 bare: Any = AutoModelForSequenceClassification.from_config(with_one_label(config))
         else:
-            bare = bare_model(config, dtype=dtype)
+            bare = bare_model(config, dtype=dtype, images=images)
         bare.eval()  # as from_pretrained leaves it
         return bare if lora is None else with_adapters(bare, lora, scores=scores)
 

@@ -212,7 +212,15 @@ def _carry_out(
     if shards_weights(placed):
         # TRL keeps an adapter's beginning.
         copied = lora is not None and settings.task not in ("sft", "reward")
-        model = load_by_first(settings.model, lora, ready.config, job, copied=copied, scores=scores)
+        model = load_by_first(
+            settings.model,
+            lora,
+            ready.config,
+            job,
+            copied=copied,
+            scores=scores,
+            images=bool(images),
+        )
     else:
         weights = settings.engine.made().weights
         model = load_model(

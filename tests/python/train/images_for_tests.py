@@ -186,6 +186,12 @@ def write_chats(file: Path, chats: list[Any]) -> Path:
     return file
 
 
+FAMILIES = {  # of the second transformers has no class for text
+    "gemma3": (gemma_model, gemma_processor),
+    "qwen3-vl": (qwen_model, qwen_processor),
+}
+
+
 def prepare_images(folder: Path, chats: int = 9, **changes: Any) -> Path:
     """A Gemma 3 with its processor, conversations and a YAML file in a folder; the file's path."""
     gemma_model().save_pretrained(folder / "model")

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from images_for_tests import (
+    FAMILIES,
     IM_END,
     IM_START,
     IMAGE,
     conversations,
-    gemma_model,
     gemma_processor,
     picture,
-    qwen_model,
     qwen_processor,
     write_chats,
 )
@@ -35,10 +34,6 @@ from oomb.train.reading import read_settings
 from oomb.train.sources import find_sources
 
 IGNORED = -100
-FAMILIES = {
-    "gemma3": (gemma_model, gemma_processor),
-    "qwen3-vl": (qwen_model, qwen_processor),
-}
 
 
 def data_of(folder: Path, processor: Any, chats: list[Any], *overrides: str) -> Data:
@@ -281,6 +276,28 @@ def test_a_turned_image_is_seen_upright(tmp_path: Path) -> None:
     data = data_of(tmp_path, qwen_processor(), chats)
     [plain], [turned] = (data.train[index]["image_grid_thw"].tolist() for index in range(2))
     assert plain[1:] == turned[:0:-1] and plain != turned
+
+
+def test_the_size_of_an_image_is_read_without_its_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image, ImageFile
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.new("RGB", (40, 8)) as image:
+        for ending in ("png", "jpeg", "webp"):
+            image.save(tmp_path / f"plain.{ending}")
+            image.save(tmp_path / f"turned.{ending}", exif=exif)
+
+    def load(*_: object) -> None:
+        raise AssertionError("pixels were decoded")
+
+    for kind in (ImageFile.ImageFile, Image.Image):
+        monkeypatch.setattr(kind, "load", load)
+    for ending in ("png", "jpeg", "webp"):
+        assert measured(tmp_path / f"plain.{ending}")[:2] == (40, 8)
+        assert measured(tmp_path / f"turned.{ending}")[:2] == (8, 40)
 
 
 def test_a_changed_image_is_measured_anew(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from images_for_tests import (
+    FAMILIES,
     conversations,
     gemma_model,
     picture,
@@ -23,6 +25,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import oomb.train.arguments
 import oomb.train.image_files
+from oomb.train.model import load_by_first
+from oomb.train.settings import ModelSettings
 
 
 def losses(folder: Path) -> list[float]:
@@ -266,3 +270,20 @@ def test_without_pillow_it_says_what_to_install(
     monkeypatch.setattr(oomb.train.image_files, "find_spec", lambda _: None)
     result = run(file)
     assert result.exit_code == 2 and "pip install 'oomb[images]'" in result.output
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_shard_a_model_have_its_tower(
+    tmp_path: Path, family: str, is_first: bool
+) -> None:
+    """transformers' class for text has none, or no such model."""
+    whole = FAMILIES[family][0]()
+    whole.save_pretrained(tmp_path)
+    settings = ModelSettings(name=str(tmp_path), dtype="float32")
+    job: Any = SimpleNamespace(is_first=is_first, together=lambda work: work())
+    model = load_by_first(settings, None, whole.config, job, images=True)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert shapes == {name: p.shape for name, p in whole.named_parameters()}
+    kinds = {p.device.type for p in model.parameters()}
+    assert kinds == ({"cpu"} if is_first else {"meta"})
