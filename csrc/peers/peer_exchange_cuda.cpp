@@ -135,7 +135,8 @@ class CudaPeerExchange final : public PeerExchange {
     const auto stream = static_cast<cudaStream_t>(sum.stream);
     ++number_;
     RowCopies push, pull;
-    PartSum own{.bytes = sum.bytes};
+    PartSum own;
+    own.bytes = sum.bytes;
     std::byte* const own_part = sum.parts + rank_ * sum.bytes;
     for (int other = 0; other < ranks(); ++other) {
       std::byte* const part = sum.parts + other * sum.bytes;

@@ -31,8 +31,8 @@ struct Meeting {
 
 // A part of each rank, and where their sum belongs; all of `bytes`, a multiple of 16.
 struct PartSum {
-  const std::byte* parts[kMostRanks];  // in the order of ranks
-  std::byte* targets[kMostRanks];
+  const std::byte* parts[kMostRanks] = {};  // in the order of ranks
+  std::byte* targets[kMostRanks] = {};
   int64_t bytes = 0;
   int count = 0;  // of both
 };
