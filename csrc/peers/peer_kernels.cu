@@ -178,7 +178,7 @@ int64_t word_of(const RowCopies& copies) {
 // So many blocks of a copy keep a link busy; small copies need fewer.
 constexpr int64_t kMostBlocks = 64;
 
-// Blocks of threads that take so many words, of which all of a launch are at most `most`.
+// Blocks of threads for so many words, at most `most`.
 unsigned blocks_for(int64_t words, int64_t most) {
   const int64_t blocks = ceil_div(words, int64_t{kThreads * kUnroll});
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, std::max<int64_t>(most, 1)));

@@ -230,7 +230,7 @@ class TestPageManager:
         with pytest.raises(oomb.OutOfMemoryError, match="tables of the call's pages: needed"):
             self.begin(manager, num_layers=2**20, pages_per_sequence=[2**20])
         with pytest.raises(oomb.OutOfMemoryError, match="2147483647 pieces of outputs"):
-            self.begin(manager, num_layers=16, outputs=2**31 - 1)
+            self.begin(manager, num_layers=2**10, outputs=2**31 - 1)
         with pytest.raises(ValueError, match="layer: expected a layer of the call, got 0"):
             manager.block_table(0)
         self.begin(manager)
