@@ -92,7 +92,8 @@ Chunk::Chunk(py::object q, py::object k, py::object v, double scale, double cap,
       scale(scale),
       cap(cap),
       visibility(visibility ? *visibility : Visibility(0, py::none(), py::none())) {
-  expect(cap >= 0 && std::isfinite(cap), "cap", "a finite number >= 0", cap);
+  // In fp32 neither the cap nor one by it may overflow.
+  expect(cap == 0 || (cap >= 1e-20 && cap <= 1e20), "cap", "0, or a number of 1e-20 .. 1e20", cap);
   attention::ForwardParams params;
   fill(params, 1);
 }

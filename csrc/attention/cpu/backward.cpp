@@ -247,10 +247,24 @@ class Backward {
       delta[r] = 0;
       if (r >= rows[i].rows) continue;
       const int64_t at = stat_index(batch, rows.rows(i)[r]);
-      if (lse(at) == -std::numeric_limits<Real>::infinity()) continue;
+      if (lse(at) == -std::numeric_limits<Real>::infinity()) {
+        clear_row(queries, i, r);
+        continue;
+      }
       lse_log2[r] = static_cast<Real>(lse(at) * std::numbers::log2e);
       delta[r] = static_cast<const Real*>(p_.delta)[at];
     }
+  }
+
+  // A query that sees no key may hold anything, NaN too, and 0 * NaN would reach dK and dV.
+  void clear_row(const QuerySide<Real>& queries, int64_t panel, int64_t row) const {
+    const int64_t width = kernels_.panel_rows, dim = shape_.head_dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      queries.q_t.get()[(panel * dim + d) * width + row] = 0;
+      queries.do_t.get()[(panel * dim + d) * width + row] = 0;
+    }
+    std::fill_n(queries.q.get() + (panel * width + row) * padded_dim_, dim, Real{0});
+    std::fill_n(queries.d_o.get() + (panel * width + row) * padded_dim_, dim, Real{0});
   }
 
   void store_dq(const Panels& rows, int64_t i, int64_t batch,

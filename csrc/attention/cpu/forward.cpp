@@ -157,9 +157,10 @@ class Forward {
     for (int64_t r = 0; r < panels[i].rows; ++r) {
       const Real sum = s.sum.get()[i * width + r];
       const Real max = s.max.get()[i * width + r];
-      factor[r] = sum > 0 ? 1 / sum : 0;
+      const bool any_key = sum != 0;  // NaN is not 0
+      factor[r] = any_key ? 1 / sum : 0;
       static_cast<Real*>(p_.lse)[stat_index(batch, panels.rows(i)[r])] =
-          sum > 0
+          any_key
               ? static_cast<Real>((max + std::log2(static_cast<double>(sum))) * std::numbers::ln2)
               : -std::numeric_limits<Real>::infinity();
     }

@@ -34,7 +34,7 @@ struct Simd {
   [[gnu::always_inline]] static Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 };
 
-// 2^x. Below 2^-125 the result is zero, -inf included; x must stay below 127.
+// 2^x. Below 2^-125 the result is zero, -inf included; x must stay below 127. NaN stays.
 template <typename Real>
 struct Exp2Series {
   static constexpr int kDegree = sizeof(Real) == 8 ? 13 : 7;
@@ -69,7 +69,7 @@ template <typename S, typename Real>
   }
   const BitVec exponent = reinterpret_cast<BitVec>(shifted) << kFractionBits;
   const Vec result = reinterpret_cast<Vec>(reinterpret_cast<BitVec>(series) + exponent);
-  return x < kLowest ? Vec{} : result;
+  return x >= kLowest ? result : (x < kLowest ? Vec{} : x);
 }
 
 // tanh x by 2^y - 1 at y = -2 |x| log2(e), which the series gives to the last digits near 0 too.

@@ -25,6 +25,8 @@ from oomb.ops.arguments import (
 from oomb.ops.launch import stream_of, workspace_on
 from oomb.ops.pages import check_pages, pool_of
 
+_CAPS = 1e-20, 1e20  # in fp32 neither a cap nor one by it may overflow
+
 
 @torch.library.custom_op("oomb::paged_attention", mutates_args=())
 def _paged_attention(
@@ -211,7 +213,8 @@ def paged_attention(
     elif not is_finite(scale):
         refuse("scale", "a finite number", repr(scale))
     if softcap is not None and not _is_cap(softcap):
-        refuse("softcap", "a finite number > 0 or None", repr(softcap))
+        least, most = _CAPS
+        refuse("softcap", f"a number of {least:g} .. {most:g} or None", repr(softcap))
     if not isinstance(deterministic, bool):
         refuse("deterministic", "a bool", repr(deterministic))
     if check:
@@ -241,7 +244,8 @@ def paged_attention(
 
 
 def _is_cap(value: object) -> bool:
-    return is_finite(value) and not isinstance(value, bool) and value > 0  # type: ignore[operator]
+    least, most = _CAPS
+    return is_finite(value) and not isinstance(value, bool) and least <= value <= most  # type: ignore[operator]
 
 
 def _check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

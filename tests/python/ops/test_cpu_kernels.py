@@ -35,6 +35,7 @@ CASES = {
     "padding": Case(batch=3, num_keys=(88, 61, 20)),
     "empty_sequence": Case(batch=2, num_keys=(88, 0)),
     "nothing_to_see": Case(batch=2, num_keys=(88, 30), documents=((0,), (0, 40))),
+    "some_see_nothing": Case(batch=2, num_keys=(88, 60), documents=((0,), (0, 62))),
     "selection": Case(num_past=6 * 16, budget=3),
     "selection_per_head": Case(num_past=6 * 16, budget=3, selection_heads=2, batch=2),
     "selection_padded": Case(num_past=6 * 16, budget=8),
@@ -122,6 +123,40 @@ def test_threads_change_no_bit(name: str) -> None:
     for other in results[1:]:
         for a, b in zip(other, results[0], strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["tail_in_past", "capped", "window", "gqa_7", "all_together"])
+def test_nan_in_a_query_is_seen_in_its_row_alone(name: str, dtype: torch.dtype) -> None:
+    problem = Problem(dataclasses.replace(CASES[name], dtype=dtype, dkv_dtype=dtype))
+    o, lse = problem.forward()
+    assert not o.isnan().any()
+    hit = torch.zeros(lse.shape, dtype=torch.bool)
+    hit[0, -1, 5] = hit[0, 0, 33] = True
+    problem.q[hit] = torch.nan
+    for borders in [(), (1,)]:
+        o_hit, lse_hit = problem.forward(borders)
+        assert o_hit[hit].isnan().all() and lse_hit[hit].isnan().all()
+        assert torch.equal(o_hit[~hit], o[~hit]) and torch.equal(lse_hit[~hit], lse[~hit])
+    dq, dk, _ = problem.backward(o_hit, lse_hit)
+    assert dq[hit].isnan().all() and not dq[~hit].isnan().any()
+    assert dk.isnan().any()  # it does not go unnoticed
+
+
+@pytest.mark.parametrize("name", ["empty_sequence", "nothing_to_see", "some_see_nothing"])
+def test_queries_without_a_key_may_hold_anything(name: str) -> None:
+    problem = Problem(CASES[name])
+    o, lse = problem.forward()
+    expected = problem.backward(o, lse)
+    nothing = lse == -torch.inf
+    assert nothing.any()
+    problem = Problem(CASES[name])
+    for tensor in (problem.q, problem.d_o, problem.d_lse):
+        tensor[nothing] = torch.nan
+    o_other, lse_other = problem.forward()
+    assert torch.equal(o_other, o) and torch.equal(lse_other, lse)
+    for got, want in zip(problem.backward(o, lse), expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_full_selection_is_dense() -> None:
