@@ -20,7 +20,7 @@ PageManager::PageManager(TierPool device, TierPool host, std::unique_ptr<CopyEng
 PageManager::~PageManager() {
   try {
     close();
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     // The copy engine has failed before and said so; its memory goes with it.
   }
 }
@@ -90,6 +90,7 @@ void PageManager::begin_call(CallPlan plan) {
   now_ = -1;
   hits_ = misses_ = gathers_ = 0;
   held_ = {};
+  acquired_.clear();
   device_.resource->reset();
   host_.resource->reset();
   engine_->times().begin(schedule_.size());
@@ -145,6 +146,7 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
 void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
   check_visit(visit);
   expect(schedule_[visit].kind != VisitKind::kReadOutput, "visit", "one that reads pages", visit);
+  expect(!acquired_.contains(visit), "visit", "one whose pages are released", visit);
   // Made once: for each of a list's pages it would take longer than all the rest.
   const std::string known = concat("sequence * max_pages + page below ", space_.positions());
   for (const int64_t position : positions) {
@@ -197,6 +199,9 @@ void PageManager::create(int32_t layer, int64_t begin, int64_t end, void* stream
 
 void PageManager::commit(int32_t layer, int64_t begin, int64_t end, void* stream) {
   check_range(layer, begin, end);
+  space_.for_each_position(begin, end, [&](int64_t position) {
+    tiers_.require_pinned(space_.index(PageKind::kKeyValue, layer, position));
+  });
   use(stream);
   const Ticket written = engine_->mark_compute();
   space_.for_each_position(begin, end, [&](int64_t position) {
@@ -219,6 +224,10 @@ void PageManager::create_gradients(int32_t layer, int64_t begin, int64_t end) {
 void PageManager::drop(int32_t layer, int64_t begin, int64_t end, bool kv, bool grads,
                        void* stream) {
   check_range(layer, begin, end);
+  space_.for_each_position(begin, end, [&](int64_t position) {
+    if (kv) tiers_.require_unpinned(space_.index(PageKind::kKeyValue, layer, position));
+    if (grads) tiers_.require_unpinned(space_.index(PageKind::kGradient, layer, position), 1);
+  });
   use(stream);
   held_.visit = -1;
   Ticket read = 0;

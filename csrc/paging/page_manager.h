@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -69,7 +70,7 @@ class PageManager {
 
   void begin_call(CallPlan plan);
   // What the visit reads, as positions (sequence * max_pages + page). Until then, and for visits
-  // that never get a list, it is every page of the visit's range.
+  // that never get a list, it is every page of the visit's range. Not while some of it is acquired.
   void set_visit_pages(int32_t visit, std::vector<int64_t> positions);
   void end_call();
   void close();
@@ -171,6 +172,7 @@ class PageManager {
     int64_t end = 0;
     std::vector<PageIndex> pages;
   } held_;
+  std::unordered_map<int32_t, int64_t> acquired_;  // pages of visits that are to be released
   std::vector<PageIndex> own_, missing_, fresh_, pinned_;
 };
 

@@ -88,9 +88,18 @@ void Tiers::pin(PageIndex index, bool will_write) {
   }
 }
 
+void Tiers::require_pinned(PageIndex index) const {
+  if (records_[at(index)].pins > 0) return;
+  throw Error("a page was released that had not been acquired");
+}
+
+void Tiers::require_unpinned(PageIndex index, int but) const {
+  if (records_[at(index)].pins > but) throw Error("a page was dropped while acquired");
+}
+
 void Tiers::unpin(PageIndex index, Ticket use, bool written, int32_t now) {
+  require_pinned(index);
   PageRecord& record = records_[at(index)];
-  if (record.pins == 0) throw Error("a page was released that had not been acquired");
   for (const Slot slot : record.device) {
     if (slot != kNoSlot) device_use_[at(slot)].use = use;
   }
@@ -224,7 +233,7 @@ void Tiers::drop(PageIndex index) {
   PageRecord& record = records_[at(index)];
   record.wanted = false;
   if (record.state == Residency::kFree) return;
-  if (record.pins > 0) throw Error("a page was dropped while acquired");
+  require_unpinned(index);
   if (record.on_device()) {
     clear_ahead(index);
     victims_.remove(record.device[0]);

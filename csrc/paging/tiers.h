@@ -69,6 +69,9 @@ class Tiers {
   // `use` covers the kernels that used the page; `written`: they changed it. `now` is the visit
   // that is over for this page.
   void unpin(PageIndex index, Ticket use, bool written, int32_t now);
+  // Before many pages are unpinned or dropped: all of them or none.
+  void require_pinned(PageIndex index) const;
+  void require_unpinned(PageIndex index, int but = 0) const;
   // Takes back a pin that no kernel has used.
   void cancel_pin(PageIndex index, int32_t now);
 

@@ -103,6 +103,7 @@ void PageManager::acquire(int32_t visit, int64_t begin, int64_t end, void* strea
   tiers_.poll();
   advance(visit);
   acquire_pages(pages, schedule_[visit].kind == VisitKind::kAccumulate);
+  if (!pages.empty()) acquired_[visit] += static_cast<int64_t>(pages.size());
   prefetch(end);
 }
 
@@ -170,11 +171,16 @@ void PageManager::acquire_pages(std::span<const PageIndex> pages, bool will_writ
 
 void PageManager::release(int32_t visit, int64_t begin, int64_t end, void* stream) {
   const std::span<const PageIndex> pages = gathered(visit, begin, end);
+  for (const PageIndex index : pages) tiers_.require_pinned(index);
   use(stream);
   const Ticket used = engine_->mark_compute();
   const bool accumulated = schedule_[visit].kind == VisitKind::kAccumulate;
   for (const PageIndex index : pages) {
     tiers_.unpin(index, used, accumulated && tiers_.is_gradient(index), visit);
+  }
+  if (const auto left = acquired_.find(visit); left != acquired_.end()) {
+    left->second -= static_cast<int64_t>(pages.size());
+    if (left->second <= 0) acquired_.erase(left);
   }
   tiers_.poll();
   store_ahead();

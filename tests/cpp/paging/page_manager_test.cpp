@@ -170,6 +170,28 @@ TEST(PageManager, MisuseIsRefused) {
   f.manager.close();
 }
 
+// Each names a range of which a part alone can be done: nothing of it is.
+TEST(PageManager, RefusedRangesChangeNothing) {
+  ManagedTiers f(8);
+  f.manager.begin_call(plan(1, {4}, {{0, VisitKind::kRead, 0, 3}}));
+  f.manager.create(0, 0, 2, nullptr);
+  EXPECT_CONTAINS(message_of([&] { f.manager.commit(0, 0, 3, nullptr); }), "not been acquired");
+  f.manager.commit(0, 0, 2, nullptr);
+  f.write(0, 2, 3);
+  f.manager.acquire(0, 1, 2, nullptr);
+  const std::string before = f.manager.snapshot();
+  EXPECT_CONTAINS(message_of([&] { f.manager.release(0, 1, 3, nullptr); }), "not been acquired");
+  EXPECT_CONTAINS(message_of([&] { f.manager.drop(0, 0, 2, true, true, nullptr); }), "acquired");
+  EXPECT_CONTAINS(message_of([&] { f.manager.set_visit_pages(0, {2}); }), "pages are released");
+  EXPECT_EQ(f.manager.snapshot(), before);
+  f.manager.release(0, 1, 2, nullptr);
+  f.manager.set_visit_pages(0, {0, 2});
+  f.visit(0);
+  EXPECT_CONTAINS(f.manager.snapshot(), "\"pinned_slots\": 0,");
+  f.manager.drop(0, 0, 3, true, true, nullptr);
+  f.manager.check_integrity();
+}
+
 TEST(PageManager, ACallThatCouldNotBeginHasNotBegun) {
   ManagedTiers f(4);
   const CallPlan spilling = plan(1, {8}, {{0, VisitKind::kRead, 0, 8}});
