@@ -74,6 +74,9 @@ def main() -> None:
     times: dict[str, list[float]] = {"ordinary": [], "chunked": []}
     losses: dict[str, float] = {}
     with oomb.Engine(model, config) as engine:
+        few = ids[:, : 2 * arguments.chunk]  # warm-up
+        ordinary_model(input_ids=few, labels=few, use_cache=False).loss.backward()
+        engine.forward_backward(input_ids=few, labels=few)
         for turn in range(arguments.repeat):
             for name in times:
                 (ordinary_model if name == "ordinary" else model).zero_grad()

@@ -40,8 +40,10 @@ def linear_flops(model: nn.Module, settings: Any) -> int:
     """Of a token, forward and backward."""
     chosen = getattr(settings, "num_experts_per_tok", 0)
     total = 0
+    head = model.get_output_embeddings().weight  # also where it is the embedding
     for name, weight in model.named_parameters():
-        if "embed" in name or weight.dim() < 2 or "conv" in name:
+        is_product = weight.dim() >= 2 and "embed" not in name and "conv" not in name
+        if not is_product and weight is not head:
             continue
         active = weight.numel()
         if weight.dim() == 3:  # experts

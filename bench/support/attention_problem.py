@@ -403,6 +403,7 @@ def run(kind: str, options: argparse.Namespace, bench: Callable[[Shape], dict[st
     variant = (["grid"] if options.grid else []) + wide + capped
     variant += ["narrow-values"] if options.narrow_values else []
     variant += ["synthetic"] if options.synthetic else []
+    variant += ["bf16-pages"] if getattr(options, "bf16_pages", False) else []
     name = "-".join(["attention", kind, *variant, options.path or ""])
     seconds = time.monotonic() - begin
     found = {"matmul_tflops": ceiling, "path": options.path, "seconds": seconds, "rows": rows}

@@ -61,9 +61,19 @@ def decoded(file: Path) -> Image:
 
     try:
         with Image.open(file) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _in_bytes(ImageOps.exif_transpose(image)).convert("RGB")
     except Exception as error:  # Pillow's readers raise what they raise
         raise ValueError(_unreadable(file, error)) from error
+
+
+def _in_bytes(image: Image) -> Image:
+    """The upper half of gray values of 16 bits, which Pillow would clip to 255."""
+    if not image.mode.startswith("I;16"):
+        return image
+    import numpy as np  # help must not load it
+    from PIL import Image as images  # optional
+
+    return images.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _unreadable(file: Path, error: Exception) -> str:

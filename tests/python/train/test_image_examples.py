@@ -278,6 +278,17 @@ def test_a_turned_image_is_seen_upright(tmp_path: Path) -> None:
     assert plain[1:] == turned[:0:-1] and plain != turned
 
 
+@pytest.mark.parametrize("ending", ["png", "tiff"])
+def test_gray_of_16_bits_keeps_its_shades(tmp_path: Path, ending: str) -> None:
+    import numpy as np
+    from PIL import Image
+
+    gray = np.arange(0, 2**16, 64, dtype=np.uint16).reshape(32, 32)
+    Image.fromarray(gray).save(tmp_path / f"gray.{ending}")
+    seen = np.asarray(decoded(tmp_path / f"gray.{ending}"))
+    assert np.array_equal(seen, np.repeat(gray[..., None] // 256, 3, axis=2))
+
+
 def test_the_size_of_an_image_is_read_without_its_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
