@@ -124,6 +124,15 @@ class Keeping:
         """Its outputs alone."""
         return replace(self, mlp_order=(), mlp_worth=())
 
+    def pays(self, device: str) -> bool:
+        """Whether anything of it could, whatever room there is.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+        """
+        best = max((*self.worth[:1], *self.mlp_worth[:1]), default=0.0)
+        return best >= IN_DEVICE[device]
+
     def flops(self, outputs: KeptOutputs) -> float:
         """Of attention that take as long as what the sweep leaves out where these are kept."""
         sizes = [o + lse for o, lse in zip(self.none.o_bytes, self.none.lse_bytes, strict=True)]

@@ -275,7 +275,7 @@ class PageDemand:
         of_mlps = tuple(0 if mlp is None else mlp.chunk_bytes for mlp in self.mlps)
         return KeptOutputs.none(self.chunks, self.layout, self.shapes, self.batch, of_mlps)
 
-    @property
+    @cached_property
     def keeping(self) -> Keeping:
         """What could be kept of the fill."""
         rule = self.selection

@@ -76,7 +76,9 @@ def recompute_of(config: Config, activations: Callable[[Recompute], int], free: 
 def may_vary(config: Config, demand: PageDemand, recompute: Recompute) -> bool:
     """Whether a call's chunks may differ in what backward computes again."""
     keeps = config.keep_outputs != "none" and recompute != "none"
-    return keeps and len(demand.swept) > _FEW_CHUNKS
+    if not keeps or len(demand.swept) <= _FEW_CHUNKS:
+        return False
+    return config.keep_outputs != "auto" or demand.keeping.of_attention.pays(demand.device_type)
 
 
 def others_of(
@@ -134,8 +136,9 @@ def needs_of(
     room = _PLENTY * (TIER_SHARE * free - others)
     of_levels: tuple[int, ...] = ()
     varies = not weights.is_sharded and may_vary(config, demand, recompute)  # they do not trace
-    is_trifle = estimate < _TRIFLE * free and config.device_memory is None
-    if exact or varies or not is_trifle or demand.needed_slots * demand.layout.slot_bytes > room:
+    assert not isinstance(config.device_memory, str)
+    of_pages = max(demand.needed_slots * demand.layout.slot_bytes, config.device_memory or 0)
+    if exact or varies or estimate >= _TRIFLE * free or of_pages > room:
         tower = tower_of(model, config, demand, image_tokens)
         activations = counted(model, config, demand, tokens, recompute)
         others = others_of(demand, activations, gradients, tower)

@@ -132,6 +132,29 @@ def test_auto_keeps_what_fits_and_pays() -> None:
     assert every.worthwhile(-1, 0, "cpu", TwoTrips()).slots == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("window", [DENSE, WINDOWED], ids=["dense", "windowed"])
+def test_what_cannot_pay_is_known_before(device: str, window: Any) -> None:
+    """With all the room there could be nothing is kept, or something, as it says."""
+    paying = []
+    for chunks in (2, 4, 8, 16, 32, 64):
+        every = keeping([window] * LAYERS, list(range(chunks)), chunks=chunks)
+        kept = every.worthwhile(10**9, 10**9, device, NoLink())
+        assert every.pays(device) == (kept.slots > 0)
+        paying.append(every.pays(device))
+    assert paying == sorted(paying)
+    if device == "cpu" and window is DENSE:
+        assert set(paying) == {False, True}
+
+
+class NoLink:
+    def least_worth(self, *_: Any) -> float:
+        raise AssertionError("all fits the device")
+
+    def least_worth_of_mlp(self, *_: Any) -> float:
+        raise AssertionError("there are none")
+
+
 @pytest.mark.parametrize("attention", [oomb.Dense(), oomb.TopKPages(budget=3)])
 def test_the_largest_share_that_fits_is_named(attention: oomb.Dense | oomb.TopKPages) -> None:
     """Before the first chunk; and it fits."""

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import oomb
-from oomb.engine import tracers
+from oomb.engine import needs, tracers
 from oomb.engine.needs import activations_of
 from oomb.engine.tracers import tracer_of
 from oomb.model.causal import CausalModel
@@ -161,23 +161,55 @@ def test_no_model_is_kept_alive() -> None:
     assert alive() is None
 
 
+class Counted:
+    """Models that tracers are made of, from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.models: list[nn.Module] = []
+        models = self.models
+
+        class Counting(tracers.Tracer):
+            def __init__(self, model: nn.Module, *others: Any) -> None:
+                models.append(model)
+                super().__init__(model, *others)
+
+        monkeypatch.setattr(tracers, "Tracer", Counting)
+
+
+FEW = {"device_memory": "8MiB", "host_memory": "64MiB"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        (FEW, 0),
+        ({"recompute": "layer"}, 0),  # of so short a text no output is worth a copy
+        ({"recompute": "layer", **FEW}, 0),
+        ({"recompute": "layer", "keep_outputs": "all"}, 1),
+        ({"device_memory": "100TiB"}, 1),
+    ],
+)
+def test_what_decides_nothing_is_not_counted(
+    settings: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(monkeypatch)
+    config = oomb.Config(**{"chunk_size": 8, "page_size": 8, **settings})
+    ids = IDS[:, :40]
+    with oomb.Engine(make("llama", torch.float32), config) as engine:
+        engine.forward_backward(ids, ids)
+    assert len(counted.models) == times
+
+
 @pytest.mark.parametrize("settings", [{}, {"weights": "host"}, {"main_grad_device": "host"}])
 def test_calls_find_the_model_as_it_was(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the engine itself does to it around them."""
-    traced: list[nn.Module] = []
-
-    class Counting(tracers.Tracer):
-        def __init__(self, model: nn.Module, *others: Any) -> None:
-            traced.append(model)
-            super().__init__(model, *others)
-
-    monkeypatch.setattr(tracers, "Tracer", Counting)
-    tiers = {"device_memory": "8MiB", "host_memory": "64MiB"}
-    config = oomb.Config(chunk_size=16, page_size=8, **tiers, **settings)  # type: ignore[arg-type]
+    counted = Counted(monkeypatch)
+    monkeypatch.setattr(needs, "_TRIFLE", 0.0)  # else nothing of it is counted
+    config = oomb.Config(chunk_size=16, page_size=8, **settings)
     with oomb.Engine(with_adapters(make("llama", torch.float32)), config) as engine:
         for _ in range(3):
             engine.forward_backward(IDS, IDS)
             engine.evaluate(IDS, IDS)
-    assert len(traced) == 1
+    assert len(counted.models) == 1
