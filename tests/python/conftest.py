@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_to_the_release(items: list[pytest.Item]) -> None:
-    """Mark cases of tests that are ``sampled`` beyond as many; of quick and of slow ones each."""
+    """Mark cases of tests that are ``sampled`` beyond so many; of slow ones beyond ``slow``."""
     tests: dict[str, tuple[list[pytest.Item], list[pytest.Item]]] = defaultdict(lambda: ([], []))
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("release"):
@@ -36,16 +36,19 @@ def _leave_to_the_release(items: list[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]][is_slow].append(item)
     for quick_and_slow in tests.values():
         seen: Counter[str] = Counter()  # slow ones rather show what quick ones do not
-        for cases in quick_and_slow:
-            for item in _not_sampled(cases, seen):
+        for is_slow, cases in enumerate(quick_and_slow):
+            for item in _not_sampled(cases, bool(is_slow), seen):
                 item.add_marker("slow")
                 item.add_marker("release")
 
 
-def _not_sampled(cases: list[pytest.Item], seen: Counter[str]) -> list[pytest.Item]:
+def _not_sampled(cases: list[pytest.Item], is_slow: bool, seen: Counter[str]) -> list[pytest.Item]:
     """All but so many, whose names have the words that were seen least."""
-    left = list(cases)
-    count = cases[0].get_closest_marker("sampled").args[0] if cases else 0
+    if not cases:
+        return []
+    left, marker = list(cases), cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    count = marker.kwargs.get("slow", marker.args[0]) if is_slow else marker.args[0]
     for _ in range(min(count, len(cases))):
         rarest = min(left, key=lambda item: _times(item, seen))
         seen.update(_words(rarest))

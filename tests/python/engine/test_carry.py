@@ -65,6 +65,7 @@ def document_ids(batch: int, tokens: int, starts: list[list[int]]) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.sampled(7)
 def test_families(name: str) -> None:
     """Tails of 1, 2 and 3 tokens (the last one predicts nothing), with and without recompute."""
     model = make_recurrent(name)
@@ -88,6 +89,7 @@ DOCUMENTS = [
 
 
 @pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.sampled(7)
 def test_documents(name: str) -> None:
     model = make_recurrent(name)
     cases = DOCUMENTS if name in FEW else DOCUMENTS[2:3]

@@ -140,6 +140,7 @@ def without_vanishing(result: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sampled(20)
 def test_random_combination(seed: int) -> None:
     check(seed)
 

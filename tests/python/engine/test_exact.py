@@ -29,7 +29,7 @@ def config(**settings: object) -> oomb.Config:
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(12)
 def test_architectures(name: str, recompute: str) -> None:
     """A batch of 2, 5 chunks, the last partial, with a chunk and a half masked."""
     model = make(name)

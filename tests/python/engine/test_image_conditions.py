@@ -45,7 +45,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("family", "condition", "recompute"), WHERE)
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(10)
 def test_equals_one_backward(family: str, condition: str, recompute: str) -> None:
     case = CONDITIONS[condition]
     model, given = make_family(family, condition), arguments(family, condition)

@@ -60,7 +60,7 @@ def plans(engine: oomb.Engine) -> None:
 @pytest.mark.parametrize("place", [("fill", 3), ("sweep", 4), ("sweep", 0)], ids=str)
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 @pytest.mark.parametrize("other", [again, draws_nothing, two_passes, plans])
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 def test_a_call_that_is_refused_takes_nothing_from_the_one_under_way(
     other: Callable[[oomb.Engine], None], beside: bool, place: tuple[str, int]
 ) -> None:

@@ -28,7 +28,7 @@ MOMENTS = [("fill", 0), ("fill", 6), ("sweep", 7), ("sweep", 4), ("sweep", 0)]
     "error", [KeyboardInterrupt(), RuntimeError("no"), MemoryError()], ids=repr
 )
 @pytest.mark.parametrize(("phase", "chunk"), MOMENTS)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 def test_stopped_at_a_chunk_border(
     phase: str, chunk: int, error: BaseException, settings: dict[str, Any]
 ) -> None:
@@ -56,7 +56,7 @@ PARTS = [
 @pytest.mark.parametrize(
     "settings", [{"recompute": "none"}, {"recompute": "layer"}, {"attention": SPARSE}], ids=str
 )
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 def test_stopped_inside_a_layer(
     owner: object,
     part: str,

@@ -84,6 +84,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "condition", "recompute"), WHERE)
+@pytest.mark.sampled(9)
 def test_equals_one_backward(world: World, name: str, condition: str, recompute: str) -> None:
     case = CONDITIONS[condition]
     model, given = make_family(name, case), arguments(case)  # skips where there is none

@@ -51,6 +51,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("family", "condition", "recompute"), WHERE)
+@pytest.mark.sampled(3)
 def test_equals_one_backward(world: World, family: str, condition: str, recompute: str) -> None:
     model, given = make_family(family, condition), arguments(family, condition)
     world.start(over_ranks, family, condition, recompute)

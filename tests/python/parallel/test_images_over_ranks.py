@@ -137,7 +137,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(8, slow=3)
 def test_case(world: World, name: str, ranks: int) -> None:
     case = (CASES | SIX | COPIES)[name]
     world.start(over_ranks, case, ranks)

@@ -136,7 +136,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8, slow=4)
 def test_case(world: World, name: str, ranks: int) -> None:
     case = (CASES | SIX)[name]
     world.start(over_ranks, case, ranks)

@@ -94,7 +94,7 @@ def measured(rank: int, case: Case) -> tuple[int, int, int] | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_memory_of_a_rank(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr("oomb.core.latent_groups.SCRATCH_TOKENS", SCRATCH)
