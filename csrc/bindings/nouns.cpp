@@ -92,8 +92,8 @@ Chunk::Chunk(py::object q, py::object k, py::object v, double scale, double cap,
       scale(scale),
       cap(cap),
       visibility(visibility ? *visibility : Visibility(0, py::none(), py::none())) {
-  // In fp32 neither the cap nor one by it may overflow.
-  expect(cap == 0 || (cap >= 1e-20 && cap <= 1e20), "cap", "0, or a number of 1e-20 .. 1e20", cap);
+  // In fp32 neither the cap nor one by it may overflow, whatever the scale.
+  expect(cap == 0 || (cap >= 1e-30 && cap <= 1e30), "cap", "0, or a number of 1e-30 .. 1e30", cap);
   attention::ForwardParams params;
   fill(params, 1);
 }

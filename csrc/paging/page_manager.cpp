@@ -20,7 +20,7 @@ PageManager::PageManager(TierPool device, TierPool host, std::unique_ptr<CopyEng
 PageManager::~PageManager() {
   try {
     close();
-  } catch (const std::exception&) {
+  } catch (...) {
     // The copy engine has failed before and said so; its memory goes with it.
   }
 }
@@ -116,9 +116,13 @@ void PageManager::end_call() {
 }
 
 void PageManager::close() {
-  if (closed_) return;
-  end_call();
+  if (closed_ && !tiers_.is_stuck()) return;
   closed_ = true;
+  if (active_) {
+    end_call();
+  } else if (tiers_.is_stuck()) {
+    tiers_.end(true);
+  }
   host_.pool->reset();
 }
 
@@ -146,7 +150,7 @@ void PageManager::check_range(int32_t layer, int64_t begin, int64_t end) const {
 void PageManager::set_visit_pages(int32_t visit, std::vector<int64_t> positions) {
   check_visit(visit);
   expect(schedule_[visit].kind != VisitKind::kReadOutput, "visit", "one that reads pages", visit);
-  expect(!acquired_.contains(visit), "visit", "one whose pages are released", visit);
+  expect(!holds_pages(visit), "visit", "one whose pages are released", visit);
   // Made once: for each of a list's pages it would take longer than all the rest.
   const std::string known = concat("sequence * max_pages + page below ", space_.positions());
   for (const int64_t position : positions) {

@@ -73,6 +73,7 @@ class PageManager {
   // that never get a list, it is every page of the visit's range. Not while some of it is acquired.
   void set_visit_pages(int32_t visit, std::vector<int64_t> positions);
   void end_call();
+  // Again, where copies had not ended in time.
   void close();
 
   // How many logical pages fit at once, on top of what is acquired now. At least 1: where not even
@@ -128,6 +129,7 @@ class PageManager {
 
  private:
   std::span<const PageIndex> gathered(int32_t visit, int64_t begin, int64_t end);
+  bool holds_pages(int32_t visit);
   int64_t slots_not_on_device(std::span<const PageIndex> pages) const;
   void check_call() const;
   void check_visit(int32_t visit) const;
@@ -172,7 +174,7 @@ class PageManager {
     int64_t end = 0;
     std::vector<PageIndex> pages;
   } held_;
-  std::unordered_map<int32_t, int64_t> acquired_;  // pages of visits that are to be released
+  std::unordered_map<int32_t, int64_t> acquired_;  // pages of visits, less those released
   std::vector<PageIndex> own_, missing_, fresh_, pinned_;
 };
 

@@ -19,6 +19,8 @@ Tiers::Tiers(memory::SlotPool& device, memory::SlotPool& host, CopyEngine& engin
       poison_(poison) {}
 
 void Tiers::begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact) {
+  if (is_stuck_) engine_.drain();
+  is_stuck_ = false;
   space_ = &space;
   schedule_ = &schedule;
   grad_slots_ = grad_slots;
@@ -44,12 +46,13 @@ void Tiers::end(bool release_host) {
   } catch (...) {
     failure = std::current_exception();
   }
+  is_stuck_ = failure != nullptr;
   ordering_.cancel();
   loads_.clear();
   stores_.clear();
   records_.clear();
-  device_.reset();
-  host_.reset(release_host);
+  device_.reset(!is_stuck_);
+  host_.reset(release_host && !is_stuck_);
   space_ = nullptr;
   schedule_ = nullptr;
   pinned_slots_ = ahead_slots_ = 0;

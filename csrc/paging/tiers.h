@@ -55,8 +55,10 @@ class Tiers {
 
   // `exact`: visits without a list use all of their ranges.
   void begin(const PageSpace& space, const Schedule& schedule, int grad_slots, bool exact);
-  // Every page dies. Copies on their way are waited for.
+  // Every page dies. Copies on their way are waited for; where that fails their memory stays, as
+  // they may still read and write it, until they are over or the engine is gone.
   void end(bool release_host);
+  bool is_stuck() const { return is_stuck_; }
 
   const PageRecord& operator[](PageIndex index) const { return records_[at(index)]; }
   int64_t slots_of(PageIndex index) const { return is_gradient(index) ? grad_slots_ : 1; }
@@ -174,6 +176,7 @@ class Tiers {
   CopyEngine& engine_;
   Ordering ordering_;
   bool poison_;
+  bool is_stuck_ = false;  // copies of an earlier call may still be on their way
 
   const PageSpace* space_ = nullptr;
   const Schedule* schedule_ = nullptr;

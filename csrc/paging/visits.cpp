@@ -42,6 +42,14 @@ std::span<const PageIndex> PageManager::gathered(int32_t visit, int64_t begin, i
   return {first, std::lower_bound(first, held_.pages.end(), end, earlier)};
 }
 
+// Pages may have been dropped since they were acquired, which gives them back.
+bool PageManager::holds_pages(int32_t visit) {
+  if (!acquired_.contains(visit)) return false;
+  const std::span<const PageIndex> pages =
+      gathered(visit, schedule_[visit].first, schedule_[visit].last);
+  return std::ranges::any_of(pages, [&](PageIndex index) { return tiers_[index].pins > 0; });
+}
+
 int64_t PageManager::slots_not_on_device(std::span<const PageIndex> pages) const {
   int64_t slots = 0;
   for (const PageIndex index : pages) {

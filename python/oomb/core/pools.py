@@ -181,10 +181,15 @@ class Pools:
             self._reclaim = _nothing
 
     def _end_call(self) -> None:
-        if self.manager is not None:
+        if self.manager is None:
+            return
+        try:
             self.manager.end_call()
-            if self.manager.keeps_device_memory:  # nobody else could have it
-                self._close()
+        except Exception:
+            self.manager = None  # copies may use its memory yet: it goes when they are over
+            raise
+        if self.manager.keeps_device_memory:  # nobody else could have it
+            self._close()
 
     @contextmanager
     def told_of_errors(self) -> Iterator[None]:

@@ -204,6 +204,41 @@ TEST(PageManager, ACallThatCouldNotBeginHasNotBegun) {
   f.visit(0);
 }
 
+// Nobody may get memory that a copy still writes.
+TEST(PageManager, MemoryStaysWhereACopyDoesNotEnd) {
+  ManagedTiers f(4);
+  const auto committed = [&] {
+    const PageStatistics now = f.manager.statistics();
+    return now.device.committed_bytes + now.host.committed_bytes;
+  };
+  const CallPlan spilling = plan(1, {8}, {{0, VisitKind::kRead, 0, 8}});
+  f.manager.begin_call(spilling);
+  f.write(0, 0, 8);
+  const int64_t before = committed();
+  ASSERT_GT(before, 4 * kSlotBytes);
+  f.engine().stuck = true;
+  EXPECT_CONTAINS(message_of([&] { f.manager.end_call(); }), "has not finished");
+  EXPECT_EQ(committed(), before);
+  EXPECT_CONTAINS(message_of([&] { f.manager.begin_call(spilling); }), "has not finished");
+  EXPECT_CONTAINS(message_of([&] { f.write(0, 0, 1); }), "no call has begun");
+  f.engine().stuck = false;
+  f.manager.begin_call(spilling);
+  f.write(0, 0, 8);
+  f.visit(0);
+  f.manager.end_call();
+  EXPECT_EQ(committed(), 0);
+  f.manager.begin_call(spilling);
+  f.write(0, 0, 8);
+  f.engine().stuck = true;
+  EXPECT_CONTAINS(message_of([&] { f.manager.close(); }), "has not finished");
+  EXPECT_CONTAINS(message_of([&] { f.manager.close(); }), "has not finished");
+  EXPECT_EQ(committed(), before);
+  f.engine().stuck = false;
+  f.manager.close();
+  EXPECT_EQ(committed(), 0);
+  EXPECT_CONTAINS(message_of([&] { f.manager.begin_call(spilling); }), "closed");
+}
+
 TEST(PageManager, EveryPageDiesWithTheCall) {
   ManagedTiers f(4);
   for (int call = 0; call < 3; ++call) {

@@ -68,7 +68,9 @@ class InstantCopyEngine final : public paging::CopyEngine {
   paging::Ticket completed(paging::Lane lane) override {
     return finishing ? tickets_[static_cast<size_t>(lane)] : 0;
   }
-  void drain() override {}
+  void drain() override {
+    if (stuck) throw Error("injected: a copy has not finished");
+  }
   paging::CallTimes& times() override { return times_; }
 
   struct Batch {
@@ -78,6 +80,7 @@ class InstantCopyEngine final : public paging::CopyEngine {
   std::vector<Batch> batches;
   bool finishing = true;       // false: completed() knows of nothing
   bool refusing = false;       // true: tables cannot be changed
+  bool stuck = false;          // true: copies never end
   std::vector<int32_t> table;  // what kernels would read, built from the changes alone
 
  private:
