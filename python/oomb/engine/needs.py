@@ -35,6 +35,7 @@ _INPUT_BYTES = 2 * 8  # per token, beside the arguments: positions and targets
 _STATE_BYTES = 8  # per trainable value: an optimizer's two states that may still come
 
 _FEW_CHUNKS = 4  # whose outputs take less than what a chunk spares by computing layers again
+_MANY_CHUNKS = 2**14  # of which one is worth keeping: they are not looked at one by one
 
 _ACTIVATION_SHARE = 0.4  # of free memory; where activations take more, some are computed again
 
@@ -76,9 +77,12 @@ def recompute_of(config: Config, activations: Callable[[Recompute], int], free: 
 def may_vary(config: Config, demand: PageDemand, recompute: Recompute) -> bool:
     """Whether a call's chunks may differ in what backward computes again."""
     keeps = config.keep_outputs != "none" and recompute != "none"
-    if not keeps or len(demand.swept) <= _FEW_CHUNKS:
+    number = len(demand.swept)
+    if not keeps or number <= _FEW_CHUNKS:
         return False
-    return config.keep_outputs != "auto" or demand.keeping.of_attention.pays(demand.device_type)
+    if config.keep_outputs != "auto" or number > _MANY_CHUNKS:
+        return True
+    return demand.keeping.of_attention.pays(demand.device_type)
 
 
 def others_of(

@@ -180,21 +180,23 @@ FEW = {"device_memory": "8MiB", "host_memory": "64MiB"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "times"),
+    ("settings", "tokens", "times"),
     [
-        (FEW, 0),
-        ({"recompute": "layer"}, 0),  # of so short a text no output is worth a copy
-        ({"recompute": "layer", **FEW}, 0),
-        ({"recompute": "layer", "keep_outputs": "all"}, 1),
-        ({"device_memory": "100TiB"}, 1),
+        (FEW, 40, 0),
+        ({"recompute": "layer"}, 40, 0),  # of so short a text no output is worth a copy
+        ({"recompute": "layer", **FEW}, 40, 0),
+        ({"recompute": "layer"}, 65, 1),
+        ({"recompute": "layer", "keep_outputs": "none"}, 65, 0),
+        ({"recompute": "layer", "keep_outputs": "all"}, 40, 1),
+        ({"device_memory": "100TiB"}, 40, 1),
     ],
 )
 def test_what_decides_nothing_is_not_counted(
-    settings: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tokens: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
     config = oomb.Config(**{"chunk_size": 8, "page_size": 8, **settings})
-    ids = IDS[:, :40]
+    ids = IDS[:, :tokens]
     with oomb.Engine(make("llama", torch.float32), config) as engine:
         engine.forward_backward(ids, ids)
     assert len(counted.models) == times
