@@ -131,7 +131,19 @@ def _refuse_pickle(name: str, path: Path) -> None:
     if path.suffix in _PICKLE_SUFFIXES:
         raise CheckpointError(f"{name}: is a pickle, which may run code when loaded")
     with open(path, "rb") as file:
-        start = file.read(4)
-    # Protocols 2 to 5 begin with an opcode that no text and no safetensors header begins with.
-    if start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or start == b"PK\x03\x04":
+        start = file.read(9)
+    # A length may begin as a pickle does.
+    if path.suffix == ".safetensors" and _is_safetensors(start, path.stat().st_size):
+        return
+    # Protocols 2 to 5 begin with an opcode that no text begins with.
+    if (
+        start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+        or start[:4] == b"PK\x03\x04"
+    ):
         raise CheckpointError(f"{name}: is a pickle, which may run code when loaded")
+
+
+def _is_safetensors(start: bytes, num_bytes: int) -> bool:
+    """The length of a header that fits the file, and the brace that it begins with."""
+    length = int.from_bytes(start[:8], "little")
+    return start[8:9] == b"{" and 8 + length <= num_bytes

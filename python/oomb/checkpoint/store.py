@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,7 +225,10 @@ class CheckpointStore:
         for step, path in newest_first:
             # An incomplete one newer than those kept may be what a reader wants to look into.
             if path not in kept and ((path / MARKER).exists() or step < oldest_kept):
-                self._discard(path)
+                try:
+                    self._discard(path)
+                except OSError as error:  # what was just saved is safe
+                    warnings.warn(f"{path} was not deleted: {error}", stacklevel=2)
 
     def _discard(self, path: Path) -> None:
         """Delete in such an order that what is half deleted is no checkpoint."""

@@ -28,6 +28,8 @@ _OF_GROUPS = {
     "adam_beta2": "betas",
     "adam_epsilon": "eps",
 }
+_OF_OPTIMIZER = "optim_args"  # whatever else the groups of one have
+_OF_SCHEDULE = ("params", "lr", "initial_lr")  # of a group: its own
 
 
 def arguments_as_json(arguments: TrainingArguments) -> str:
@@ -50,7 +52,7 @@ class ChangedSettings:
         if not file.exists():
             return
         self._before = json.loads(file.read_text())
-        for name in (*_RATE, *_LENGTH, *_OF_GROUPS):
+        for name in (*_RATE, *_LENGTH, *_OF_GROUPS, _OF_OPTIMIZER):
             if self._differs(name):
                 self.values[name] = (self._before[name], self._now[name])
 
@@ -88,8 +90,8 @@ class ChangedSettings:
         """Load both from a checkpoint's state, and keep of the run's own what it has changed.
 
         Raises:
-            CheckpointError: another optimizer, which cannot take the states over.
-            ValueError: the rate of a schedule that depends on what came before cannot change.
+            CheckpointError: another optimizer, which cannot take the states over, or another rate
+                of a schedule that depends on what came before.
         """
         lacking = set(optimizer.param_groups[0]) - set(state["optimizer"]["param_groups"][0])
         # A later torch may add one to the same optimizer, and says itself what it stands for.
@@ -105,6 +107,8 @@ class ChangedSettings:
             for argument, key in _OF_GROUPS.items():
                 if argument in self.values and key in own:
                     group[key] = own[key]
+            if _OF_OPTIMIZER in self.values:
+                group.update({key: own[key] for key in own if key not in _OF_SCHEDULE})
         of_schedule = [name for name in (*_RATE, *_LENGTH) if name in self.values]
         if not of_schedule:
             schedule.load_state_dict(state["scheduler"])
@@ -116,7 +120,7 @@ class ChangedSettings:
                 name = "lr_scheduler_type" if "lr_scheduler_type" in of_rate else of_rate[0]
                 was, now = self.values[name]
                 kind = was if isinstance(schedule, LambdaLR) else type(schedule).__name__
-                raise ValueError(
+                raise CheckpointError(
                     f"{name}: expected {was!r}, as the run began, got {now!r}: what {kind} does "
                     "depends on the steps before"
                 )

@@ -25,7 +25,7 @@ from oomb.ops.arguments import (
 from oomb.ops.launch import stream_of, workspace_on
 from oomb.ops.pages import check_pages, pool_of
 
-_CAPS = 1e-20, 1e20  # in fp32 neither a cap nor one by it may overflow
+_CAPS = 1e-30, 1e30  # in fp32 neither a cap nor one by it may overflow
 
 
 @torch.library.custom_op("oomb::paged_attention", mutates_args=())

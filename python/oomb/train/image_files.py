@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _ORIENTATION = 0x0112  # of EXIF
+_BITS_PER_SAMPLE = 258  # of TIFF
 _TURNED = (5, 6, 7, 8)  # by a quarter, so that width and height change places
 
 
@@ -61,19 +62,26 @@ def decoded(file: Path) -> Image:
 
     try:
         with Image.open(file) as image:
-            return _in_bytes(ImageOps.exif_transpose(image)).convert("RGB")
+            shown = ImageOps.exif_transpose(image)
+            return _in_bytes(shown, _bits(image)).convert("RGB")
     except Exception as error:  # Pillow's readers raise what they raise
         raise ValueError(_unreadable(file, error)) from error
 
 
-def _in_bytes(image: Image) -> Image:
-    """The upper half of gray values of 16 bits, which Pillow would clip to 255."""
-    if not image.mode.startswith("I;16"):
+def _bits(image: Image) -> int:
+    """Of a gray value, of those that Pillow holds in more than a byte."""
+    of_tiff = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))
+    return int(of_tiff[0])
+
+
+def _in_bytes(image: Image, bits: int) -> Image:
+    """The upper eight bits of gray values of more, which Pillow would clip to 255."""
+    if not image.mode.startswith("I") or not 8 < bits <= 16:
         return image
     import numpy as np  # help must not load it
     from PIL import Image as images  # optional
 
-    return images.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return images.fromarray((np.asarray(image) >> (bits - 8)).clip(0, 255).astype(np.uint8))
 
 
 def _unreadable(file: Path, error: Exception) -> str:

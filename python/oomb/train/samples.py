@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,20 @@ class Samples(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         model: PreTrainedModel = given["model"]
-        lines = []
+        lines, told = [], []
         for prompt, ids in zip(self._settings.prompts, self._prompts, strict=True):
             text = self._continuation(model, ids)
             record = {"step": state.global_step, "prompt": prompt, "text": text}
             lines.append(json.dumps(record, ensure_ascii=False))
-            self._say(f"step {state.global_step}: {prompt!r} → {text!r}")
+            told.append(f"step {state.global_step}: {prompt!r} → {text!r}")
         try:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write("".join(line + "\n" for line in lines))
         except OSError as error:  # a full disk ends no training
-            self._say(f"samples are not kept: {error.strerror}")
+            told.append(f"samples are not kept: {error.strerror}")
+        with suppress(OSError, UnicodeError):  # nor does an output that takes no more, or no arrow
+            for line in told:
+                self._say(line)
 
     def _continuation(self, model: PreTrainedModel, ids: list[int]) -> str:
         device = next(model.parameters()).device

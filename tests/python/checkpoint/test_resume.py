@@ -239,6 +239,17 @@ def test_settings_that_a_resumed_run_changes(
     assert all({**group, "params": 0} == {**own, "params": 0} for group, own in groups)
 
 
+def test_arguments_of_the_optimizer_may_change(tmp_path: Path) -> None:
+    rates: dict[str, Any] = {"optim": "sgd", "save_steps": 1}
+    trainer(tmp_path, max_steps=1, optim_args="momentum=0.9", **rates).train()
+    changed = trainer(tmp_path, max_steps=2, optim_args="momentum=0.5", **rates)
+    changed.train(resume_from_checkpoint=True)
+    assert {group["momentum"] for group in changed.optimizer.param_groups} == {0.5}
+    same = trainer(tmp_path, max_steps=3, optim_args="momentum=0.5", **rates)
+    same.train(resume_from_checkpoint=True)
+    assert {group["momentum"] for group in same.optimizer.param_groups} == {0.5}
+
+
 def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
     plateau: dict[str, Any] = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -248,10 +259,12 @@ def test_a_schedule_that_cannot_change(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2, **plateau).train()
     trainer(tmp_path, max_steps=3, **plateau).train(resume_from_checkpoint=True)
     changed = trainer(tmp_path, max_steps=4, learning_rate=1.0, **plateau)
-    with pytest.raises(ValueError, match=r"learning_rate: expected 0\.003.*ReduceLROnPlateau"):
+    with pytest.raises(CheckpointError, match=r"learning_rate: expected 0\.003.*ReduceLROnPlateau"):
         changed.train(resume_from_checkpoint=True)
     another = trainer(tmp_path, max_steps=4, lr_scheduler_type="linear", learning_rate=1.0)
-    with pytest.raises(ValueError, match=r"lr_scheduler_type: .*what reduce_lr_on_plateau does"):
+    with pytest.raises(
+        CheckpointError, match=r"lr_scheduler_type: .*what reduce_lr_on_plateau does"
+    ):
         another.train(resume_from_checkpoint=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from oomb.checkpoint import CheckpointError, CheckpointStore
 
@@ -246,6 +246,37 @@ def test_pickles_and_links_are_refused(
     found = store.newest_intact()
     assert found is not None and found.step == 1
     assert "is a " in found.rejected[0][1]
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"], ids=str)
+def test_a_length_that_begins_as_a_pickle_does(start: bytes, store: CheckpointStore) -> None:
+    """Of a header of 640, 896, 1,152 or 1,408 bytes."""
+    length = int.from_bytes(start, "little")
+
+    def write(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        for padding in range(length):
+            save_file({"w": torch.ones(2)}, file, {"a": "x" * padding})
+            if file.read_bytes()[:2] == start:
+                return
+        raise AssertionError("no header of that length")
+
+    path = store.save(1, write)
+    assert torch.equal(load_file(path / "model.safetensors")["w"], torch.ones(2))
+
+
+def test_a_checkpoint_is_saved_though_an_old_one_stays(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    few = CheckpointStore(store.folder, keep_last=1)
+    few.save(1, write_example)
+    monkeypatch.setattr(few, "_discard", refuse)
+    with pytest.warns(UserWarning, match="step-00000001 was not deleted: .*Input/output"):
+        few.save(2, write_example)
+    assert few.steps() == [1, 2]
 
 
 def test_what_a_killed_process_left_is_removed(store: CheckpointStore) -> None:

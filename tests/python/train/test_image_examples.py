@@ -278,7 +278,7 @@ def test_a_turned_image_is_seen_upright(tmp_path: Path) -> None:
     assert plain[1:] == turned[:0:-1] and plain != turned
 
 
-@pytest.mark.parametrize("ending", ["png", "tiff"])
+@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
 def test_gray_of_16_bits_keeps_its_shades(tmp_path: Path, ending: str) -> None:
     import numpy as np
     from PIL import Image

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from test_instructions import PLAIN, chat_tokenizer
 from test_run import losses
 from tiny_runs import prepare, run, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState
+
+from oomb.cli.demo_tokenizer import byte_tokenizer
+from oomb.train.reading import read_settings
+from oomb.train.samples import Samples
 
 PROMPTS = ["12 squared is ", "7"]
 
@@ -42,6 +48,26 @@ def test_samples_are_of_the_model_as_it_is(tmp_path: Path) -> None:
     texts = [likeliest(model, p.encode(), 5) for model in (tiny_model(), trained) for p in PROMPTS]
     assert [record["text"] for record in found] == texts
     assert all(f"{text!r}" in result.output for text in texts)
+
+
+@pytest.mark.parametrize("takes", ["no arrow", "nothing"])
+def test_what_is_said_of_samples_ends_no_training(takes: str, tmp_path: Path) -> None:
+    file = prepare(tmp_path, evaluation={"every_steps": 1, "generate": {"prompts": "7"}})
+    settings = read_settings(file, ["training.steps=1"])
+    with ExitStack() as stack:
+        if takes == "nothing":
+            stream = open("/dev/full", "w", buffering=1)  # noqa: SIM115 (closing it fails too)
+        else:
+            stream = stack.enter_context(open(tmp_path / "said", "w", encoding="ascii"))
+        generate = settings.evaluation.generate
+        assert generate is not None
+        (tmp_path / "run").mkdir()
+        told = Samples(generate, [[55]], byte_tokenizer(), tmp_path / "run", Console(file=stream))
+        state = TrainerState(global_step=1)
+        told.on_evaluate(None, state, None, model=tiny_model())  # type: ignore[arg-type]
+        with suppress(OSError):
+            stream.close()
+    assert [record["step"] for record in samples(tmp_path / "run")] == [1]
 
 
 def test_a_run_with_samples_is_the_run_without(tmp_path: Path) -> None:
