@@ -65,7 +65,6 @@ def document_ids(batch: int, tokens: int, starts: list[list[int]]) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.sampled(7)
 def test_families(name: str) -> None:
     """Tails of 1, 2 and 3 tokens (the last one predicts nothing), with and without recompute."""
     model = make_recurrent(name)
@@ -89,7 +88,6 @@ DOCUMENTS = [
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.sampled(7)
 def test_documents(name: str) -> None:
     model = make_recurrent(name)
     cases = DOCUMENTS if name in FEW else DOCUMENTS[2:3]

@@ -22,7 +22,7 @@ def all_in_float64() -> Iterator[None]:
         yield
 
 
-# Run each time, where no other file has a family's like: one way of each kind of condition.
+# Quick, where no other file has a family's like: one way of each kind of condition.
 _OF_EACH = [("documents", "layer"), ("padding", "none"), ("tiers", "none"), ("adapters", "layer")]
 QUICK = {
     *((name, *way) for name in RECURRENT for way in _OF_EACH[1:]),

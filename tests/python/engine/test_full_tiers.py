@@ -62,7 +62,7 @@ def run(name: str, slots: tuple[int, int] | None, begun: list[Any]) -> tuple[Res
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_fits_by_the_plan_runs(name: str) -> None:
     """With the smallest host tier that a plan allows; with one page less no chunk begins."""
     whole, slot = run(name, None, [])

@@ -23,7 +23,7 @@ def all_in_float64() -> Iterator[None]:
         yield
 
 
-# Run each time: one way of each kind of condition.
+# Quick: one way of each kind of condition.
 _OF_EACH = [
     ("documents", "layer"),
     ("padding", "none"),
@@ -45,7 +45,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("family", "condition", "recompute"), WHERE)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(18)
 def test_equals_one_backward(family: str, condition: str, recompute: str) -> None:
     case = CONDITIONS[condition]
     model, given = make_family(family, condition), arguments(family, condition)

@@ -178,7 +178,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_at_some_lines_of_a_call(work: Work, settings: dict[str, Any], last: bool) -> None:
     sweep(work, settings, EVERY, last)
 

@@ -79,7 +79,7 @@ WAYS: dict[str, tuple[oomb.Dense | oomb.PageRule, str, dict[str, Any], bool]] = 
 
 @pytest.mark.parametrize("name", ["gemma4-31b", "gemma4-e2b"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_in_every_way_of_training(way: str, name: str) -> None:
     rule, inputs, settings, spills = WAYS[way]
     model = make(name)

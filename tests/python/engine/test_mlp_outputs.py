@@ -184,7 +184,7 @@ ADAPTED: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("slots", [None, 30])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_products_with_an_adapter_are_kept(
     adapted: tuple[torch.dtype, bool, dict[str, Any]],
     recompute: str,
@@ -309,7 +309,7 @@ FORWARDS = (
 @pytest.mark.parametrize("slots", [None, 20])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 @pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 def test_models_may_do_with_the_output_what_they_like(
     forward: Any, recompute: str, slots: int | None
 ) -> None:

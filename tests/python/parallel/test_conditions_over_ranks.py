@@ -20,7 +20,7 @@ from engine.conditions import (
 from engine.recurrent_models import nothing_rounds_to_float32
 from engine.reference import Result, assert_equal, assert_identical, take_gradients
 
-from .world import World, meshes
+from .world import World, one_group
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +29,21 @@ def all_in_float64() -> Iterator[None]:
         yield
 
 
-def over_ranks(rank: int, name: str, condition: str, recompute: str) -> tuple[Result, Result]:
+def over_ranks(
+    rank: int, name: str, condition: str, recompute: str
+) -> tuple[Result, Result] | None:
+    if one_group[2].get_coordinate() is None:
+        return None
     case = CONDITIONS[condition]
     with nothing_rounds_to_float32():
         model = make_family(name, case)
-        config = settings_of(model, case, meshes[2], recompute=recompute)
+        config = settings_of(model, case, one_group[2], recompute=recompute)
         return called_twice(model, config, arguments(case))
 
 
 def called_twice(model: Any, config: oomb.Config, given: dict[str, Any]) -> tuple[Result, Result]:
-    """Calls of one engine. Ranks 0 and 2 share sequences, and so do 1 and 3."""
-    with oomb.Engine(model, config, mesh=meshes[2]) as engine:
+    """Calls of one engine."""
+    with oomb.Engine(model, config, mesh=one_group[2]) as engine:
 
         def call() -> Result:
             step = engine.forward_backward(**given)
@@ -49,10 +53,11 @@ def called_twice(model: Any, config: oomb.Config, given: dict[str, Any]) -> tupl
 
 
 def assert_as_one(
-    results: Sequence[tuple[Result, Result]], expected: Result, *, spills: bool
+    answers: Sequence[tuple[Result, Result] | None], expected: Result, *, spills: bool
 ) -> None:
     """All ranks have the gradients of one process, twice the same bits."""
-    assert len(results) == 4
+    results = [answer for answer in answers if answer is not None]
+    assert len(results) == 2
     for found, again in results:
         assert_equal(found, expected)
         assert_identical(found, results[0][0])
@@ -84,7 +89,6 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "condition", "recompute"), WHERE)
-@pytest.mark.sampled(9)
 def test_equals_one_backward(world: World, name: str, condition: str, recompute: str) -> None:
     case = CONDITIONS[condition]
     model, given = make_family(name, case), arguments(case)  # skips where there is none

@@ -74,7 +74,7 @@ def trained(rank: int, folder: Path, name: str, by_first: bool) -> Found:
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma2", "adapters"])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_the_bits_of_reading_everywhere(world: World, tmp_path: Path, name: str) -> None:
     """Tied embeddings; buffers that no file has: angles, and Gemma's scale of embeddings."""
     everywhere = world.run(trained, tmp_path, name, False)

@@ -89,7 +89,7 @@ def of_call(rank: int, settings: dict[str, Any], groups: int) -> Result | None:
 
 
 @pytest.mark.parametrize("name", SAME)
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_same_bits(world: World, name: str) -> None:
     whole, *_ = world.run(of_call, SAME[name], 1)
     for groups in (2, 4):

@@ -21,7 +21,7 @@ from engine.reference import (
 )
 from engine.test_images import PLACES, image
 
-from .world import World, meshes
+from .world import World, one_group
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def batch_for(case: Case) -> Batch:
 
 def over_ranks(rank: int, case: Case, ranks: int) -> tuple[Result, Result] | None:
     """Two calls of one engine on a rank; None where it has no part in them."""
-    if meshes[ranks].get_coordinate() is None:
+    if one_group[ranks].get_coordinate() is None:
         return None
     with nothing_rounds_to_float32():
         model, batch, results = model_of(case), batch_for(case), []
-        with oomb.Engine(model, config_of(case), mesh=meshes[ranks]) as engine:
+        with oomb.Engine(model, config_of(case), mesh=one_group[ranks]) as engine:
             for _ in range(2):
                 step = engine.forward_backward(batch.input_ids, batch.input_ids, **batch.arguments)
                 results.append(Result(step.loss, take_gradients(model), step))
@@ -137,7 +137,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
-@pytest.mark.sampled(8, slow=3)
+@pytest.mark.sampled(11, slow=3)
 def test_case(world: World, name: str, ranks: int) -> None:
     case = (CASES | SIX | COPIES)[name]
     world.start(over_ranks, case, ranks)
@@ -148,7 +148,7 @@ def test_case(world: World, name: str, ranks: int) -> None:
         alone = chunked(model, config_of(case), ids, ids, **batch.arguments)
     assert any("vis" in name for name in expected.gradients) == (case.trained != "decoder")
     results = [found for found in world.answers() if found is not None]
-    assert len(results) == (4 if ranks == 2 else ranks)
+    assert len(results) == ranks
     held = []
     for found, again in results:
         assert_equal(found, expected)
@@ -163,12 +163,12 @@ def test_case(world: World, name: str, ranks: int) -> None:
 
 
 def two_pass(rank: int, case: Case) -> Result | None:
-    if meshes[2].get_coordinate() is None:
+    if one_group[2].get_coordinate() is None:
         return None
     with nothing_rounds_to_float32():
         model, batch = model_of(case), batch_for(case)
         with (
-            oomb.Engine(model, config_of(case), mesh=meshes[2]) as engine,
+            oomb.Engine(model, config_of(case), mesh=one_group[2]) as engine,
             engine.two_pass(batch.input_ids, **batch.arguments) as call,
         ):
             loss = (call.logprobs[:, 1:].exp().sum() * 3).tanh()
@@ -198,9 +198,9 @@ def without_room(*_: Any, **__: Any) -> None:
 
 
 def sharded(rank: int, case: Case, policy: str) -> Result | None:
-    if meshes[2].get_coordinate() is None:
+    if one_group[2].get_coordinate() is None:
         return None
-    mesh = meshes[2]
+    mesh = one_group[2]
     with nothing_rounds_to_float32():
         model, batch = model_of(case), batch_for(case)
         for layer in model.model.language_model.layers:
@@ -243,12 +243,12 @@ def test_sharded_weights(world: World, policy: str) -> None:
 
 def differing(rank: int, what: str) -> list[str] | None:
     """What each call of a rank says, where one rank's images are not the other's."""
-    if meshes[2].get_coordinate() is None:
+    if one_group[2].get_coordinate() is None:
         return None
     case = Case("qwen3-vl")
     model, batch = model_of(case), batch_for(case)
     ids, images = batch.input_ids, dict(batch.arguments)
-    local = meshes[2].get_local_rank()
+    local = one_group[2].get_local_rank()
     if what == "pixels" and local == 1:
         images["pixel_values"] = images["pixel_values"] + 1
     elif what == "none" and local == 0:
@@ -256,7 +256,7 @@ def differing(rank: int, what: str) -> list[str] | None:
     elif what == "grid" and local == 1:
         images["image_grid_thw"] = images["image_grid_thw"][:1]
     texts = []
-    with oomb.Engine(model, config_of(case), mesh=meshes[2]) as engine:
+    with oomb.Engine(model, config_of(case), mesh=one_group[2]) as engine:
         for call in (engine.forward_backward, engine.evaluate, engine.two_pass):
             with pytest.raises(Exception) as caught:  # torch's, on its own rank
                 call(ids, ids, **images)

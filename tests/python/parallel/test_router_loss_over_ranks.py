@@ -26,7 +26,7 @@ from engine.reference import (
 )
 from engine.router_models import in_float64, routed, stock_loss
 
-from .world import World, meshes
+from .world import World, one_group
 
 IDS = random_ids(3, 75)
 MASK = torch.ones_like(IDS)
@@ -57,7 +57,7 @@ def model_of(family: str) -> Any:
 
 def over_ranks(rank: int, name: str, ranks: int, policy: Any) -> Any:
     """Two calls of one engine, and the loss that its evaluation gives."""
-    mesh = meshes[ranks]
+    mesh = one_group[ranks]
     if mesh.get_coordinate() is None:
         return None
     family, settings, arguments = CASES[name]
@@ -102,6 +102,7 @@ def test_equals_one_backward(world: World, name: str, ranks: int, policy: Any) -
     with in_float64(model):
         expected = stock_loss(model, IDS, **arguments)
     answers = [found for found in world.answers() if found is not None]
+    assert len(answers) == ranks
     first = answers[0][0]
     assert_equal(first, expected)
     for found, again, evaluated in answers:

@@ -154,7 +154,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
-@pytest.mark.sampled(5, slow=2)
+@pytest.mark.sampled(6, slow=2)
 def test_gradients_are_those_of_one_process(world: World, name: str, ranks: int) -> None:
     compare(world, name, ranks)
 

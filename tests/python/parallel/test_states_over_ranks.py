@@ -21,7 +21,7 @@ from engine.test_carry import document_ids
 from engine.two_pass_losses import LOSSES, assert_close, two_passes
 from engine.two_pass_losses import ordinary as ordinary_of_loss
 
-from .world import World, meshes
+from .world import World, meshes, one_group
 
 
 def config(**settings: Any) -> oomb.Config:
@@ -36,11 +36,11 @@ def model_of(name: str, ranks: int) -> Any:
 def over_ranks(
     rank: int, name: str, ranks: int, settings: oomb.Config, given: dict[str, Any]
 ) -> tuple[Result, Result] | None:
-    if meshes[ranks].get_coordinate() is None:
+    if one_group[ranks].get_coordinate() is None:
         return None
     with nothing_rounds_to_float32():
         model = model_of(name, ranks)
-        with oomb.Engine(model, settings, mesh=meshes[ranks]) as engine:
+        with oomb.Engine(model, settings, mesh=one_group[ranks]) as engine:
 
             def call() -> Result:
                 step = engine.forward_backward(**given)
@@ -59,6 +59,7 @@ def compare(
         expected = ordinary(model, **given) if "document_ids" not in given else None
         alone = chunked(model, settings, **given)
     found = [answer for answer in world.answers() if answer is not None]
+    assert len(found) == ranks
     for first, again in found:
         assert_equal(first, alone)
         if expected is not None:

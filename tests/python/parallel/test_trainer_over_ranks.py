@@ -129,7 +129,7 @@ def trained(rank: int, folder: Path, replicas: int, examples: Any, shards: str =
         (2, masked, "asked"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_as_in_one_process(
     world: World, tmp_path: Path, replicas: int, examples: Any, shards: str
 ) -> None:

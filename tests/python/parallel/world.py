@@ -139,7 +139,11 @@ def as_started(rank: int, ranks: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-meshes: dict[int, DeviceMesh] = {}  # of this process, by the number of ranks that share a sequence
+# Of this process, by the number of ranks that share a sequence.
+meshes: dict[int, DeviceMesh] = {}
+# Likewise, with one group alone where ``meshes`` has two: the others have no part, and leave their
+# share of the cores to those that have.
+one_group: dict[int, DeviceMesh] = {}
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
@@ -154,8 +158,10 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
             continue
         if number * 2 == size:
             meshes[number] = DeviceMesh("cpu", groups, mesh_dim_names=("dp", "cp"))["cp"]
+            one_group[number] = DeviceMesh("cpu", groups[0], mesh_dim_names=("cp",))
         else:
             meshes[number] = DeviceMesh("cpu", list(range(number)), mesh_dim_names=("cp",))
+            one_group[number] = meshes[number]
     while True:
         try:
             work, arguments = pickle.loads(pipe.recv_bytes())

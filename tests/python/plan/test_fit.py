@@ -57,7 +57,6 @@ def random_config(draw: random.Random, *, every_chunk: bool) -> oomb.Config:
 
 
 @pytest.mark.parametrize(("name", "number"), MODELS)
-@pytest.mark.sampled(1)
 def test_engine_and_plans_agree(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine refuses a call before its first chunk exactly where both plans say so."""
     draw = random.Random(f"{name} {number}")
