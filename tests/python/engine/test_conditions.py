@@ -43,7 +43,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "condition", "recompute"), WHERE)
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(45)
 def test_equals_one_backward(name: str, condition: str, recompute: str) -> None:
     case = CONDITIONS[condition]
     model, given = make_family(name, case), arguments(case)

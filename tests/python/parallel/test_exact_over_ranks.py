@@ -458,7 +458,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), WHERE)
-@pytest.mark.sampled(36, slow=24)
+@pytest.mark.sampled(28, slow=12)
 def test_case(world: World, name: str, ranks: int) -> None:
     compare(world, name, ranks)
 

@@ -160,6 +160,7 @@ def test_gradients_are_those_of_one_process(world: World, name: str, ranks: int)
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_eight_ranks() -> None:
     with World(8) as world:
         for name in ("plain", "recompute", "lora, recompute"):
