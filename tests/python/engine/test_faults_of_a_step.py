@@ -42,8 +42,8 @@ def test_any_failing_method_leaves_gradients_and_the_next_step() -> None:
                 ):
                     step()
                 failed += 1
-                if engine._pools.manager is None:  # it was never made
-                    assert place.method == "__init__"
+                if engine._pools.manager is None:  # never made, or left to its end
+                    assert place.method in ("__init__", "end_call")
                     engine.evaluate(IDS, IDS)
                 assert_untouched(engine, model, before, expected)
         assert failed > 40
